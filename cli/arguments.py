@@ -1,4 +1,4 @@
-"""The command line of `outrider run` and train.py: its help, and what its arguments mean."""
+"""The command line of `outrider run` and train.py: help and parsing."""
 
 import re
 from dataclasses import dataclass, field
@@ -45,10 +45,10 @@ VALUE_OPTIONS = (
 
 @dataclass
 class Request:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     overrides: list[str] = field(default_factory=list)
-    """Overrides in Hydra's form, those of the recipe included."""
+    """Overrides in Hydra's form. The recipe is one of them: conf=RECIPE."""
     show: bool = False
     """Only print the configuration."""
     resolve: bool = False
@@ -57,7 +57,7 @@ class Request:
     launch_options: list[str] = field(default_factory=list)
     """Options for `accelerate launch`."""
     hydra_options: list[str] = field(default_factory=list)
-    """Options that are Hydra's own: Hydra then does all the work."""
+    """Options of Hydra itself. If there are any, Hydra handles the whole command line."""
 
 
 def run_help() -> str:
@@ -69,9 +69,12 @@ def run_help() -> str:
 
 def parse_arguments(arguments: list[str]) -> Request:
     """Sort the arguments of a command line: overrides, recipes, and options."""
+    # 1. `--launch` decides to which program unknown options belong: to accelerate or to Hydra.
     request = Request()
     rest = iter(arguments)
     is_launched = any(argument.partition("=")[0] == "--launch" for argument in arguments)
+
+    # 2. Sort one argument at a time. An option may consume the argument after it.
     for argument in rest:
         name, separator, value = argument.partition("=")
         if argument == "--plan":
@@ -99,7 +102,10 @@ def parse_arguments(arguments: list[str]) -> Request:
 
 
 def _values_after(option: str, arguments: list[str]) -> list[str]:
-    """The value that follows an option, where there is one: no other option, override, recipe or file of one."""
+    """Return the value that follows an option, or nothing.
+
+    Another option, an override, a recipe and a recipe's file are not values.
+    """
     following = arguments[arguments.index(option) + 1 :][:1]
     return [
         text

@@ -1,4 +1,4 @@
-"""`outrider certify`: is the decoding lossless?"""
+"""`outrider certify`: prove by tests that decoding is lossless."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target
+from .errors import starts_again
+from .options import chosen_suite, config_from, load_chosen_target, take_paths
 
 if TYPE_CHECKING:
     import torch
@@ -18,54 +19,64 @@ if TYPE_CHECKING:
 
 
 def certify_command(
-    target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
-    drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target, a directory or a Hub id. Needs --drafter.")] = None,
+    drafter: Annotated[
+        list[Path] | None, typer.Option(help="A drafter's directory, or its name on the Hub. Repeat for several.")
+    ] = None,
     suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
     max_new_tokens: shared.MaxNewTokens = 64,
-    dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="The target's dtype. float32 compares tokens; bfloat16 and float16 audit margins.")
+    ] = "float32",
     quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
-    rules: Annotated[bool, typer.Option(help="Certify the acceptance rules too (a few minutes).")] = True,
-    output: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("certificate.json"),
+    rules: Annotated[bool, typer.Option(help="Also certify the acceptance rules (takes a few minutes).")] = True,
+    output: Annotated[Path, typer.Option(help="The certificate's file.")] = Path("certificate.json"),
 ) -> None:
     """Certify that decoding is lossless.
 
-    The acceptance rules are enumerated exactly, and a target with drafters decodes real prompts.
-    Exits with 1 where anything fails.
+    Enumerates the acceptance rules exactly. With --target and --drafter, also decodes real prompts
+    and compares the answers. Exits with status 1 if anything fails.
     """
-    options = {**locals()}
+    # 1. Check the options before anything slow is imported.
+    options = take_paths({**locals()})
+    suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     if not rules and target is None:
-        raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
+        raise ValueError("nothing to certify: give --target and --drafter, or remove --no-rules")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
     if target is None and (compiled or cuda_graphs or quantization):
         raise ValueError(
-            "--compiled, --cuda-graphs and --quantization are forms of a target, and there is none; give --target and --drafter"
+            "--compiled, --cuda-graphs and --quantization need a target, and there is none; give --target and --drafter"
         )
-    import torch  # it, and all that uses it, loads too slowly for --help
+    import torch  # torch and the modules that use it load too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
     from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
 
-    place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
+    # 2. Certify decoding with the drafters, then the rules.
+    used_device = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines: list[CertificateLine] = []
     subject: dict[str, Any] = {}
-    if drafter:
-        config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
-        lines, subject, place = _certify_decoding(config, drafter, options)
-    if rules:
-        lines += certify_rules()
-    subject["environment"] = asdict(describe_environment(place))
+    with starts_again("certificate"):
+        if drafter:
+            config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
+            lines, subject, used_device = _certify_decoding(config, drafter, options)
+        if rules:
+            lines += certify_rules()
+    subject["environment"] = asdict(describe_environment(used_device))
+
+    # 3. Write the certificate and print it.
     write_certificate(lines, subject, output)
     console = Console()
     console.print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
-    console.print(verdict, f"({output}); were all sound, it would fail with probability {false_alarm_rate(lines):.1e} at most")
+    console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
     if not passes(lines):
         raise typer.Exit(1)
 
@@ -75,7 +86,7 @@ def _certify_decoding(
 ) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
     """Certify decoding with each drafter.
 
-    Return the lines, what they are about, and the target's device.
+    Returns the certificate's lines, the description of what they certify, and the target's device.
     """
     from ..data.files import sha256_file
     from ..eval.certify.certificate import certify_decoding
@@ -86,9 +97,12 @@ def _certify_decoding(
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import WEIGHTS_FILE
 
-    directories = [resolve_drafter(each) for each in drafter]
+    # 1. Load the target after all inputs are checked.
+    directories = [resolve_drafter(path) for path in drafter]
     check_inputs(config, directories)
     target = load_chosen_target(options)
+
+    # 2. Name each drafter as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, directories)
     methods = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
     names = [str(name) for name in method_names(methods)]
@@ -96,6 +110,8 @@ def _certify_decoding(
     drafters = {name: proposer(load_drafter(path, target), target) for name, path in folders.items()}
     suites = load_suites(config)
     lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+
+    # 3. Describe what was certified: the target, its form, and the drafters' weights.
     subject = {
         "target": target.identity.name,
         "weights_sha256": target.identity.weights_sha256,

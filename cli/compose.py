@@ -1,6 +1,7 @@
-"""The entry of train.py and `outrider run`: Hydra composes the recipe that the command line names, and its stages run.
+"""Entry of train.py and `outrider run`: compose a recipe with Hydra and run its stages.
 
-This module imports no torch, so that `--help`, `--cfg job` and a mistyped option are answered at once.
+This module doesn't import torch, so `--help`, `--cfg job` and a mistyped option get an answer at
+once.
 """
 
 import re
@@ -30,6 +31,7 @@ def main() -> None:
         sys.stdout.write(run_help())
         return
     with user_errors():
+        # 1. Hydra's own options (--hydra-help, --multirun): Hydra does everything.
         request = parse_arguments(sys.argv[1:])
         if request.hydra_options:
             overrides, _, problems = _take_files(request.overrides)
@@ -38,24 +40,32 @@ def main() -> None:
             sys.argv[1:] = [*overrides, *request.hydra_options]
             _compose_and_run()
             return
+
+        # 2. Compose the recipe, and print it if `--cfg job` is given.
         composed = compose(request)
         if request.show:
             sys.stdout.write(OmegaConf.to_yaml(composed, resolve=request.resolve))
             return
         if not any(_key(override) == "conf" for override in request.overrides):
             raise ValueError(
-                f"which recipe? Name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
+                f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
                 "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
             )
+        config = to_run_config(composed)  # checked before torch is imported
+
+        # 3. Run it, in processes of accelerate if `--launch` is given.
         if request.launch is not None:
             launch(request.launch, request.launch_options, request.overrides)
         from .run import run  # imports torch, transformers and all stages
 
-        run(to_run_config(composed))
+        run(config)
 
 
 def compose(request: Request) -> DictConfig:
-    """Compose a recipe. Raises one ValueError with all wrong keys, choices and values, before torch is imported."""
+    """Compose a recipe.
+
+    Raises one ValueError with all wrong keys, choices and values, before torch is imported.
+    """
     named, files, problems = _take_files(request.overrides)
     overrides = []
     for override in named:
@@ -79,8 +89,12 @@ def compose(request: Request) -> DictConfig:
 
 
 def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile], list[str]]:
-    """Read the recipes that are files. Returns the overrides with names for them, the files by these
-    names, and a line for each problem."""
+    """Read the recipes that are files.
+
+    Returns the overrides with a name in place of each file, the files by these names, and a line
+    for each problem.
+    """
+    # 1. Recipes are in conf=NAME or conf=[NAME,NAME]; other overrides stay.
     named: list[str] = []
     files: dict[str, RecipeFile] = {}
     problems: list[str] = []
@@ -89,6 +103,8 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
         if key != "conf":
             named.append(override)
             continue
+
+        # 2. Read each recipe that is a file, and give it a name for Hydra.
         is_list = value.startswith("[")
         recipes: Any = OverridesParser.create().parse_override(override).value() if is_list else [value]
         chosen: list[str] = []
@@ -109,7 +125,10 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
 
 
 def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose, leaving out the values that the schema refuses. Returns a message for each of them too, by its option."""
+    """Compose without the values that the schema rejects.
+
+    Returns the composed configuration, and a message for each rejected value by its option.
+    """
     wrong: dict[str, str] = {}
     while True:
         for label, recipe in files.items():
@@ -133,14 +152,14 @@ def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> 
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """The configuration that has nothing but this value: {train: {steps: 20}}."""
+    """Return the configuration that has only this value, such as {train: {steps: 20}}."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
 
 
 def _wrong_value(name: str, value: Any) -> str:
-    """The message for a value that isn't of its option's type."""
+    """Return the message for a value that doesn't have its option's type."""
     options: dict[str, Option] = {option.name: option for section in sections().values() for option in section.options}
     option = options.get(name)
     if option is None:
@@ -150,7 +169,7 @@ def _wrong_value(name: str, value: Any) -> str:
 
 
 def _in_our_words(error: Exception, files: dict[str, RecipeFile]) -> str:
-    """Hydra's message, with the names of the user's files, and without its advice about its own internals."""
+    """Return Hydra's message with the user's file names, without advice about internals."""
     text = str(error) if error.__cause__ is None else f"{error} ({str(error.__cause__).splitlines()[0]})"
     for name, file in files.items():
         text = text.replace(f"conf/{name}", str(file.path))
@@ -162,7 +181,10 @@ def _key(override: str) -> str:
 
 
 def _forced(override: str) -> str:
-    """The override with `++` before it, so that Hydra takes an unknown key too: all of them are found after composing."""
+    """Put `++` before an override, so that Hydra accepts an unknown key.
+
+    All unknown keys are then reported at once, after composing.
+    """
     key = _key(override)
     if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
         return override
@@ -172,6 +194,7 @@ def _forced(override: str) -> str:
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
 def _compose_and_run(composed: DictConfig) -> None:
     with user_errors():
+        config = to_run_config(composed)
         from .run import run  # imports torch, transformers and all stages
 
-        run(to_run_config(composed))
+        run(config)

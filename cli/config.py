@@ -1,4 +1,4 @@
-"""What a run is made of: the schema that Hydra composes a recipe into."""
+"""The configuration of a run: the schema that Hydra composes a recipe into."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
-from ..data.paths import require_paths
+from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.export.config import ExportConfig
@@ -40,7 +40,7 @@ def _plain_word(name: str) -> str:
 
 @dataclass(kw_only=True, config=OPTIONS)
 class Variant:
-    """What a variant changes."""
+    """Changes that a variant makes to the run's options."""
 
     train: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -52,37 +52,37 @@ VARIANT_OPTIONS = tuple(Variant.__dataclass_fields__)
 
 @dataclass(kw_only=True, config=OPTIONS)
 class RunConfig:
-    """One run: distil a target's answers, train drafters on them, evaluate those, make of them what others read."""
+    """One run: distil a target's answers, train drafters on them, evaluate and export them."""
 
     name: Annotated[str, AfterValidator(_plain_word)]
     """The recipe's name, which names the run's folder."""
     output_dir: Annotated[str, Field(min_length=1)]
-    """The run's folder; a finished stage in it is skipped, an interrupted one goes on."""
+    """The run's folder. A stage that is finished there is skipped; an interrupted one is resumed."""
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
-    """Which of distill, train, eval, export to run. They run in this order, however they are listed."""
+    """Stages to run: distill, train, eval, export. They always run in this order."""
     plan: bool = False
-    """Only print what the stages that are left would take (`--plan` is short for it): time, memory and disk. Speeds are
-    measured for some seconds, the rest is computed; nothing is written."""
+    """Only print the time, memory and disk that the unfinished stages need, as `--plan` does. Speeds are measured for some
+    seconds, the other figures are computed. Nothing is written."""
     seed: Seed = 0
-    """Of everything that draws at random, where a section doesn't say otherwise."""
+    """Seed of all random numbers. A section's own seed replaces it for that section."""
     num_threads: PositiveInt | None = None
-    """CPU threads per process, where a section doesn't say otherwise; None leaves the launcher's choice, which is mostly 1."""
+    """CPU threads per process, unless a section sets its own number. None keeps the launcher's number, which is mostly 1."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None
-    """Type that drafters are trained in: bf16 or no; None leaves the launcher's choice."""
+    """Mixed precision of the training: bf16 or no. None keeps the launcher's setting."""
     target: TargetConfig
-    """The frozen model."""
+    """The target: the large model whose decoding gets faster. It isn't trained."""
     data: DataConfig
-    """The conversations."""
+    """The conversations to train on."""
     drafter: dict[str, Any]
-    """`kind` picks the drafter; the rest is that drafter's own configuration."""
+    """The drafter to train: `kind` selects it, the other keys are options of that kind."""
     distill: DistillConfig
     train: TrainConfig
     eval: EvalConfig
     export: ExportConfig = field(default_factory=ExportConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several drafters from one distillation, compared in one table: a name, and what it changes in `train` or `drafter`.
+    """Several drafters from one distillation, compared in one table. Each has a name, and its changes to `train` or `drafter`.
 
-    A `drafter` of another kind stands for itself, and has `settings` of its own in place of `eval.settings`."""
+    A `drafter` of another kind inherits no options of `drafter`. Its `settings` replace `eval.settings`."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -100,7 +100,7 @@ class RunConfig:
         raise_problems(self._export_problems() if "export" in self.stages else [])
 
     def drafter_runs(self) -> "list[DrafterRun]":
-        """The drafters to train: one, or one per variant."""
+        """Return the drafters to train: one, or one per variant."""
         return self._drafter_runs
 
     def _make_drafter_run(self, variant: str, train: TrainConfig, spec: "DrafterSpec") -> "DrafterRun":
@@ -112,7 +112,7 @@ class RunConfig:
         )
 
     def _drafter_problems(self, variant: str, run: "DrafterRun") -> list[str]:
-        """What only shows together: the labels' length, and run-time options of the drafter."""
+        """Check options that depend on each other: the labels' horizon and the drafter's settings."""
         from ..models.drafters.saved.build import require_horizon  # imports torch and transformers
 
         section, problems = f"variants.{variant}" if variant else "", []
@@ -122,7 +122,7 @@ class RunConfig:
             except ValueError as error:
                 problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
             if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
-                line = "train.teacher is top_k, and distill.top_logprobs is null; say how many tokens to store, or set full"
+                line = "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
                 problems.append(under(section, line, VARIANT_OPTIONS))
         name = f"{section}.settings" if "settings" in self.variants.get(variant, {}) else "eval.settings"
         for index, setting in enumerate(run.settings):
@@ -132,7 +132,7 @@ class RunConfig:
                 lines = [re.sub(r"^drafter(\.|: )", "", line) for line in str(error).splitlines()]
                 problems += [under(f"{name}[{index}]", line, setting) for line in lines]
             if setting in run.settings[:index]:
-                problems.append(f"{name} has the same setting twice; give each once")
+                problems.append(f"{name} has the setting {setting} twice; remove one")
         return problems
 
     def _export_problems(self) -> list[str]:
@@ -143,12 +143,13 @@ class RunConfig:
             problems.append("target.tensor_parallel is on, and export.formats needs the whole target; run `outrider export`")
         if self.variants and self.export.repo is not None:
             problems.append(
-                f"export.repo is {self.export.repo}, and there are {len(self.variants)} variants: `outrider push` the one that "
-                "you choose"
+                f"export.repo is {self.export.repo}, and there are {len(self.variants)} variants; leave export.repo out, and "
+                "run `outrider push` for the variant that you choose"
             )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
-            f"export.formats has {name}, which is for the kind {FORMATS[name].kind}, and the drafter is {', '.join(kinds)}"
+            f"export.formats has {name}, which is for the kind {FORMATS[name].kind}, and the drafter is {', '.join(kinds)}; "
+            f"remove {name}"
             for name in self.export.formats
             if FORMATS[name].kind not in kinds
         ]
@@ -156,12 +157,12 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterRun:
-    """How one drafter of a run is trained, and where it lies."""
+    """One drafter of a run: its training options, settings and folders."""
 
     train: TrainConfig
     drafter: "DrafterSpec"
     settings: list[dict[str, Any]]
-    """Run-time options to evaluate it with."""
+    """Run-time options of the drafter; each setting is evaluated."""
     train_dir: Path
     drafter_dir: Path
 
@@ -169,7 +170,11 @@ class DrafterRun:
 def parse_variants(
     variants: dict[str, Any], train: Any, drafter: dict[str, Any]
 ) -> tuple[dict[str, tuple[TrainConfig, "DrafterSpec"]], list[str]]:
-    """The options of each variant (without variants: of the one drafter, named ""), and what is wrong with the others."""
+    """Parse the options of each variant, and collect the problems of the wrong ones.
+
+    Without variants there is one drafter, named "".
+    """
+    # 1. Parse each variant.
     parsed, problems = {}, []
     for variant, changes in (variants or {"": {}}).items():
         try:
@@ -178,7 +183,8 @@ def parse_variants(
             problems += [(variant, line) for line in str(error).splitlines()]
     if not problems:
         return parsed, []
-    # A fault of the run's own options is named once, as theirs.
+
+    # 2. A problem of the run's own options is in every variant: report it once, under the run's name.
     try:
         _parse_variant({}, train, drafter)
         shared = set()
@@ -192,7 +198,10 @@ def parse_variants(
 
 
 def _parse_variant(changes: dict[str, Any], train: Any, drafter: dict[str, Any]) -> tuple[TrainConfig, "DrafterSpec"]:
-    """The run's options with a variant's changes. Raises one ValueError with a line for each problem."""
+    """Apply a variant's changes to the run's options.
+
+    Raises one ValueError with a line for each problem.
+    """
     from ..models.drafters.saved.build import parse_drafter  # imports torch and transformers
 
     problems = []
@@ -217,25 +226,38 @@ def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
-    """The typed config of a composed one. Raises one ValueError with all problems, each under its option's full name."""
+    """Convert a composed configuration to a RunConfig.
+
+    Raises one ValueError with all problems, each under its option's full name.
+    """
     try:
         problems = list(missing_values(composed).values())
         if not problems:
-            values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-            require_paths(named_paths(values))
+            values = checked_values(composed)
             return TypeAdapter(RunConfig).validate_json(json.dumps(values))
     except ValidationError as error:
-        # pydantic skips RunConfig's own checks where a field failed: those of the drafters can do without it.
+        # pydantic skips RunConfig's own checks if a field failed. The drafters can still be checked.
         problems = problems_of(error) + parse_variants(values["variants"], values["train"], values["drafter"])[1]
     except OmegaConfBaseException as error:
         problems = _lines(error)
-    # Sections interpolate the run's seed: its fault is named once.
+    # Sections interpolate the run's seed: report a wrong seed once.
     problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
     raise ValueError(problem_report(problems))
 
 
+def checked_values(composed: DictConfig) -> dict[str, Any]:
+    """Return the values of a composed config, with `~` expanded. Imports no torch.
+
+    Raises ValueError with all local paths that don't exist, and OmegaConfBaseException for an
+    interpolation without a value.
+    """
+    values: Any = expand_home(OmegaConf.to_container(composed, resolve=True, enum_to_str=True))
+    require_paths(named_paths(values))
+    return dict(values)
+
+
 def missing_values(composed: DictConfig) -> dict[str, str]:
-    """Return a message for each option that must have a value and has none, by its name."""
+    """Return a message for each option without its required value, by the option's name."""
     return {key: f"{key}: Missing mandatory value; give {key}=VALUE" for key in sorted(OmegaConf.missing_keys(composed))}
 
 
@@ -247,7 +269,7 @@ def problem_report(problems: list[str]) -> str:
 
 
 def _lines(error: ValidationError | OmegaConfBaseException, section: str = "") -> list[str]:
-    """A line for each problem, under the option's name in this section."""
+    """Return a line for each problem, with the option's full name."""
     if isinstance(error, ValidationError):
         return problems_of(error, section)
     name = f"{section}.{error.full_key}" if section else error.full_key

@@ -1,34 +1,42 @@
-"""`outrider data`: folders of distilled data."""
+"""`outrider data`: check folders of distilled data."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look after distilled data.", no_args_is_help=True)
+app = typer.Typer(help="Check folders of distilled data.", no_args_is_help=True)
 
 
 @app.callback()
 def options() -> None:
-    """What holds for every command; the help that users see is the application's."""
+    """Declare the options before the command. Users see the application's help, not this text."""
 
 
 @app.command("verify")
 def verify_command(
-    directory: Annotated[Path, typer.Argument(help="What the stage distill wrote: a folder of shards, or of answers.")],
-    target: Annotated[str | None, typer.Option(help="Also: is this the target (a directory or a Hub id) they are of?")] = None,
+    directory: Annotated[Path, typer.Argument(help="A folder that the stage distill wrote: RUN/distill or RUN/answers.")],
+    target: Annotated[str | None, typer.Option(help="Check that the data is of this target: a directory or Hub id.")] = None,
 ) -> None:
-    """Read every byte of a folder and tell all that is wrong with it. Exits with 1 where anything is."""
-    # They load torch.
+    """Read a folder of distilled data completely, and print each problem.
+
+    Exits with status 1 if there is a problem.
+    """
+    # 1. Check the argument. A run's folder has two folders of data: the user must choose one.
     from ..data.manifest import MANIFEST_FILE, TargetIdentity
     from ..data.shards import label_store
     from ..distill.regenerate.answers import answer_store, is_answers
 
     if not directory.is_dir():
-        raise ValueError(f"{directory} is {'no folder' if directory.exists() else 'not there'}; name one that distill wrote")
-    stages = [each for each in ("distill", "answers") if (directory / each / MANIFEST_FILE).exists()]
+        raise ValueError(
+            f"{directory} {'is no folder' if directory.exists() else 'does not exist'}; name a folder that the stage "
+            "distill wrote"
+        )
+    stages = [stage for stage in ("distill", "answers") if (directory / stage / MANIFEST_FILE).exists()]
     if stages and not (directory / MANIFEST_FILE).exists():
-        raise ValueError(f"{directory} is a run's folder; verify {' and '.join(str(directory / each) for each in stages)}")
+        raise ValueError(f"{directory} is a run's folder; verify {' and '.join(str(directory / stage) for stage in stages)}")
+
+    # 2. Read all shards.
     identity: TargetIdentity
     if is_answers(directory):
         answers, problems = answer_store(directory).find_damage()
@@ -43,12 +51,14 @@ def verify_command(
             f"{manifest.num_tokens} tokens, {manifest.num_labels} labelled positions of horizon {manifest.horizon}, "
             f"{num_bytes / 1e6:.1f} MB"
         )
+
+    # 3. Compare the targets, and report.
     if target is not None:
         from ..models.target.loading import load_target
 
         if changes := identity.differences(load_target(target).identity):
             problems.append(
-                f"they are of the target {identity.name!r} (revision {identity.revision}) and not of {target}; differing: "
+                f"the data is of the target {identity.name!r} (revision {identity.revision}), not of {target}; different: "
                 f"{'; '.join(changes)}"
             )
     for problem in problems:

@@ -1,7 +1,8 @@
-"""Descriptions of the configuration, read from the code: options, drafters, choices of groups, recipes, launch files.
+"""Descriptions of options, drafters, groups, recipes and launch files, read from the code.
 
-`outrider options`, `outrider recipes`, the suggestions for mistyped options and the documentation are made from them. Nothing
-here imports torch: the drafters' options are read from the source of their modules.
+`outrider options`, `outrider recipes`, the suggestions for mistyped options and the documentation
+use them. This module doesn't import torch: it reads the drafters' options from the source of their
+modules.
 """
 
 import ast
@@ -33,7 +34,7 @@ GROUPS = ("target", "data", "drafter", "eval", "conf")
 """Groups of the configuration: a choice of each is a file in conf/GROUP/."""
 _DRAFTERS = Path(drafters.__file__).parent
 _NO_LIMIT = 2**31
-"""Bounds from here on only keep numbers inside their type: they are left out of the description."""
+"""A larger bound only keeps a number inside its type. Descriptions leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Option:
     meaning: str
     """The docstring under the field, on one line."""
     choices: tuple[str, ...] = ()
-    """The values that a rule allows, where it allows only some."""
+    """The allowed values, if a rule names them; else empty."""
     at_run_time: bool = False
     """Whether this option of a drafter may be changed when a trained drafter is loaded (eval.settings)."""
 
@@ -107,7 +108,10 @@ class Recipe:
 
 @cache
 def sections() -> dict[str, Section]:
-    """Describe all options but the drafters', by section. The section "" has those of the run itself."""
+    """Describe all options except the drafters', by section.
+
+    The section "" has the options of the run itself.
+    """
     described = {"": _section("", RunConfig)}
     for name, kind in typing.get_type_hints(RunConfig).items():
         if is_dataclass(kind):
@@ -117,7 +121,10 @@ def sections() -> dict[str, Section]:
 
 @cache
 def drafter_sections() -> dict[str, Section]:
-    """Describe the options of each kind of drafter, by kind. Reads the source: importing drafters loads torch."""
+    """Describe the options of each kind of drafter, by kind.
+
+    Reads the source, because an import of the drafters loads torch.
+    """
     registry = _Source(_DRAFTERS / "registry.py")
     (table,) = (
         node.value
@@ -132,7 +139,7 @@ def drafter_sections() -> dict[str, Section]:
 
 
 def _drafter_section(kind: str, source: "_Source", drafter: ast.ClassDef) -> Section:
-    """The options of one kind: those that every drafter has, and those of its configuration class."""
+    """Describe one kind: the options of every drafter, and those of its configuration class."""
     (config,) = (
         ast.unparse(node.value)
         for node in drafter.body
@@ -144,8 +151,8 @@ def _drafter_section(kind: str, source: "_Source", drafter: ast.ClassDef) -> Sec
         Option(name="drafter.kind", type="text", default=kind, meaning="The kind of drafter."),
         Option(name="drafter.start_from", type="text, or null", default=None, meaning=start),
     )
-    own = tuple(_class_options("drafter.", config_source, node))
-    return Section(name=f"drafter.{kind}", meaning=_first_line(node), options=(*shared, *own))
+    options = _class_options("drafter.", config_source, node)
+    return Section(name=f"drafter.{kind}", meaning=_first_line(node), options=(*shared, *options))
 
 
 def _section(name: str, kind: type) -> Section:
@@ -155,7 +162,10 @@ def _section(name: str, kind: type) -> Section:
 
 
 def _class_options(prefix: str, source: "_Source", node: ast.ClassDef) -> Iterator[Option]:
-    """The options of a class, those of its bases first; the fields of a list's mappings after the list."""
+    """Yield the options of a class, those of its bases first.
+
+    The fields of a list's mappings come after the list.
+    """
     for base in node.bases:
         yield from _class_options(prefix, *source.find_class(ast.unparse(base)))
     at_run_time = _run_time_names(source, node)
@@ -178,7 +188,7 @@ def _class_options(prefix: str, source: "_Source", node: ast.ClassDef) -> Iterat
 
 
 def _documented_fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """The annotated fields of a class, each with the docstring under it."""
+    """Yield the annotated fields of a class, each with the docstring under it."""
     for field, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if isinstance(field, ast.AnnAssign):
             yield field, _docstring(following)
@@ -192,7 +202,7 @@ def _run_time_names(source: "_Source", node: ast.ClassDef) -> frozenset[str]:
 
 
 def _docstring(node: ast.stmt) -> str:
-    """The text of a docstring, on one line; "" for other statements."""
+    """Return the text of a docstring, on one line; "" for other statements."""
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return " ".join(typing.cast(Any, node).value.value.split()) if is_text else ""
 
@@ -211,7 +221,10 @@ class _Source:
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """Values for the names in annotations: the module's own where it is imported, else what can be known without."""
+        """Values of the names in annotations.
+
+        For a module that isn't imported: types, rules and plain constants. Other names are None.
+        """
         if self._names is None:
             self._names = _Lenient({**vars(typing), **vars(pydantic), **vars(option_types), "field": _field})
             for node in self.tree.body:
@@ -220,11 +233,11 @@ class _Source:
         return self._names
 
     def evaluate(self, node: ast.expr) -> Any:
-        """The value of an annotation or of a default."""
+        """Return the value of an annotation or of a default."""
         return eval(compile(ast.Expression(node), str(self.path), "eval"), dict(self.names), self.names)
 
     def default(self, node: ast.expr | None) -> Any:
-        """The default of a field: MISSING where there is none."""
+        """Return the default of a field: MISSING if there is none."""
         if node is None:
             return MISSING
         value = self.evaluate(node)
@@ -235,7 +248,7 @@ class _Source:
         return value
 
     def find_class(self, name: str) -> "tuple[_Source, ast.ClassDef]":
-        """The class of this name, here or in the module of this package that it is imported from."""
+        """Return the class of this name, from this module or from the one it is imported from."""
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return self, node
@@ -244,13 +257,13 @@ class _Source:
         raise AssertionError(f"{self.path} has no class {name}")
 
     def docstrings(self) -> dict[str, str]:
-        """The docstrings under the module's constants."""
+        """Return the docstrings under the module's constants, by name."""
         pairs = zip(self.tree.body, self.tree.body[1:], strict=False)
         return {ast.unparse(node.targets[0]): _docstring(below) for node, below in pairs if isinstance(node, ast.Assign)}
 
 
 class _Lenient(dict[str, Any]):
-    """Names of a module that isn't imported: a name that isn't known stands for a rule that isn't described."""
+    """Names of a module that isn't imported. An unknown name is a rule without a description."""
 
     def __missing__(self, name: str) -> Any:
         return BUILTINS.get(name)
@@ -261,7 +274,7 @@ BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, s
 
 @dataclass(frozen=True)
 class _Factory:
-    """What `field(default_factory=...)` is in a module that isn't imported."""
+    """The value of `field(default_factory=...)` in a module that isn't imported."""
 
     make: Any
 
@@ -271,7 +284,7 @@ def _field(default_factory: Any) -> _Factory:
 
 
 def _is_plain(node: ast.expr) -> bool:
-    """Whether an expression is made of constants alone, such as 2**12 or ("exact", "full")."""
+    """Whether an expression has only constants, such as 2**12 or ("exact", "full")."""
     return not any(isinstance(part, ast.Name | ast.Call | ast.Attribute) for part in ast.walk(node))
 
 
@@ -288,7 +301,7 @@ def plain_words(hint: Any) -> str:
     """Return a type in plain words, with its bounds: "whole number above 0, or null"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        described = next((rule for rule in arguments[1:] if get_origin(rule) is list), arguments[0])  # what pydantic reads
+        described = next((rule for rule in arguments[1:] if get_origin(rule) is list), arguments[0])  # pydantic reads it
         return plain_words(described) + _bounds(tuple(rule for rule in arguments[1:] if rule is not described))
     if origin in (typing.Union, UnionType):
         return ", or ".join(plain_words(part) for part in arguments)
@@ -309,7 +322,7 @@ def _plural(words: str) -> str:
 
 
 def _bounds(rules: tuple[Any, ...]) -> str:
-    """The bounds in the metadata of a type, in words."""
+    """Return the bounds in the metadata of a type, in words."""
     flat = [part for rule in rules for part in (rule.metadata if isinstance(rule, FieldInfo) else [rule])]
     lower = {annotated_types.Gt: ("above", "gt"), annotated_types.Ge: ("from", "ge")}
     upper = {annotated_types.Lt: ("below", "lt"), annotated_types.Le: ("up to", "le")}
@@ -322,7 +335,7 @@ def _bounds(rules: tuple[Any, ...]) -> str:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """A type and everything that it is made of, rules included."""
+    """Yield a type and all its parts, rules included."""
     yield hint
     for part in get_args(hint):
         yield from _parts(part)
@@ -346,7 +359,10 @@ def _plain(value: Any) -> Any:
 
 @cache
 def choices(group: str) -> dict[str, Choice]:
-    """Describe the choices of a group (target, data, drafter, eval, conf) or the launch files (launch), by name."""
+    """Describe the choices of a group, by name.
+
+    The groups are target, data, drafter, eval, conf, and launch for the launch files.
+    """
     return {
         path.stem: Choice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))
@@ -370,7 +386,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def _chosen(path: Path) -> dict[str, str]:
-    """The choices that the defaults list of a recipe makes, those of the recipes that it builds on included."""
+    """Return the choices in a recipe's defaults list, and in the recipes that it builds on."""
     chosen: dict[str, str] = {}
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []):
         if isinstance(entry, dict):
@@ -381,7 +397,7 @@ def _chosen(path: Path) -> dict[str, str]:
 
 
 def _head_comment(path: Path) -> str:
-    """The comment at the head of a file, without Hydra's package line."""
+    """Return the comment at the head of a file, without Hydra's package line."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -19,25 +19,41 @@ COMMAND_OPTIONS = {
     "target.dtype": "--dtype",
     "target.cuda_graphs": "--cuda-graphs",
 }
-"""Options of a configuration, and what they are called in the commands beside `outrider run`."""
+"""Options of a configuration, and their names in the commands other than `outrider run`."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+
+
+class StartsAgain(KeyboardInterrupt):
+    """Ctrl-C in a command that keeps nothing, so that the same command starts again."""
+
+
+@contextmanager
+def starts_again(what: str) -> Iterator[None]:
+    """Report after Ctrl-C in the block that nothing of this work is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StartsAgain(f"Nothing of the {what} is kept: it can't resume.") from None
 
 
 @contextmanager
 def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
-    """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through.
+    """Print a ValueError or OSError as one message and exit with USER_ERROR.
 
-    Ctrl-C ends with INTERRUPTED, and a message that says what is kept and how to resume. Noise of other libraries is silenced.
+    With OUTRIDER_DEBUG=1 the error is raised with its traceback. Ctrl-C exits with INTERRUPTED, and
+    the message names the finished work and the command that resumes. Other libraries' warnings are
+    silenced.
     """
     silence_libraries()
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        # Processes beside the first one would print the same.
+        # Only the first process prints: the others would print the same message.
         if os.environ.get("RANK", "0") == "0":
             kept = f"{interrupt.args[0]} " if interrupt.args else "Finished files are kept. "
-            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To resume, run the same command: {command_line()}\n")
+            purpose = "start again" if isinstance(interrupt, StartsAgain) else "resume"
+            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To {purpose}, run the same command: {command_line()}\n")
         raise SystemExit(INTERRUPTED) from None
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
@@ -47,14 +63,17 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
 
 
 def in_command_words(text: str) -> str:
-    """Replace options of a configuration in a message by those of the commands, such as `--chat-template`."""
+    """Replace a configuration's options in a message by command options (`--chat-template`)."""
     for option, name in COMMAND_OPTIONS.items():
         text = text.replace(f"{option}=", f"{name} ").replace(option, name)
     return re.sub(r"eval\.suites=\[.*\]", "--suite-path (`outrider eval`: --suite-path SUITE=FILE)", text)
 
 
 def command_line() -> str:
-    """Return the command that the user ran, ready to be run again. Of a launch, only what it launches is known."""
+    """Return the command that the user ran, so that it can be run again.
+
+    For `accelerate launch`, only the launched script and its arguments are known.
+    """
     script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name  # `outrider run` stays two words
     prefix = "python " if script.endswith(".py") else ""
     if "LOCAL_RANK" in os.environ:
@@ -63,7 +82,7 @@ def command_line() -> str:
 
 
 def error_message(error: Exception) -> str:
-    """The error's text; of a wrong configuration, our words for what is wrong."""
+    """Return the error's text. For a wrong configuration, return our own messages."""
     from pydantic import ValidationError
 
     from ..data.fields import problems_of

@@ -1,4 +1,4 @@
-"""`outrider eval`: the speedup table of any exported drafter."""
+"""`outrider eval`: measure the speedup of drafters against plain decoding."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -10,42 +10,52 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.results.rows import Row
 
-Drafters = Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeat.")]
+Drafters = Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeatable.")]
 SuiteNames = Annotated[
-    list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or FILE.jsonl. Repeat.")
+    list[str],
+    typer.Option(help="Prompts: mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or FILE.jsonl. Repeatable."),
 ]
-Settings = Annotated[list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")]
-Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of the roofline; else measured.")]
-Acceptance = Annotated[str, typer.Option(help="exact, or typical: faster above temperature 0, and not lossless.")]
+Settings = Annotated[list[str] | None, typer.Option(help="Drafter options: '{depth: 5, top_k: 8}'. Repeat to compare.")]
+Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of memory, for the roofline. Default: measured.")]
+Acceptance = Annotated[str, typer.Option(help="exact is lossless; typical is faster above temperature 0, but not lossless.")]
 
 
 def eval_command(
     target: shared.Target,
     drafter: Drafters,
     suite: SuiteNames,
-    suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE reads a named suite from a local file.")] = None,
-    suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT of a suite on the Hub.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
-    beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
-    beam_length: Annotated[list[int] | None, typer.Option(help="Draft tokens per beam. Repeat, for each width.")] = None,
-    tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, of any kind. Repeat.")] = None,
+    suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE: read the suite from a local file.")] = None,
+    suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT: read the suite's commit on the Hub.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Draw at most this many prompts of each suite.")] = None,
+    beam_width: Annotated[list[int] | None, typer.Option(help="Number of beams of a ReDrafter. Repeat to compare.")] = None,
+    beam_length: Annotated[
+        list[int] | None,
+        typer.Option(help="ReDrafter's draft tokens per beam. Repeat to compare."),
+    ] = None,
+    tree_nodes: Annotated[
+        list[int] | None,
+        typer.Option(help="Nodes of the draft tree, at most. Repeat to compare."),
+    ] = None,
     setting: Settings = None,
-    tuned: Annotated[bool, typer.Option(help="In the settings that `outrider tune` chose here, in place of others.")] = False,
-    temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0, the default: greedy. Repeat.")] = None,
+    tuned: Annotated[bool, typer.Option(help="Use the settings that `outrider tune` chose on this machine.")] = False,
+    temperatures: Annotated[
+        list[float] | None,
+        typer.Option("--temperature", help="Sampling temperature; 0, the default, is greedy. Repeat to compare."),
+    ] = None,
     batch_sizes: shared.BatchSizes = None,
     acceptance: Acceptance = "exact",
     max_new_tokens: shared.MaxNewTokens = 128,
-    repeats: Annotated[int, typer.Option("--repeat", help="Measure every answer so many times.")] = 1,
-    profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
-    too_long: Annotated[str, typer.Option(help="A prompt that doesn't fit the target's context: skip or error.")] = "skip",
+    repeats: Annotated[int, typer.Option("--repeat", help="Number of times that each answer is measured.")] = 1,
+    profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded again to time a step's parts.")] = 3,
+    too_long: Annotated[str, typer.Option(help="For a prompt that doesn't fit the target's context: skip or error.")] = "skip",
     memory_bandwidth_gbs: Bandwidth = None,
-    output: Annotated[Path, typer.Option(help="Folder for records, summary, table and plots.")] = Path("outputs/eval"),
+    output: Annotated[Path, typer.Option(help="Folder for the records, summary, table and plots.")] = Path("outputs/eval"),
     revision: shared.Revision = None,
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
@@ -58,12 +68,15 @@ def eval_command(
     pack_weights: shared.PackWeights = True,
     seed: shared.Seed = 0,
 ) -> None:
-    """Measure drafters against plain decoding, on the same prompts and through the same loop.
+    """Measure the speedup of drafters against plain decoding on the same prompts.
 
-    Interrupted, the same command resumes where it stopped. Exits with 1 where a drafter's answers
-    are not the target's own.
+    After an interruption, run the same command to resume. Exits with status 1 if an answer with a
+    drafter differs from the target's own answer.
     """
-    options = {**locals()}
+    # 1. Check the options.
+    options = take_paths({**locals()})
+    suite, drafter, output = options["suite"], options["drafter"], options["output"]
+    suite_path = options["suite_path"]
     from ..eval.config import EvalConfig
     from ..models.drafters.saved.download import resolve_drafter
 
@@ -71,8 +84,10 @@ def eval_command(
     settings = _settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes)
     config = config_from(EvalConfig, options, suites=suites, settings=settings)
     if tuned and settings != [{}]:
-        raise ValueError("--tuned takes its settings from `outrider tune`; leave out --setting, --beam-width and the like")
-    rows = _measure(config, [resolve_drafter(each) for each in drafter], output, options)
+        raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
+
+    # 2. Measure, and print the table.
+    rows = _measure(config, [resolve_drafter(path) for path in drafter], output, options)
     if not _print_results(rows, output):
         raise typer.Exit(1)
 
@@ -90,9 +105,9 @@ def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: 
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
-    """Print the table and name what isn't lossless, or not proven to be.
+    """Print the table, and the methods that aren't lossless or not proven lossless.
 
-    Returns whether all is.
+    Returns whether all methods are lossless.
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.tables import print_table
@@ -119,7 +134,7 @@ def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dic
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or name not in names:
-            raise ValueError(f"{option} {text!r} must be SUITE={what}, with a suite that --suite names ({', '.join(names)})")
+            raise ValueError(f"{option} {text!r} must be SUITE={what}, where SUITE is one of --suite: {', '.join(names)}")
         by_name[name] = value
     return by_name
 
@@ -127,11 +142,11 @@ def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dic
 def _settings(texts: list[str], **options: list[int] | None) -> list[dict[str, Any]]:
     """Return one setting per text, or per combination of the options' values.
 
-    What isn't given stays as the drafter has it.
+    An option without a value keeps the drafter's own value.
     """
     chosen = {name: values for name, values in options.items() if values}
     if texts and chosen:
-        raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
+        raise ValueError("--setting excludes --beam-width, --beam-length and --tree-nodes; use --setting alone")
     if texts:
         return [parse_setting(text) for text in texts]
     return [dict(zip(chosen, values, strict=True)) for values in product(*chosen.values())]

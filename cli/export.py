@@ -6,38 +6,42 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Revision, TrainedTarget, load_chosen_target, parse_setting
+from .options import Revision, TrainedTarget, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..models.target.hf_target import HFTarget
 
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
-"""Files of a Hub repository that are downloaded: nothing that could be run."""
+"""Files of a Hub repository that are downloaded. None of them is code."""
 UNWANTED = ["*/*", "optimizer*", "rng_state*", "scaler*", "scheduler*", "train*_state*", "training_args*"]
-"""Of these, states of a training, which may be much larger, and whatever lies deeper."""
+"""Files that are not downloaded: states of a training, which may be large, and subfolders."""
 
 
 def export_command(
-    drafter: Annotated[str, typer.Argument(help="A drafter's directory, or its name on the Hub.")],
+    drafter: Annotated[str, typer.Argument(help="The drafter to export: a directory, or its name on the Hub.")],
     target: TrainedTarget,
     to: Annotated[
         str,
         typer.Option(
-            help="vllm or sglang: the engine's format for the drafter's kind. Or a format (kind of drafter): eagle3 (eagle3; "
+            help="The engine: vllm or sglang. Or a format, with the kind of drafter that it holds: eagle3 (eagle3; "
             "vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa (medusa), "
             "tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as stored unless given.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the export. It must be new, empty, or an earlier export.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the export: float32, float16 or bfloat16. Default: as stored.")
+    ] = None,
     revision: Revision = None,
 ) -> None:
-    """Write a drafter as another program reads it: a serving engine, a library or a release.
+    """Write a drafter in the format of a serving engine, a library or a published release.
 
-    A drafter with anything that the format can't hold is an error; nothing is dropped. docs/how-to/engines
-    shows how to serve each.
+    A drafter that the format can't hold completely is an error; nothing is dropped.
+    docs/how-to/engines shows how to serve each format.
     """
-    import torch  # it, and all that uses it, loads too slowly for --help
+    options = take_paths({**locals()}, drafter="DRAFTER")
+    drafter, target, output = options["drafter"], options["target"], options["output"]
+    import torch  # torch and the modules that use it load too slowly for --help
 
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import read_drafter_config
@@ -46,33 +50,42 @@ def export_command(
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    # Mistakes show before the target is loaded, which may take long.
+
+    # 1. Check all arguments before the target is loaded, which may take long.
     if to not in ENGINES:
         find_format(to)
     directory = resolve_drafter(drafter)
     read_drafter_config(directory)
     name = engine_format(to, directory) if to in ENGINES else to
+
+    # 2. Load the target, and export.
     loaded = _load(target, revision, needs_tokenizer=find_format(name).kind == "draft_model")
     export_drafter(directory, loaded, name, output, None if dtype is None else getattr(torch, dtype))
-    typer.echo(f"{drafter} is in {output} as {name}")
+    typer.echo(f"{output}: {drafter} in the format {name}")
 
 
 def import_command(
-    folder: Annotated[str, typer.Argument(help="A folder of another program, or a Hub id.")],
+    folder: Annotated[str, typer.Argument(help="The published drafter: a folder, or a Hub id.")],
     target: TrainedTarget,
-    output: Annotated[Path, typer.Option(help="A new directory for the drafter.")],
+    output: Annotated[Path, typer.Option(help="Directory for the drafter. It must be new.")],
     source: Annotated[
-        str | None, typer.Option("--from", help="The format, as of --to of export; told by the files unless given.")
+        str | None,
+        typer.Option("--from", help="The format's name (see outrider export --to). Default: detected from the files."),
     ] = None,
-    setting: Annotated[str | None, typer.Option(help="Options of the drafter: '{depth: 5, top_k: 8}'.")] = None,
-    folder_revision: Annotated[str | None, typer.Option(help="The folder's revision on the Hub.")] = None,
+    setting: Annotated[str | None, typer.Option(help="Options of the new drafter: '{depth: 5, top_k: 8}'.")] = None,
+    folder_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the published drafter on the Hub.")
+    ] = None,
     revision: Revision = None,
 ) -> None:
-    """Make a drafter of a published EAGLE, EAGLE-3, Medusa, ReDrafter or draft model.
+    """Convert a published EAGLE, EAGLE-3, Medusa, ReDrafter or draft model to a drafter.
 
-    Only plain tensors are read, never code, and only where they fit the target. The target needs a
-    tokenizer for a draft model alone: the other kinds read its weights and sizes.
+    Reads only plain tensors, never code, and checks that they fit the target. The target needs a
+    tokenizer only for a draft model: other kinds use its weights and sizes alone.
     """
+    # 1. Check the arguments before anything is downloaded.
+    paths = take_paths({**locals()})
+    folder, target, output = paths["folder"], paths["target"], paths["output"]
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
     from ..models.drafters.saved.download import resolve_folder
@@ -82,16 +95,18 @@ def import_command(
     require_new(output)
     options = {} if setting is None else parse_setting(setting)
     if source is not None:
-        find_format(source)  # before anything is downloaded
+        find_format(source)
     directory = resolve_folder(folder, WANTED, folder_revision, ignore_patterns=UNWANTED)
     if not directory.is_dir():
-        raise ValueError(f"{folder} is neither a folder here nor a name on the Hub; give a directory, or user/name")
+        raise ValueError(f"{folder} is neither a local folder nor a name on the Hub; give a directory, or user/name")
     format = format_of(directory) if source is None else find_format(source)  # loading the target may take long
+
+    # 2. Convert, and save.
     loaded = _load(target, revision, needs_tokenizer=format.kind == "draft_model")
     drafter = import_drafter(directory, loaded, name=source, options=options)
     save_drafter(drafter, output, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    typer.echo(f"{folder} is in {output}: a drafter of the kind {kind_of(drafter)} with {num_parameters:,} parameters")
+    typer.echo(f"{output}: {folder} as a drafter of the kind {kind_of(drafter)}, with {num_parameters:,} parameters")
     command = ["outrider", "eval", "--target", target, *(["--revision", revision] if revision else [])]
     typer.echo(f"Measure it: {shlex.join([*command, '--drafter', str(output), '--suite', 'mt_bench'])}")
 

@@ -1,4 +1,4 @@
-"""The last stage of the pipeline: what is made of a run's drafters for others."""
+"""The last stage of the pipeline: folders for the Hub, and formats of serving engines."""
 
 import filecmp
 import logging
@@ -25,14 +25,17 @@ PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
 
 
 def require_exportable(config: ExportConfig, refusals: Mapping[str, str | None]) -> None:
-    """Raise ValueError where a format of `export.formats` can't hold the drafter: see `refusals_after_training`."""
+    """Raise ValueError if a format of `export.formats` can't hold the drafter.
+
+    `refusals` is the result of `refusals_after_training`.
+    """
     for name in config.formats:
         if (reason := refusals.get(name)) is not None:
             raise ValueError(f"export.formats has {name}, and {reason}")
 
 
 def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
-    """Describe why no format at all can hold the drafter; None if one can."""
+    """Describe why no format can hold the drafter; None if one can."""
     if None in refusals.values():
         return None
     reasons = "; ".join(filter(None, refusals.values())) or "there is no export format for its kind"
@@ -43,25 +46,29 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
 
 
 def require_fitting_certificate(config: ExportConfig, drafters: Sequence[DrafterRun]) -> None:
-    """Raise ValueError before any long work for a certificate that is none, or of other drafters than those that are there."""
+    """Raise ValueError if `export.certificate` is no certificate, or is one of other drafters.
+
+    Checked before any long work.
+    """
     if config.certificate is None:
         return
     named = read_certificate(Path(config.certificate)).drafters
     for path in (drafter.drafter_dir / WEIGHTS_FILE for drafter in drafters):
         if named and (not path.is_file() or sha256_file(path) not in named.values()):
             raise ValueError(
-                f"export.certificate is {config.certificate}, which is of other drafters ({', '.join(named)}) than "
-                f"{path.parent}: train first, certify that drafter, and then run stages=[export] with its certificate"
+                f"export.certificate is {config.certificate}, which certifies other drafters ({', '.join(named)}), not "
+                f"{path.parent}; train first, certify that drafter, and then run stages=[export] with its certificate"
             )
 
 
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
-    """Make each drafter's folder for the Hub, and its formats beside it; then push the folder, where it is wanted.
+    """Write each drafter's folder for the Hub and its formats, and push the folder if asked.
 
-    A folder for the Hub that holds something else than would be made now is left as it is, unless it may be overwritten.
-    Raises ValueError where a drafter can't be written or pushed; what was written before is kept.
+    An existing folder for the Hub with other content stays, unless `export.overwrite` is on. Raises
+    ValueError if a drafter can't be written or pushed; files that were written before are kept.
     """
     for drafter in drafters:
+        # 1. Write the folder for the Hub, with the figures of this run's evaluation in the card.
         directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
         evaluation = folder / "eval"
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
@@ -74,20 +81,24 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             repo=config.repo,
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
+
+        # 2. Write the formats of this kind of drafter.
         kind = read_drafter_config(directory).kind
-        for name in (each for each in config.formats if FORMATS[each].kind == kind):
+        for name in (name for name in config.formats if FORMATS[name].kind == kind):
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
-            log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
+            log.info("%s: the drafter in the format %s", home / FORMATS_FOLDER / name, name)
+
+        # 3. Push the folder, if its drafter is lossless.
         if config.push and config.repo is not None:
             failed = options.certificate is not None and not read_certificate(options.certificate).passed
             if failed or any(map(is_broken, rows)):
-                seen = options.certificate if failed else evaluation
-                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {seen})")
+                evidence = options.certificate if failed else evaluation
+                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {evidence})")
             _push(home / PACKAGE_FOLDER, config.repo, is_current)
 
 
 def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
-    """Make the folder for the Hub. False where one is there that is to stay, and is another."""
+    """Write the folder for the Hub. Returns False if an existing folder with other content stays."""
     card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
         new = Path(temporary) / "new"
@@ -96,13 +107,13 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
         differing = _differing(new, package)
         if differing and package.exists() and not overwrite:
             log.warning(
-                "%s holds something else than would be made now (%s), and stays: remove it, or set export.overwrite=true",
+                "%s has other content than a new folder would have (%s), and stays; remove it, or set export.overwrite=true",
                 *(package, ", ".join(differing)),
             )
             return False
         if differing:
             with replacing_directory(package) as folder:
-                new.rename(folder)  # an empty one
+                new.rename(folder)  # replaces an empty folder
     log.info("%s is the folder for the Hub", package)
     for what, option in names_left_open(card):
         log.info("the card names %s by a local folder: export.%s=user/name writes its name on the Hub", what, option)
@@ -110,19 +121,20 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
 
 
 def _differing(new: Path, old: Path) -> list[str]:
-    """Names of files that two folders don't have alike."""
-    files, there = (
+    """Return the names of the files that differ between two folders."""
+    new_files, old_files = (
         {path.relative_to(root).as_posix(): path for path in root.rglob("*") if not path.is_dir()} for root in (new, old)
     )
-    alike = {name for name in files.keys() & there.keys() if filecmp.cmp(files[name], there[name], shallow=False)}
-    return sorted((files.keys() | there.keys()) - alike)
+    common = new_files.keys() & old_files.keys()
+    equal = {name for name in common if filecmp.cmp(new_files[name], old_files[name], shallow=False)}
+    return sorted((new_files.keys() | old_files.keys()) - equal)
 
 
 def _push(package: Path, repo: str, is_current: bool) -> None:
     if not is_current:
         raise ValueError(
-            f"{package} isn't what would be made now, so it isn't pushed: look at it, and run `outrider push {package} "
+            f"{package} differs from a new folder, so it isn't pushed; check it and run `outrider push {package} "
             f"{repo}`, or set export.overwrite=true"
         )
     pushed = push(package, repo)
-    log.info("%s holds it%s, at commit %s", pushed.url, " (private)" if pushed.private else "", pushed.commit)
+    log.info("pushed to %s%s, commit %s", pushed.url, " (private)" if pushed.private else "", pushed.commit)

@@ -1,4 +1,4 @@
-"""`outrider package`, `push` and `pull`: drafters as folders for the Hub."""
+"""`outrider package`, `push` and `pull`: share drafters on the Hub."""
 
 import tempfile
 from pathlib import Path
@@ -6,32 +6,37 @@ from typing import Annotated
 
 import typer
 
-from .options import parse_quantization
+from .options import parse_quantization, take_paths
 
 
 def package_command(
     drafter: Annotated[Path, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run.")],
-    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    output: Annotated[Path, typer.Option(help="The folder to write.")],
     records: Annotated[
-        list[Path] | None, typer.Option(help="Folder of an evaluation, for the card's figures. Repeat for several.")
+        list[Path] | None, typer.Option(help="Folder of an evaluation; its figures go into the model card. Repeat.")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of the training run: its data and cost.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="What `outrider certify` wrote.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of the training run; its data and cost go into the card.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Certificate that `outrider certify` wrote.")] = None,
     licence: Annotated[
-        str | None, typer.Option("--licence", "--license", help="The Hub's name of it, such as apache-2.0.")
+        str | None, typer.Option("--licence", "--license", help="The drafter's licence, by the Hub's name: apache-2.0.")
     ] = None,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the target, where it was trained from a directory.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the target, if training read it from a directory.")] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="How the card loads the target, as --quantization of eval; else as it was for training.")
+        str | None,
+        typer.Option(help="Quantisation of the target in the card's code (as in outrider eval). Default: as in training."),
     ] = None,
-    repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the commands in the card.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
 ) -> None:
-    """Make a folder for the Hub.
+    """Write a drafter's folder for the Hub.
 
-    The drafter, a model card, and the code with which plain transformers decodes with it. Nothing
-    leaves this machine: `outrider push` uploads it.
+    The folder has the drafter, a model card, and code to decode with plain transformers. Nothing
+    is uploaded: `outrider push` does that.
     """
-    # They load torch.
+    paths = take_paths({**locals()}, drafter="DRAFTER")
+    drafter, output, records, run, certificate = (
+        paths[name] for name in ("drafter", "output", "records", "run", "certificate")
+    )
+    # 1. Write the card from the evaluations and the run.
     from ..eval.report.card import CardOptions, model_card
     from ..models.export.package import make_package, package_files
 
@@ -45,6 +50,8 @@ def package_command(
         repo=repo,
     )
     card = model_card(drafter, options)
+
+    # 2. Write the folder, and list it.
     make_package(drafter, output, card, certificate)
     _print_files(package_files(output))
     _print_names_left_open(card)
@@ -52,18 +59,18 @@ def package_command(
 
 
 def push_command(
-    folder: Annotated[Path, typer.Argument(help="What `outrider package` made, or a drafter's directory.")],
-    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name. Made where it isn't there.")],
-    public: Annotated[bool, typer.Option("--public", help="Make the repository public; else it is private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch, made where it isn't there; main unless given.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the branch holds.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded; no network.")] = False,
-    message: Annotated[str, typer.Option(help="The commit's message.")] = "",
+    folder: Annotated[Path, typer.Argument(help="Folder of `outrider package`, or a drafter's directory.")],
+    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name. Created if missing.")],
+    public: Annotated[bool, typer.Option("--public", help="Create the repository as public. Default: private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch, created if missing. Default: main.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the branch's files.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files to upload, without network.")] = False,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
 ) -> None:
     """Upload a drafter to the Hub.
 
-    A bare drafter becomes a folder first, as `outrider package` makes it without options. The token
-    is that of `hf auth login`, or HF_TOKEN.
+    A drafter's directory is packaged first, as `outrider package` does without options. Log in with
+    `hf auth login`, or set HF_TOKEN.
     """
     from huggingface_hub.utils import validate_repo_id
 
@@ -72,49 +79,52 @@ def push_command(
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
-        raise ValueError(f"{repo!r} is no name of a repository; give user/name")
+        raise ValueError(f"{repo!r} is not the name of a repository; give user/name")
     with telling_hub_errors(repo):
         validate_repo_id(repo)
+
+    # 1. List the files. An export is pushed as it is, unless it has a pickle.
     with tempfile.TemporaryDirectory() as temporary:
         package = _package(folder, Path(temporary) / "package", repo) if _is_bare_drafter(folder) else folder
-        files = package_files(package)  # an export is pushed as it is, unless it is a pickle
+        files = package_files(package)
         _print_files(files)
         card = files.get(README_FILE)
         if card is not None:
             _print_names_left_open(card.read_text(encoding="utf-8"))
         if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE]).passed:
-            typer.echo(f"{CERTIFICATE_FILE} says that decoding with this drafter is NOT LOSSLESS")
+            typer.echo(f"{CERTIFICATE_FILE}: decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
         if dry_run:
-            typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is made, branch {revision or 'main'})")
+            typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is created, branch {revision or 'main'})")
             return
         from ..models.export.hub import push
 
+        # 2. Upload, and report the difference.
         pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
     if not pushed.added and not pushed.deleted:
         visibility = "private" if pushed.private else "public"
-        typer.echo(f"{pushed.url} ({visibility}) holds all of it already, at commit {pushed.commit}")
+        typer.echo(f"{pushed.url} ({visibility}) has all these files already, at commit {pushed.commit}")
     else:
         deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
         typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
     if public and pushed.private:
-        typer.echo("the repository was there before, and stays private: change that in its settings on the Hub")
+        typer.echo("the repository existed before, and stays private; change that in its settings on the Hub")
 
 
 def pull_command(
     repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name.")],
-    output: Annotated[Path, typer.Option(help="The folder to make.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; main unless given.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder to write.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
 ) -> None:
-    """Download a drafter's folder from the Hub, code included, which isn't run.
+    """Download a drafter's folder from the Hub. Its code is downloaded too, but not run.
 
-    To evaluate a drafter none of this is needed: `outrider eval --drafter user/name` downloads what
-    it reads.
+    To evaluate a drafter, no pull is needed: `outrider eval --drafter user/name` downloads the
+    files that it reads.
     """
     from ..models.export.hub import pull
 
     commit = pull(repo, output, revision)
-    typer.echo(f"{output} holds {repo} at commit {commit}")
+    typer.echo(f"{output}: {repo} at commit {commit}")
 
 
 def _is_bare_drafter(folder: Path) -> bool:
@@ -128,7 +138,7 @@ def _is_bare_drafter(folder: Path) -> bool:
 
 
 def _package(drafter: Path, output: Path, repo: str) -> Path:
-    """Make the folder for the Hub of a bare drafter, and name what is left out of it."""
+    """Write the Hub folder of a drafter's directory, and print the files that are left out."""
     from ..eval.report.card import CardOptions, model_card
     from ..models.drafters.saved.download import READ_FILES
     from ..models.export.package import make_package

@@ -20,7 +20,7 @@ from .tune import tune_command
 
 
 class Commands(TyperGroup):
-    """The commands, with a message of ours after Ctrl-C: click would print "Aborted" alone."""
+    """Command group with our message after Ctrl-C. click would only print "Aborted"."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
@@ -50,7 +50,7 @@ app.command("options", rich_help_panel=START)(options_command)
     add_help_option=False,
 )
 def run_command(context: typer.Context) -> None:
-    """Run a recipe: outrider run conf=demo train.steps=20, or a file of your own: outrider run my.yaml."""
+    """Run a recipe (outrider run demo train.steps=20) or your own file (outrider run my.yaml)."""
     from .compose import main as run_recipe  # loads Hydra and the schema
 
     sys.argv = ["outrider run", *context.args]

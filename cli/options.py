@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import yaml
 
+from ..data.paths import NamedPath, built_in_templates, expand_home, require_paths
+from .inputs import DATA_FILE, DRAFTER, MODEL
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
@@ -15,6 +18,22 @@ if TYPE_CHECKING:
     from ..models.target.hf_target import HFTarget
 
 T = TypeVar("T")
+
+INPUTS = {
+    "target": ("--target", MODEL),
+    "drafter": ("--drafter", DRAFTER),
+    "folder": ("FOLDER", "a folder of another program, or its name on the Hub (user/name)"),
+    "suite": ("--suite", DATA_FILE),
+    "suite_path": ("--suite-path", DATA_FILE),
+    "chat_template": ("--chat-template", "a .jinja file, or the name of a template that ships with outrider"),
+    "records": ("--records", "the folder of an evaluation"),
+    "run": ("--run", "the folder of a training run"),
+    "certificate": ("--certificate", "a certificate of `outrider certify`"),
+}
+"""Parameters of commands that may name a local file or folder, with their options and valid values."""
+ALWAYS_LOCAL = ("records", "run", "certificate")
+DRAFTERS = ("drafter", "folder")
+"""Their names on the Hub have a slash. (A `Path` drops the ./ of ./drafter.)"""
 
 Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
 TrainedTarget = Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")]
@@ -53,6 +72,44 @@ def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     chosen = {name: value for name, value in options.items() if name in names and value is not None}
     return cls(**{**chosen, **others})
+
+
+def take_paths(options: Mapping[str, Any], **arguments: str) -> dict[str, Any]:
+    """Return the options of a command with `~` expanded.
+
+    Raises one ValueError with all missing local paths. `arguments` are the names of parameters that
+    stand alone, without an option: drafter="DRAFTER".
+    """
+    taken = {name: _expanded(value) for name, value in options.items()}
+    paths = []
+    for name, (option, expected) in INPUTS.items():
+        for item in _items(taken.get(name)):
+            text = str(item)
+            if name == "suite_path" and isinstance(taken[name], list):  # SUITE=FILE
+                text = text.partition("=")[2]
+            is_local = name in ALWAYS_LOCAL or (name in DRAFTERS and "/" not in text)
+            if name != "chat_template" or text not in built_in_templates():
+                paths.append(NamedPath(option=arguments.get(name, option), value=text, expected=expected, is_local=is_local))
+    require_paths(paths)
+    return taken
+
+
+def _expanded(value: Any) -> Any:
+    """Expand `~` in a path, a text or a list of them; SUITE=FILE names a suite before its file."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    if isinstance(value, Path):
+        return value.expanduser()
+    if isinstance(value, str) and "=~" in value:
+        name, _, path = value.partition("=")
+        return f"{name}={expand_home(path)}"
+    return expand_home(value)
+
+
+def _items(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteConfig":

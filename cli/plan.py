@@ -1,5 +1,6 @@
 """`--plan`: what the stages that are left would take, in time, memory and disk, without writing anything."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
 
 WIDTH = 80
+BUSY = 0.5
+"""Load of the machine per core, before anything is measured, above which the times are called rough."""
 SAMPLE_TEXTS = 32
 """Texts that steps of training are timed on, at most."""
 SAMPLE_PORTION = 4
@@ -73,6 +76,7 @@ def print_plan(
 
     `suites` is None where the evaluation's prompts can't be read: then evaluation isn't planned.
     """
+    load = os.getloadavg()[0]
     plans: dict[str, list[StagePlan]] = {}
     examples: list[Example] = []
     drafter_bytes = {run.drafter_dir: _file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in config.drafter_runs()}
@@ -88,11 +92,11 @@ def print_plan(
     if "export" in config.stages:
         plans["export"] = [_plan_export(config, drafter_bytes)]
     if accelerator.is_main_process:
-        _print(plans, folder)
+        _print(plans, folder, load)
     accelerator.wait_for_everyone()
 
 
-def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path) -> None:
+def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float) -> None:
     console = Console(highlight=False)
     console = Console(highlight=False, width=min(WIDTH, console.width))
     for name, stages in plans.items():
@@ -101,6 +105,11 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path) -> None:
         if not stages:
             console.print(f"{name}: nothing is left to do, {folder} has it\n", soft_wrap=True)
     stages = [stage for each in plans.values() for stage in each]
+    if load > BUSY * (os.cpu_count() or 1):
+        console.print(
+            f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be several "
+            "times longer or shorter. Plan again when the machine is idle.\n"
+        )
     needed, free = sum(stage.num_bytes for stage in stages), free_bytes(folder)
     short = " [bold red]NOT ENOUGH[/]" if needed > free else ""
     seconds = sum((stage.seconds for stage in stages), 0.0)
@@ -186,10 +195,14 @@ def _training_plan(config: RunConfig, run: DrafterRun, plan: TrainingEstimate) -
         f"{_size(plan.target_bytes)} target + {_size(plan.state_bytes)} drafter (weights, gradients, AdamW) + at most "
         f"{_size(plan.chunk_bytes)} a tensor of logits (computed; activations come on top)"
     )
+    beside = [f"copies for checkpoints {_seconds(plan.checkpoint_seconds)}"]
+    if run.train.validation_texts:
+        beside.append(f"validation {_seconds(plan.validation_seconds)}, at the speed of plain decoding")
     rows = {
         "drafter": f"{run.drafter.kind}, {plan.parameters:,} parameters",
         "steps": f"{plan.num_steps:,} of {plan.texts_per_step:,} texts, about {plan.tokens_per_step:,.0f} tokens",
-        "speed": f"{plan.seconds_per_step:.3g} s a step, measured on a fresh drafter; without validation",
+        "speed": f"{plan.seconds_per_step:.3g} s a step, measured on a fresh drafter (median)",
+        "beside": ", ".join(beside),
         TIME: format_time(plan.seconds),
         "memory": memory,
         "disk": f"{_size(plan.disk_bytes)}: {plan.num_checkpoints - 1} checkpoints, one more while it is written, and drafters "
@@ -222,6 +235,10 @@ def _plan_export(config: RunConfig, drafter_bytes: Mapping[Path, int]) -> StageP
 
 def _file_bytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else format_time(seconds)
 
 
 def _size(num_bytes: int) -> str:

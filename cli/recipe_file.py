@@ -167,7 +167,7 @@ def _misplaced_paths(recipe: RecipeFile) -> list[str]:
     for name, value in _leaves(recipe.values):
         if not isinstance(value, str) or name.rpartition(".")[2] not in PATH_OPTIONS or "${" in value:
             continue
-        if not Path(value).exists() and (beside := recipe.path.parent / value).exists():
+        if not Path(value).expanduser().exists() and (beside := recipe.path.parent / value).exists():
             problems.append(
                 f"{recipe.where(name)}: {name}={value} is not in the working directory, from which relative paths are read, "
                 f"but beside the recipe: write {beside.resolve()}"

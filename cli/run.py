@@ -76,8 +76,8 @@ def run(config: RunConfig) -> None:
             stack.enter_context(locked(folder))
         try:
             _run_stages(config, folder, as_run, accelerator)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(describe_kept(config)) from None
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(" ".join([describe_kept(config), *map(str, interrupt.args)])) from None
 
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting
+from .errors import starts_again
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
@@ -57,7 +58,8 @@ def tune_command(
     step is timed by the size of batch and tree. The few settings that come out fastest then decode
     for real. Takes minutes, not the hours of measuring all.
     """
-    options = {**locals()}
+    options = take_paths({**locals()})
+    suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
@@ -78,7 +80,8 @@ def tune_command(
     directory = resolve_drafter(drafter)
     check_inputs(config, [directory])
     loaded = load_chosen_target(options)
-    tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+    with starts_again("tuning"):
+        tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
     _print_tuning(tuning, setting_namer(directory), directory if write else None, output)
 
 

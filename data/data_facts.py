@@ -10,8 +10,17 @@ from typing import Any
 from .config import DataConfig
 from .decontamination import PromptOverlap
 from .files import sha256_file
+from .manifest import TargetIdentity
 
 FACTS_FILE = "data.json"
+DIGEST_LENGTH = 12
+"""Digits of a digest that a message has."""
+TARGET_PARTS = {
+    "target.weights_sha256": "its weights",
+    "target.config_sha256": "its config.json",
+    "target.tokenizer_sha256": "its tokenizer",
+}
+"""What the digests of a target are of."""
 FILE_CONTENT, TEMPLATE, SUITES, PYTHON = "content of data.path", "chat template", "eval.suites", "Python"
 
 
@@ -33,13 +42,40 @@ def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     path = now.get("data.path")
     words = {
         FILE_CONTENT: f"data.path {path}: its conversations changed, sha256 {{0:.12}}... to {{1:.12}}...",
-        TEMPLATE: "the chat template changed (data.chat_template, or the one of the target's tokenizer)",
+        TEMPLATE: describe_template_change(before, now),
         PYTHON: "data.source is stdlib, and Python was {0} and is {1}, which has other files",
         SUITES: "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
     }
     changes = [
         words.get(name, f"{name} was {{0!r}} and is {{1!r}}").format(before[name], now[name])
         for name in before
-        if name in now and before[name] != now[name]
+        if name in now and before[name] != now[name] and name != "data.chat_template"  # the template itself is compared
     ]
     return "; ".join(changes) or "the conversations (or the target's answers to them) changed, though no option of the data did"
+
+
+def describe_template_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Name the option that changed the chat template; `before` is None where nothing was recorded."""
+    old, new = ((facts or {}).get("data.chat_template") for facts in (before, now))
+    words = ["the one of the target's tokenizer" if name is None else repr(name) for name in (old, new)]
+    if before is None:
+        return f"data.chat_template changed (it is {words[1]}; what it was wasn't recorded)"
+    if old != new:
+        return f"data.chat_template changed (it was {words[0]} and is {words[1]})"
+    digests = [str(facts.get(TEMPLATE, "unknown"))[:DIGEST_LENGTH] for facts in (before, now)]
+    return f"data.chat_template changed (it is {words[1]} as before, and its sha256 was {digests[0]}... and is {digests[1]}...)"
+
+
+def describe_target_change(changes: Mapping[str, str], before: TargetIdentity, now: TargetIdentity) -> dict[str, str]:
+    """Return the changes with those of the target's digests in one text, which names the option."""
+    digests = [name for name in changes if name in TARGET_PARTS]
+    if not digests:
+        return dict(changes)
+    parts = " and ".join(TARGET_PARTS[name] for name in digests)
+    if before.name != now.name:
+        text = f"target.name_or_path was {before.name!r} and is {now.name!r}, with other {parts.replace('its ', '')}"
+    elif before.revision != now.revision:
+        text = f"target.revision was {before.revision!r} and is {now.revision!r}, with other {parts.replace('its ', '')}"
+    else:
+        text = f"target.name_or_path {now.name}: {parts} changed"
+    return {"target.name_or_path": text} | {name: change for name, change in changes.items() if name not in digests}

@@ -1,8 +1,9 @@
 """Local files and folders of options, checked together before any long work."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FILE_SUFFIXES = (".json", ".jsonl", ".jinja", ".parquet", ".gz", ".txt", ".yaml")
 
@@ -48,14 +49,18 @@ def require_paths(paths: Iterable[NamedPath]) -> None:
     missing = [path for path in paths if path.is_missing]
     if not missing:
         return
-    lines = [f"  - {path.option} is {path.value!r}; give {path.expected}{_home(path.value)}" for path in missing]
+    lines = [f"  - {path.option} is {path.value!r}; give {path.expected}" for path in missing]
     noun = "path doesn't exist" if len(missing) == 1 else "paths don't exist"
     raise ValueError("\n".join([f"{len(missing)} {noun} (looked up from {Path.cwd()}):", *lines]))
 
 
-def _home(value: str) -> str:
-    """Return what to write in place of `~`.
+def expand_home(value: Any) -> Any:
+    """Return the value with `~` at the start of every text in it replaced by the home directory.
 
-    A shell expands it only at the beginning of a word.
+    A shell expands it only at the beginning of a word, so not in data.path=~/chats.jsonl.
     """
-    return f" (~ isn't expanded inside an option: write {Path(value).expanduser()})" if value.startswith("~") else ""
+    if isinstance(value, str):
+        return str(Path(value).expanduser()) if value == "~" or value.startswith("~/") else value
+    if isinstance(value, Mapping):
+        return {key: expand_home(item) for key, item in value.items()}
+    return [expand_home(item) for item in value] if isinstance(value, list) else value

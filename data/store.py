@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from .data_facts import FACTS_FILE, describe_change
+from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
 from .differences import differences
 from .files import atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
@@ -141,9 +141,13 @@ class ShardStore(Generic[Entry, M]):
         changes = differences(earlier.facts(), manifest.facts())
         if "plan_sha256" in changes and "data_sha256" not in changes:
             changes["plan_sha256"] += ", which is the same data in shards of another size: restore distill.shard_examples"
+        changes = describe_target_change(changes, earlier.target, manifest.target)
+        path = self.directory / FACTS_FILE
+        facts = read_json(path) if path.exists() else None
+        if "chat_template_sha256" in changes:  # of answers
+            changes["chat_template_sha256"] = describe_template_change(facts, data_facts or {})
         if "data_sha256" in changes and data_facts is not None:
-            path = self.directory / FACTS_FILE
-            changes["data_sha256"] = describe_change(read_json(path) if path.exists() else None, data_facts)
+            changes["data_sha256"] = describe_change(facts, data_facts)
             changes.pop("plan_sha256", None)  # it follows the data
             for name in [name for name in changes if f"data.{name} " in changes["data_sha256"]]:
                 del changes[name]

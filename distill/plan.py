@@ -75,11 +75,12 @@ def run_shards(
     accelerator.wait_for_everyone()
     pending = [index for index in range(len(plan)) if not store.is_written(index)]
     accelerator.wait_for_everyone()
-    # 2. A manifest without shards marks the folder as this run's. A complete folder stays
-    # unchanged.
-    if accelerator.is_main_process and not store.is_complete(len(plan)):
+    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
+    # manifest.
+    if accelerator.is_main_process:
         store.save_data_facts(data_facts)
-        store.save(manifest)
+        if not store.is_complete(len(plan)):
+            store.save(manifest)
     accelerator.wait_for_everyone()
     # 3. Deal the missing shards like cards: of 3 4 7 9 11 the first of two workers gets 3 7 11, the
     # other one 4 9.

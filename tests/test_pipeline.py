@@ -183,10 +183,10 @@ def test_an_edited_model_card_is_replaced_only_with_overwrite(
     export = [*overrides, "stages=[export]", "export.formats=[apple]", "drafter.initial_state=zero"]
     with caplog.at_level("INFO", "outrider"):
         run_here("conf=demo", *export)
-    assert "package holds something else than would be made now (README.md), and stays" in caplog.text
+    assert "package has other content than a new folder would have (README.md), and stays" in caplog.text
     assert (folder / "package/README.md").read_text() == "# Mine\n"
     assert (folder / "export/apple/model.safetensors").is_file()
-    with pytest.raises(ValueError, match="isn't what would be made now, so it isn't pushed: .* `outrider push "):
+    with pytest.raises(ValueError, match="differs from a new folder, so it isn't pushed; .* `outrider push "):
         run_here("conf=demo", *export, "export.push=true", "export.repo=me/drafter")
     run_here("conf=demo", *export, "export.overwrite=true")
     assert (folder / "package/README.md").read_text() == card
@@ -227,7 +227,7 @@ def test_a_finished_drafter_is_pushed_with_export_push(
         (
             {"redrafter": "0" * 64},
             "stages=[distill,train,eval,export]",
-            "is of other drafters .redrafter. than .*: train first",
+            "certifies other drafters .redrafter., not .*; train first",
         ),
         ({}, "stages=[export]", "isn't pushed: its drafter isn't lossless"),
     ],

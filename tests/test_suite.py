@@ -28,9 +28,9 @@ COMMANDS = {
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_widths_become_methods_and_the_table_is_printed",
-    "export": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
+    "export": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
     "init": "tests/cli/test_init.py::test_a_written_recipe_composes_from_any_folder",
-    "import": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
+    "import": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
     "options": "tests/cli/test_describe.py::test_options_are_printed_in_80_columns",
     "package": "tests/cli/test_hub.py::test_a_package_is_made_and_listed",
     "pull": "tests/models/export/test_hub.py::test_a_pushed_folder_is_pulled_byte_for_byte",
@@ -42,8 +42,8 @@ COMMANDS = {
 }
 OTHERS = [
     "tests/conformance/test_certificate.py::test_every_mutant_of_the_sampler_is_caught",
-    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one",
-    "tests/train/test_processes.py::test_two_processes_learn_what_one_does_of_the_same_texts_per_step",
+    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_resumes_to_equal_bits",
+    "tests/train/test_processes.py::test_two_processes_train_like_one_on_the_same_texts_per_step",
 ]
 """Quick tests of mutants, of a kill with a resume, and of a launch of two processes."""
 
@@ -101,4 +101,4 @@ def test_mutants_kills_and_launches_have_quick_cases(collected: list[pytest.Item
 
 
 def test_a_slow_test_does_not_count(collected: list[pytest.Item]) -> None:
-    assert not quick_cases(collected, "tests/train/test_resume.py::test_kills_at_random_moments_leave_no_trace")
+    assert not quick_cases(collected, "tests/train/test_resume.py::test_runs_killed_at_random_moments_resume_to_equal_bits")

@@ -1,8 +1,11 @@
 """What a training will take, before it runs: a few real steps are timed, memory and disk are computed."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -10,20 +13,30 @@ from accelerate.utils import set_seed
 
 from ..data.collate import collate
 from ..data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetReads
+from ..models.decoding import GreedyAcceptance, RowSeeds, generate
+from ..models.drafters import NullDrafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import MAX_CHUNK
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
 from ..models.machine import synchronize
 from ..models.target.hf_target import HFTarget
+from ..models.target.tensor_parallel import Worker
 from .batches import PAD_ID, target_reads, with_hidden_states
 from .config import TrainConfig
 from .division import with_accumulation
 from .parallel import make_anchor
 from .precision import tensor_float32
 from .setup import make_objective, make_optimizer
+from .state import HostCopy
 from .training import LossModule
 
 MEASURED_SECONDS = 8.0
+WARM_UP = 2
+"""First micro-batches, which aren't timed: they allocate memory and the optimizer's state."""
+MIN_TIMED = 5
+"""Micro-batches that are timed at least, whatever they take."""
+DECODED_TOKENS = 16
+"""New tokens of an answer that the decoding of a validation is timed on."""
 FLOAT_BYTES = 4
 """Drafters and their optimizer are in float32."""
 ADAM_COPIES = 2
@@ -32,7 +45,7 @@ ADAM_COPIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEstimate:
-    """What a training takes: `seconds_per_step` is measured in each process alone, all else is computed."""
+    """What a training takes: times are measured in each process alone, all else is computed."""
 
     num_steps: int
     """Steps that are left."""
@@ -42,6 +55,11 @@ class TrainingEstimate:
     parameters: int
     target_bytes: int
     seconds_per_step: float
+    """Median, with the target's states recomputed where the shards lack them."""
+    checkpoint_seconds: float
+    """All copies of the state for the checkpoints that are left."""
+    validation_seconds: float
+    """All measurements on held-out texts that are left, at the speed of plain decoding."""
     num_checkpoints: int
     """Kept at a time, and one more while it is written."""
 
@@ -51,7 +69,7 @@ class TrainingEstimate:
 
     @property
     def seconds(self) -> float:
-        return self.num_steps * self.seconds_per_step
+        return self.num_steps * self.seconds_per_step + self.checkpoint_seconds + self.validation_seconds
 
     @property
     def drafter_bytes(self) -> int:
@@ -84,42 +102,117 @@ def estimate_training(
 ) -> TrainingEstimate:
     """Train a fresh drafter on these texts for some seconds, and count what the whole training takes.
 
-    Writes nothing. Each process measures its own steps: the exchange of gradients isn't in them.
+    Writes nothing. Each process measures its own steps. The exchange of gradients, the reading of
+    shards and the writing of checkpoints aren't in them.
     """
     # 1. The drafter and what it learns from, as in a training.
     config = with_accumulation(config, accelerator.num_processes)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     set_seed(config.seed)
     drafter = build_drafter(spec, target).train()
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(_count_tokens(examples, target.vocab_size))
-    objective = make_objective(config, target)
-    model, reads = LossModule(drafter, objective), target_reads(drafter, objective)
+    # 2. The times of a step, of a checkpoint's copy and of a measurement on held-out texts.
     optimizer, _ = make_optimizer(drafter, config)
-    # 2. Micro batches, the first of them untimed; each is followed by a step of the optimizer.
-    started, num_batches = time.perf_counter(), -1
-    while num_batches < 1 or time.perf_counter() - started < MEASURED_SECONDS:
-        if num_batches == 0:
-            started = time.perf_counter()
-        batch = with_hidden_states(_draw_batch(config, examples, reads, num_batches + 1), target, reads)
-        with accelerator.autocast(), tensor_float32(accelerator.device):
-            sums, *_ = model(batch, make_anchor(accelerator))
-        sums.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronize(target.device)
-        num_batches += 1
-    seconds = (time.perf_counter() - started) / num_batches
+    seconds_per_step = _time_steps(config, drafter, optimizer, target, examples, accelerator)
+    copies = _count_due(config.steps, steps_done, config.checkpoint_every)
+    copy = HostCopy() if config.checkpoint_in_background else None
+    state = {"model": drafter.state_dict(), "optimizer": optimizer.state_dict()}
+    copy_seconds = 0.0 if copy is None else _time_copy(copy, state)
+    measurements = _count_due(config.steps, steps_done, config.validate_every or config.steps)
+    answer_seconds = _time_answers(config, target, examples, accelerator) if config.validation_texts and measurements else 0.0
     return TrainingEstimate(
         num_steps=config.steps - steps_done,
         texts_per_step=config.batch_size * config.gradient_accumulation * accelerator.num_processes,
         tokens_per_text=sum(len(example.example.input_ids) for example in examples) / len(examples),
         parameters=_num_parameters(drafter),
         target_bytes=sum(each.numel() * each.element_size() for each in target.model.parameters()),
-        seconds_per_step=seconds * config.gradient_accumulation,
+        seconds_per_step=seconds_per_step,
+        checkpoint_seconds=copies * copy_seconds,
+        validation_seconds=(measurements + 1) * answer_seconds,  # plain decoding answers the prompts once before
         num_checkpoints=config.keep_checkpoints + 1,
     )
+
+
+def _time_steps(
+    config: TrainConfig,
+    drafter: TrainableDrafter,
+    optimizer: torch.optim.Optimizer,
+    target: HFTarget,
+    examples: Sequence[DistilledExample],
+    accelerator: Accelerator,
+) -> float:
+    """Return the seconds of an optimizer step: medians, so that another program's burst doesn't count."""
+    objective = make_objective(config, target)
+    model, reads = LossModule(drafter, objective), target_reads(drafter, objective)
+    batch_seconds: list[float] = []
+    update_seconds: list[float] = []
+    started = time.perf_counter()
+    while len(batch_seconds) < MIN_TIMED or time.perf_counter() - started < MEASURED_SECONDS:
+        # 1. A micro-batch: collation, the target's states, forward and backward.
+        index, begin = len(update_seconds), time.perf_counter()
+        batch = with_hidden_states(_draw_batch(config, examples, reads, index), target, reads)
+        with accelerator.autocast(), tensor_float32(accelerator.device):
+            sums, *_ = model(batch, make_anchor(accelerator))
+        sums.sum().backward()
+        synchronize(target.device)
+        # 2. The optimizer's step, as after the last micro-batch.
+        middle = time.perf_counter()
+        if config.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(target.device)
+        update_seconds.append(time.perf_counter() - middle)
+        batch_seconds.append(middle - begin)
+        if index + 1 == WARM_UP:
+            started = time.perf_counter()
+            batch_seconds.clear()
+    return median(batch_seconds) * config.gradient_accumulation + median(update_seconds[WARM_UP:])
+
+
+def _count_due(steps: int, steps_done: int, every: int) -> int:
+    """Count what happens every so many steps, and after the last one, in the steps that are left."""
+    return 0 if steps_done >= steps else math.ceil(steps / every) - steps_done // every
+
+
+def _time_copy(copy: HostCopy, content: dict[str, Any]) -> float:
+    """Return the seconds of a checkpoint's copy, not the first one, which allocates its memory."""
+    copy(content)
+    started = time.perf_counter()
+    copy(content)
+    return time.perf_counter() - started
+
+
+def _time_answers(
+    config: TrainConfig, target: HFTarget, examples: Sequence[DistilledExample], accelerator: Accelerator
+) -> float:
+    """Return the seconds in which plain decoding answers all held-out prompts, each process its share."""
+    room = target.context_length - max(config.validation_tokens, DECODED_TOKENS)
+    prompts = []
+    for example in examples[: config.batch_size]:
+        wanted = example.example.wanted.nonzero()
+        length = int(wanted[0]) + 1 if len(wanted) else len(example.example.input_ids)
+        prompts.append(example.example.input_ids[:length][:room].long().to(target.device))
+    tokens = [1, 1, DECODED_TOKENS]  # the first call warms up
+    seconds = [_time_decoding(target, prompts, max_new_tokens=limit) for limit in tokens]
+    per_token = max(0.0, seconds[2] - seconds[1]) / (DECODED_TOKENS - 1)
+    per_batch = seconds[1] + per_token * (config.validation_tokens - 1)
+    workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
+    return per_batch * math.ceil(config.validation_texts / workers / config.batch_size)
+
+
+def _time_decoding(target: HFTarget, prompts: list[torch.Tensor], *, max_new_tokens: int) -> float:
+    started = time.perf_counter()
+    rule, seeds = GreedyAcceptance(), RowSeeds(range(len(prompts)))
+    for _ in generate(target, NullDrafter(), rule, prompts, max_new_tokens=max_new_tokens, stop_ids=(), generator=seeds):
+        pass
+    synchronize(target.device)
+    target.release_cache()
+    return time.perf_counter() - started
 
 
 def _draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads, index: int) -> DrafterBatch:

@@ -71,7 +71,10 @@ class Bench:
     """Warnings that this run has already logged; each is logged once."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
-        """Measure all answers that the records lack, except those that don't fit into memory."""
+        """Measure all answers that the records lack, except those that don't fit into memory.
+
+        A KeyboardInterrupt is raised again, with the number of answers that are kept.
+        """
         passes = self._passes(suites)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, size])
@@ -79,6 +82,13 @@ class Bench:
             for prompt in prompts
             for temperature in self.rules
         )
+        try:
+            self._measure(suites, passes, num_answers)
+        except KeyboardInterrupt:
+            kept = f"{len(self.file.records)} of {num_answers} answers are kept in {self.file.path}."
+            raise KeyboardInterrupt(kept) from None
+
+    def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
         warm_length = 0  # texts up to this length need no further warm-up
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):

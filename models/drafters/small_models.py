@@ -206,6 +206,6 @@ def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:
     """Raise ValueError if the draft model's tokenizer `digest` differs from the target's."""
     if digest != target.identity.tokenizer_sha256:
         raise ValueError(
-            f"the draft model {name} has another tokenizer than {target.identity.name}, so its token ids mean something else; "
-            "use a smaller model of the same family"
+            f"the draft model {name} has another tokenizer than {target.identity.name}, so its token ids stand for other "
+            "texts; use a smaller model of the same family"
         )

@@ -14,7 +14,7 @@ def require_plain_weights(module: nn.Module, remedy: str) -> None:
         weight = getattr(part, "weight", None)
         plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
         if name.endswith(("proj", "fc1", "fc2")) and not plain:
-            raise ValueError(f"the target is quantised, and a drafter can't begin with its layers: {remedy}")
+            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

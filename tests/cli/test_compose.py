@@ -1,4 +1,4 @@
-"""The front door of a run: what the command line means, files of one's own, and what is answered to mistakes."""
+"""Command lines of a run: arguments, the user's recipe files, and error messages."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def composed(*arguments: str) -> DictConfig:
 
 
 def problems(*arguments: str) -> str:
-    """The message for a wrong command line, its lines joined."""
+    """Return the error message for a wrong command line, with its lines joined."""
     with pytest.raises(ValueError) as error:
         composed(*arguments)
     assert "hydra" not in str(error.value).lower()
@@ -55,7 +55,7 @@ def problems(*arguments: str) -> str:
         ("eval=caht", "eval=caht", "eval=chat"),
     ],
 )
-def test_a_mistyped_name_is_answered_with_the_nearest(override: str, wrong: str, meant: str) -> None:
+def test_an_error_suggests_the_nearest_name_for_a_mistyped_one(override: str, wrong: str, meant: str) -> None:
     message = problems(override)
     assert wrong in message
     assert f"did you mean {meant}?" in message
@@ -67,13 +67,13 @@ def test_options_are_listed_where_a_name_is_wrong() -> None:
     assert "outrider options redrafter)" in problems("drafter.beam_widht=1")
 
 
-def test_epochs_are_answered_with_the_options_that_decide_the_length() -> None:
+def test_an_epochs_option_is_refused_with_the_options_that_set_the_length() -> None:
     message = problems("train.epochs=3")
     assert "train.steps" in message
     assert "train.gradient_accumulation" in message
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_one_error_names_all_mistakes_of_the_command_line() -> None:
     message = problems("train.lr=1", "seed=x", "train.steps=many", "drafter=eagel3", "data.pth=x", "train.loss=klx")
     assert message.startswith("6 problem(s)")
     for text in ("train.lr", "seed is 'x'", "train.steps is 'many'", "drafter=eagel3", "data.pth", "kl_acceptance"):
@@ -82,17 +82,17 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["[]", "7", "{a: 1}"])
-def test_a_kind_that_is_no_text_is_an_error(kind: str) -> None:
+def test_a_drafter_kind_that_is_not_text_is_an_error(kind: str) -> None:
     assert "drafter.kind is" in problems(f"drafter.kind={kind}")
 
 
-def test_another_kind_is_answered_with_what_has_to_change_with_it() -> None:
+def test_the_error_for_another_drafter_kind_names_the_options_to_change_too() -> None:
     assert "drafter=medusa" in problems("drafter.kind=medusa")
     assert "eval.settings=[{}]" in problems("conf=redrafter_vicuna7b", "drafter=medusa")
 
 
 @pytest.mark.parametrize("override", ["train.steps=[1", "train.steps=1,2", "~train.nothing", "train=3"])
-def test_what_cannot_be_composed_is_an_error_of_ours(override: str) -> None:
+def test_a_failed_composition_raises_our_config_error(override: str) -> None:
     assert problems(override)
 
 
@@ -103,7 +103,7 @@ def test_every_alias_means_an_option() -> None:
     assert {name.rpartition(".")[2] for name in names} & {*keys.ALIASES, *keys.SENTENCES} == {"base_model"}, "export's"
 
 
-def test_a_right_command_line_composes_what_hydra_would() -> None:
+def test_a_correct_command_line_composes_the_same_config_as_hydra() -> None:
     config = composed("demo", "train.steps=20", "+train.seed=3", "drafter=eagle3_demo", "drafter.depth=3", "num_threads=null")
     assert (config.train.steps, config.train.seed) == (20, 3)
     assert (config.drafter.kind, config.drafter.depth) == ("eagle3", 3)
@@ -111,7 +111,7 @@ def test_a_right_command_line_composes_what_hydra_would() -> None:
     assert "hydra" not in config
 
 
-def test_a_typo_is_answered_without_torch(tmp_path: Path) -> None:
+def test_a_typo_is_reported_without_importing_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom outrider.cli.main import main\nsys.argv = ['outrider', 'run', 'conf=demo', *sys.argv[1:]]\n"
         "try: main()\nfinally: assert 'torch' not in sys.modules"
@@ -156,7 +156,7 @@ def test_a_run_without_a_recipe_names_the_recipes(monkeypatch: pytest.MonkeyPatc
     assert all(text in message for text in ("demo", "eagle3_llama3_8b", "outrider init"))
 
 
-def test_help_is_of_the_command_and_not_of_hydra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_command_and_not_hydra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["outrider run", "--help"])
     main()
     text = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_help_is_of_the_command_and_not_of_hydra(monkeypatch: pytest.MonkeyPatch
     assert max(map(len, text.splitlines())) <= 80
 
 
-# --- files of one's own
+# --- the user's recipe files
 
 MINE = """# @package _global_
 defaults:
@@ -254,12 +254,12 @@ def test_a_file_that_is_no_recipe_is_an_error_with_its_line(tmp_path: Path, text
     assert message in problems(str(tmp_path / "bad.yaml"))
 
 
-def test_a_file_that_is_not_there_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_file_names_its_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert f"there is no file {tmp_path / 'no.yaml'}" in problems("no.yaml")
 
 
-def test_a_path_beside_the_recipe_is_told_to_be_read_from_the_working_directory(tmp_path: Path) -> None:
+def test_the_error_for_a_path_beside_the_recipe_names_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("data: {source: text, path: words.txt}\n")
     (tmp_path / "words.txt").write_text("words")
     message = problems(str(tmp_path / "mine.yaml"))
@@ -275,14 +275,16 @@ def test_a_path_beside_the_recipe_is_told_to_be_read_from_the_working_directory(
         ("--launch cpu --num_machines=2 demo", ["--num_machines=2"], ["conf=demo"]),
     ],
 )
-def test_options_beside_a_launch_file_are_accelerates(arguments: str, options: list[str], overrides: list[str]) -> None:
+def test_options_beside_a_launch_file_are_passed_to_accelerate(
+    arguments: str, options: list[str], overrides: list[str]
+) -> None:
     request = parse_arguments(arguments.split())
     assert request.launch in ("one_node", "cpu")
     assert (request.launch_options, request.overrides) == (options, overrides)
     assert not request.hydra_options
 
 
-def test_a_mistake_is_found_before_a_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_before_a_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["outrider run", "--launch", "one_node", "demo", "train.lr=3"])
     with pytest.raises(SystemExit):
         main()

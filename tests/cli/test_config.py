@@ -1,4 +1,4 @@
-"""Recipes, and what becomes of mistakes in them."""
+"""Recipes, and the errors for mistakes in them."""
 
 import re
 import shlex
@@ -44,7 +44,7 @@ def run_config(*overrides: str) -> RunConfig:
 
 @contextmanager
 def raises(message: str) -> Iterator[None]:
-    """An error with this message, wherever its lines are wrapped."""
+    """Expect a `ConfigError` with this message. Line breaks in the message don't matter."""
     with pytest.raises(ValueError) as error:
         yield
     assert re.search(message, " ".join(str(error.value).split())), str(error.value)
@@ -52,7 +52,10 @@ def raises(message: str) -> Iterator[None]:
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """A trained drafter's folder, as far as a configuration reads it: Medusa heads of two layers."""
+    """Return a drafter folder with two-layer Medusa heads.
+
+    The folder has only the files that a configuration reads.
+    """
     target = TargetIdentity(
         name="t",
         revision=None,
@@ -69,7 +72,7 @@ def trained(tmp_path: Path) -> Path:
 
 
 def required(recipe: str, trained: Path) -> list[str]:
-    """What a recipe leaves to whoever runs it."""
+    """Return the overrides that the user of a recipe must set."""
     return [f"drafter.start_from={trained}"] if recipe.startswith("adapt") else []
 
 
@@ -79,7 +82,7 @@ def test_recipes_exist() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_composes_and_names_its_own_folder(recipe: str, trained: Path) -> None:
+def test_every_recipe_composes_and_names_its_folder(recipe: str, trained: Path) -> None:
     config = run_config(f"conf={recipe}", *required(recipe, trained))
     assert config.name == recipe
     assert config.output_dir == f"outputs/{recipe}"
@@ -103,7 +106,7 @@ def test_the_example_in_the_help_runs() -> None:
     assert run_config(*example.groups()).train.steps > 0
 
 
-def test_the_demo_is_what_its_figures_were_measured_with() -> None:
+def test_the_demo_has_the_settings_that_its_published_figures_were_measured_with() -> None:
     config = run_config("conf=demo")
     assert config.drafter == {
         "kind": "redrafter",
@@ -143,10 +146,11 @@ def test_the_demo_is_what_its_figures_were_measured_with() -> None:
 def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> None:
     demo, config = run_config("conf=demo"), run_config(f"conf={recipe}")
     first = config.drafter_runs()[0]
-    fixed = {"beam_width": 4, "beam_length": 4, "tree_nodes": None}  # what decoding may change
+    # options that decoding may change
+    fixed = {"beam_width": 4, "beam_length": 4, "tree_nodes": None}
     assert replace(first.drafter.config, **fixed) == replace(demo.drafter_runs()[0].drafter.config, **fixed)
-    own = ("steps", "checkpoint_every", "validation_texts", "max_positions")
-    assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
+    changed = ("steps", "checkpoint_every", "validation_texts", "max_positions")
+    assert replace(first.train, **{name: getattr(demo.train, name) for name in changed}) == demo.train
     assert config.train.steps == steps
     if recipe != "loss_study_demo":  # measures while training
         assert demo.eval.settings[2] in first.settings
@@ -158,8 +162,8 @@ def test_the_loss_study_gives_every_loss_the_same_seeds() -> None:
     assert {loss for loss, _ in counts} == set(LossKind)
     assert set(counts.values()) == {3}
     for loss, weights in counts:
-        own = [run.train.seed for run in runs if (run.train.loss, run.train.label_weights) == (loss, weights)]
-        assert own == [0, 1, 2]
+        seeds = [run.train.seed for run in runs if (run.train.loss, run.train.label_weights) == (loss, weights)]
+        assert seeds == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -190,7 +194,8 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
     compared = dict(zip(comparison.variants, comparison.drafter_runs(), strict=True))[kind]
     assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
     assert demo.settings == compared.settings
-    if kind == "eagle3":  # the comparison's searches deeper than it trains, as in the published figures
+    # The comparison drafts deeper than it trains, as in the published figures.
+    if kind == "eagle3":
         assert compared.drafter.config.depth == 5
         compared = replace(compared, drafter=compared.drafter.with_options({"depth": 4}))
     assert demo.drafter == compared.drafter
@@ -198,8 +203,9 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("adapt")])
 def test_any_recipe_can_be_adapted_whatever_it_drafts_with(recipe: str, trained: Path) -> None:
-    """conf=[RECIPE,adapt]: target, data and evaluation of the recipe, drafter and schedule of the
-    adaptation.
+    """conf=[RECIPE,adapt] takes target, data and evaluation from the recipe.
+
+    It takes the drafter and the schedule from `adapt`.
     """
     plain = run_config(f"conf={recipe}")
     adapted = composed(f"conf=[{recipe},adapt]", f"drafter.start_from={trained}")
@@ -219,7 +225,7 @@ def test_adapting_is_shorter_and_gentler_than_training() -> None:
     assert (adapt.learning_rate, adapt.steps < demo.steps) == (demo.learning_rate / 4, True)
 
 
-def test_where_a_drafter_starts_from_is_looked_up_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_initial_drafter_is_looked_up_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or trained)
     config = run_config("conf=adapt", "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]")
@@ -227,7 +233,7 @@ def test_where_a_drafter_starts_from_is_looked_up_once(trained: Path, monkeypatc
     assert looked_up == ["me/drafter"]
 
 
-def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
+def test_an_adapted_drafter_has_the_architecture_of_the_trained_one(trained: Path) -> None:
     (adapted,) = run_config("conf=adapt", f"drafter.start_from={trained}", "+drafter.tree_nodes=7").drafter_runs()
     config = MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7)
     assert adapted.drafter == DrafterSpec(kind="medusa", config=config, start_from=trained)
@@ -245,7 +251,9 @@ def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
         ([], r"drafter.start_from: Missing mandatory value"),
     ],
 )
-def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path, overrides: list[str], message: str) -> None:
+def test_an_unusable_initial_drafter_is_an_error_before_anything_is_loaded(
+    trained: Path, overrides: list[str], message: str
+) -> None:
     with raises(message):
         run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
 
@@ -258,7 +266,7 @@ QUANTISED = [
 
 
 @pytest.mark.parametrize("command", QUANTISED)
-def test_a_quantised_target_is_configured_as_the_docs_have_it(command: str) -> None:
+def test_the_docs_commands_for_a_quantised_target_compose(command: str) -> None:
     target = run_config(*shlex.split(command)).target
     assert target.quantization["method"] in command
     assert len(target.quantization) == 2
@@ -279,7 +287,7 @@ def test_one_seed_reaches_every_section() -> None:
     assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)
 
 
-def test_a_missing_recipe_is_told_with_the_existing_ones() -> None:
+def test_the_error_for_a_missing_recipe_lists_the_existing_ones() -> None:
     with pytest.raises(MissingConfigException) as error:
         composed("conf=nope")
     message = str(error.value)
@@ -322,7 +330,7 @@ def test_a_recipe_may_name_a_suite_or_its_file_alone() -> None:
     ]
 
 
-def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> None:
+def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
     with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
         run_config("eval.settings=[{beam_widht: 4}]")
 
@@ -355,23 +363,23 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         ("drafter.num_blocks=two", 'num_blocks="two": must be a whole number'),
     ],
 )
-def test_what_would_fail_after_hours_is_told_at_once(override: str, message: str) -> None:
+def test_settings_that_would_fail_after_hours_are_errors_at_once(override: str, message: str) -> None:
     with raises(message):
         run_config(override)
 
 
 @pytest.mark.parametrize("stages", ["[distill]", "[distill,train,eval]"])
-def test_more_medusa_heads_than_labels_are_told_before_the_distillation(stages: str) -> None:
+def test_more_medusa_heads_than_labels_are_an_error_before_the_distillation(stages: str) -> None:
     with raises(r"num_heads is 5 and distill.horizon 5.* to that, or .*distill.horizon of at least 6"):
         run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", f"stages={stages}")
     run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "distill.horizon=6", f"stages={stages}")
 
 
-def test_what_is_distilled_already_may_have_longer_labels_than_the_recipe_says() -> None:
+def test_finished_shards_may_have_longer_labels_than_the_recipe_sets() -> None:
     run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "stages=[train]")
 
 
-def test_all_wrong_values_of_all_sections_are_told_at_once() -> None:
+def test_one_error_names_all_wrong_values_of_all_sections() -> None:
     with pytest.raises(ValueError, match="5 problem") as error:
         run_config("stages=[distil]", "mixed_precision=fp16", "train.steps=0", "data.max_length=1", "target.dtype=int3")
     lines = str(error.value).splitlines()
@@ -381,7 +389,7 @@ def test_all_wrong_values_of_all_sections_are_told_at_once() -> None:
     assert all(any(line.startswith(f"  - {name}") for line in lines) for name in names)
 
 
-def test_all_problems_of_variants_are_told_at_once() -> None:
+def test_one_error_names_all_problems_of_variants() -> None:
     with pytest.raises(ValueError, match="3 problem") as error:
         run_config("name=..", "+variants.a.train.stepz=3", "+variants.b.eval.seed=2")
     assert all(text in str(error.value) for text in ('name=".."', "variants.a.train.stepz", "variants.b.eval: there is no"))
@@ -413,7 +421,7 @@ def test_a_name_that_leaves_the_outputs_folder_is_refused(name: str) -> None:
         run_config(f"name='{name}'")
 
 
-def test_variants_differ_only_in_what_they_say() -> None:
+def test_variants_differ_only_in_the_options_that_they_set() -> None:
     config = run_config("conf=ablation_demo")
     distilled, text = config.drafter_runs()
     assert (distilled.train.labels, text.train.labels) == ("distilled", "text")
@@ -423,12 +431,12 @@ def test_variants_differ_only_in_what_they_say() -> None:
     assert distilled.train_dir != text.train_dir
 
 
-def test_without_variants_the_folders_are_the_runs_own() -> None:
+def test_without_variants_the_folders_are_those_of_the_run() -> None:
     (only,) = run_config("output_dir=here").drafter_runs()
     assert (only.train_dir, only.drafter_dir) == (Path("here/train"), Path("here/drafter"))
 
 
-def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> None:
+def test_a_teacher_that_the_distillation_does_not_store_is_an_error_before_it() -> None:
     teacher = ("train.loss=kl", "train.teacher=top_k")
     with raises(r"train\.teacher is top_k, and distill\.top_logprobs is null"):
         run_config(*teacher)
@@ -443,7 +451,7 @@ def test_layers_to_store_come_from_the_command_line() -> None:
     assert (config.distill.feature_layers, config.distill.features_dtype) == ([2, 4, 7], "int8")
 
 
-def test_all_missing_paths_of_a_recipe_are_one_error() -> None:
+def test_one_error_names_all_missing_paths_of_a_recipe() -> None:
     overrides = [
         "target.name_or_path=./nowhere",
         "data={source: sharegpt, path: a/b/c, chat_template: own.jinja}",

@@ -1,4 +1,4 @@
-"""The description of the configuration that the code gives: it holds against the classes themselves."""
+"""Descriptions of sections and options, compared with the config classes."""
 
 import subprocess
 import sys
@@ -23,14 +23,14 @@ def every_option() -> dict[str, Option]:
 
 def test_every_section_and_option_of_a_run_is_described() -> None:
     assert set(sections()) == {"", *SECTIONS}
-    own = {option.name for option in sections()[""].options}
-    assert own | set(SECTIONS) == {field.name for field in fields(RunConfig)}
+    top_level = {option.name for option in sections()[""].options}
+    assert top_level | set(SECTIONS) == {field.name for field in fields(RunConfig)}
     options = every_option()
     assert len(options) > 120
     assert all(option.meaning and option.type for option in options.values())
 
 
-def test_types_defaults_and_choices_are_the_fields() -> None:
+def test_types_defaults_and_choices_are_those_of_the_config_classes() -> None:
     options = {option.name: option for option in every_option().values()}
     rate, steps, suites = options["train.learning_rate"], options["train.steps"], options["eval.suites"]
     assert (rate.type, rate.default) == ("number above 0", 1e-3)
@@ -45,7 +45,7 @@ def test_types_defaults_and_choices_are_the_fields() -> None:
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
 def test_a_drafters_options_are_those_of_its_class(kind: str) -> None:
-    """They are read from the source, which must give what the imported class has."""
+    """The options read from the source equal those of the imported class."""
     assert set(drafter_sections()) == set(DRAFTERS)
     config_class = DRAFTERS[kind].Config
     described = {option.name.removeprefix("drafter."): option for option in drafter_sections()[kind].options}
@@ -72,7 +72,7 @@ def test_a_recipes_choices_are_those_that_it_composes(name: str) -> None:
     assert choices("conf")[name].path == recipe.path
 
 
-def test_missing_defaults_are_told_from_null() -> None:
+def test_a_missing_default_differs_from_a_null_default() -> None:
     (option,) = (option for option in sections()["target"].options if option.name == "target.name_or_path")
     assert option.required
     assert option.default is MISSING
@@ -98,7 +98,7 @@ def test_options_are_printed_in_80_columns(section: str | None, expected: str, c
 
 
 @pytest.mark.parametrize(("section", "near"), [("trian", "train"), ("eagel3", "eagle3"), ("train.step", "train.steps")])
-def test_an_unknown_section_is_answered_with_the_nearest(section: str, near: str) -> None:
+def test_the_error_for_an_unknown_section_suggests_the_nearest(section: str, near: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {near}"):
         options_command(section)
 

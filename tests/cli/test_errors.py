@@ -1,4 +1,4 @@
-"""What ends a command: one message, the right exit status, and the command that resumes."""
+"""Ends of a command: one message, the exit status, and the command that resumes."""
 
 import logging
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from outrider.cli import main
-from outrider.cli.errors import INTERRUPTED, in_command_words, user_errors
+from outrider.cli.errors import INTERRUPTED, in_command_words, starts_again, user_errors
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
 
 
@@ -20,6 +20,20 @@ def test_ctrl_c_is_one_message_with_the_command_that_resumes(
     printed = capsys.readouterr().err
     assert "outrider run conf=demo 'data={limit: 5}'" in printed
     assert "Traceback" not in printed
+
+
+def test_ctrl_c_in_a_command_that_cant_resume_starts_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider", "tune"])
+    with pytest.raises(SystemExit), user_errors(), starts_again("tuning"):
+        raise KeyboardInterrupt
+    printed = capsys.readouterr().err
+    assert "Nothing of the tuning is kept" in printed
+    assert "To start again, run the same command: outrider tune" in printed
+    with pytest.raises(SystemExit), user_errors():
+        raise KeyboardInterrupt("3 of 8 answers are kept in x.")
+    assert "3 of 8 answers are kept in x. To resume, run the same command: outrider tune" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_reported_by_the_first_process_alone(
@@ -41,9 +55,7 @@ def test_other_libraries_are_silent_unless_debugging(monkeypatch: pytest.MonkeyP
     assert levels == ({logging.ERROR} if debug == "0" else {logging.NOTSET})
 
 
-def test_ctrl_c_in_a_command_ends_like_one_in_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""`outrider export` and `outrider import`, as a user meets them."""
+"""The commands `outrider export` and `outrider import`, from start to end."""
 
 import inspect
 import json
@@ -40,12 +40,12 @@ def call(*command: str | Path) -> str:
     return result.output
 
 
-def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
-    said = call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
-    assert "as medusa" in said
-    said = call("import", tmp_path / "theirs", "--target", tiny_target_dir, "--output", tmp_path / "again")
-    assert "a drafter of the kind medusa with 21,312 parameters" in said
-    assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in said
+def test_an_exported_drafter_is_imported_unchanged(drafter, tiny_target_dir, tmp_path):
+    output = call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
+    assert "as medusa" in output
+    output = call("import", tmp_path / "theirs", "--target", tiny_target_dir, "--output", tmp_path / "again")
+    assert "a drafter of the kind medusa with 21,312 parameters" in output
+    assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in output
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
 
@@ -80,7 +80,8 @@ def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
     (tmp_path / "theirs" / "outrider.json").unlink()
     call("import", tmp_path / "theirs", "--target", bare, "--output", tmp_path / "published")
     assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
-    load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))  # fits the whole target
+    # The drafter fits the complete target too.
+    load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))
     with pytest.raises(ValueError, match="target.name_or_path is .*there is no such directory"):
         call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
 
@@ -113,7 +114,7 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
     assert again.config.tree_nodes == again.max_nodes == 3
 
 
-def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
+def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
     monkeypatch.setattr("outrider.models.target.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"the format is 'tgi'; choose one of .*eagle1-vllm \(eagle\)"):
@@ -126,23 +127,23 @@ def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, 
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
     with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
-    with pytest.raises(ValueError, match="no/such/folder is neither a folder here nor a name on the Hub"):
+    with pytest.raises(ValueError, match="no/such/folder is neither a local folder nor a name on the Hub"):
         call("import", "no/such/folder", *target)
     with pytest.raises(ValueError, match="match no known format"):
         call("import", drafter, *target)
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
-    asked = {}
+def test_no_executable_file_is_downloaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
+    received = {}
 
     def download(name, **options):
-        asked.update(options, name=name)
+        received.update(options, name=name)
         return os.fspath(tmp_path / "theirs")
 
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     monkeypatch.setattr("outrider.models.drafters.saved.download.snapshot_download", download)
     call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
-    assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    assert received == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["kind"] == "medusa"

@@ -1,6 +1,4 @@
-"""`outrider package`, `push` and `pull` as commands: what they print, and when they touch the
-network.
-"""
+"""The commands `outrider package`, `push` and `pull`: output and use of the network."""
 
 import shutil
 import subprocess
@@ -29,9 +27,9 @@ def drafter(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}), target)
+        module = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}), target)
     directory = tmp_path_factory.mktemp("run") / "drafter"
-    save_drafter(made, directory, target.identity)
+    save_drafter(module, directory, target.identity)
     return directory
 
 
@@ -66,7 +64,7 @@ def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_pa
     for path in paths:
         assert f"{path.stat().st_size:>13,}  {path.relative_to(folder).as_posix()}\n" in result.output
     assert f"bytes in {len(paths)} files" in result.output
-    assert "nothing was uploaded to me/drafter (private if it is made, branch main)" in result.output
+    assert "nothing was uploaded to me/drafter (private if it is created, branch main)" in result.output
 
 
 @pytest.mark.usefixtures("no_network")
@@ -79,7 +77,7 @@ def test_a_bare_drafter_is_packaged_first(drafter: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_what_a_bare_drafters_folder_holds_besides_is_told_to_stay_here(drafter: Path, tmp_path: Path) -> None:
+def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(drafter: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
     (folder / "README.md").write_text("# Mine\n")
     (folder / "tuned.json").write_text("{}")
@@ -89,11 +87,11 @@ def test_what_a_bare_drafters_folder_holds_besides_is_told_to_stay_here(drafter:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -> None:
+def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: Path, tmp_path: Path) -> None:
     make = ["package", str(drafter), "--output"]
-    said = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
-    assert "names the drafter by a local folder: `outrider package --repo user/name`" in said
-    assert "names its target by a local folder: `outrider package --base-model user/name`" in said
+    output = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
+    assert "names the drafter by a local folder: `outrider package --repo user/name`" in output
+    assert "names its target by a local folder: `outrider package --base-model user/name`" in output
     named = ["--repo", "me/drafter", "--base-model", "some/target"]
     assert "by a local folder" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
 
@@ -103,14 +101,14 @@ def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -
     "repo",
     ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter", "me/-x", "me/x..y", "m\u00e9/x"],
 )
-def test_a_name_that_is_none_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
+def test_an_invalid_repository_name_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
     result = CliRunner().invoke(app, ["push", str(drafter), repo])
     assert isinstance(result.exception, ValueError)
-    assert "no name of a repository; give user/name" in str(result.exception)
+    assert "not the name of a repository; give user/name" in str(result.exception)
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_folder_with_something_else_in_it_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
+def test_a_folder_with_unknown_files_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     CliRunner().invoke(app, ["package", str(drafter), "--output", str(folder)])
     (folder / "optimizer.pt").write_bytes(b"x")
@@ -120,13 +118,13 @@ def test_a_folder_with_something_else_in_it_is_refused_before_the_network(drafte
 
 
 def test_no_option_takes_a_token() -> None:
-    """On a command line, others on the machine could read it."""
+    """Other users of the machine could read a token on a command line."""
     for command in ("push", "pull"):
         assert "token" not in CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.replace("The token", "")
 
 
-def test_a_dry_run_waits_for_no_model_library(drafter: Path) -> None:
-    """It takes three times as long as the rest."""
+def test_a_dry_run_imports_no_model_library(drafter: Path) -> None:
+    """Importing one takes three times as long as the dry run itself."""
     code = (
         "import sys; from outrider.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
         "assert 'transformers' not in sys.modules, 'loaded'"

@@ -1,4 +1,4 @@
-"""`outrider init`: what it reads, what it writes, and that what it writes runs."""
+"""The command `outrider init`: its inputs, the recipe that it writes, and a run of it."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def qwen3(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 of six layers with a chat template."""
+    """Return the folder of a random Qwen3 of six layers with a chat template."""
     folder = tmp_path_factory.mktemp("qwen3")
     tiny_tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -133,7 +133,9 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
         ("{qwen3}", "eagel3", "must be one of eagle3"),
     ],
 )
-def test_what_cannot_be_written_is_an_error(target: str, drafter: str, message: str, qwen3: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_be_written_is_an_error(
+    target: str, drafter: str, message: str, qwen3: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
@@ -143,7 +145,7 @@ def test_what_cannot_be_written_is_an_error(target: str, drafter: str, message: 
     assert not (tmp_path / "my.yaml").exists()
 
 
-def test_a_template_is_taken_where_the_tokenizer_has_none(qwen3: Path, tmp_path: Path) -> None:
+def test_init_takes_a_chat_template_for_a_tokenizer_without_one(qwen3: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((qwen3 / "config.json").read_text())
     assert read_target_facts(str(tmp_path), "vicuna_v1.1").chat_template == "vicuna_v1.1"
     (tmp_path / "mine.jinja").write_text(CHATML)
@@ -160,7 +162,9 @@ ALPACA = {"instruction": "Say {i}", "input": "", "output": "it"}
     ("record", "source", "first"),
     [(SHAREGPT, "sharegpt", "Hi "), (ALPACA, "alpaca", "Say "), ({"text": "words"}, "text", None)],
 )
-def test_the_form_of_the_records_is_found(record: dict[str, object], source: str, first: str | None, tmp_path: Path) -> None:
+def test_init_detects_the_format_of_the_records(
+    record: dict[str, object], source: str, first: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([json.loads(json.dumps(record).replace("{i}", str(i))) for i in range(400)]))
     facts = read_data_facts(path, max_chars=100)

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own, started anywhere."""
+"""The command line in separate processes, started from any folder."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
 
 
 @pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_mistake_is_one_message_and_a_traceback_only_for_those_who_ask(tmp_path: Path, debug: str) -> None:
+def test_a_mistake_prints_a_traceback_only_with_debugging(tmp_path: Path, debug: str) -> None:
     result = call(*OUTRIDER, "run", "conf=demo", "stages=[distil]", cwd=tmp_path, OUTRIDER_DEBUG=debug)
     assert 'stages[0]="distil": must be one of' in result.stderr
     assert ("Traceback" in result.stderr) == (debug == "1")
@@ -70,9 +70,9 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_tells_what_a_distillation_takes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_plan_prints_the_cost_of_a_distillation_and_leaves_no_file(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", "data.limit=20", "num_threads=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for told in ("examples", "tokens of text", "forward passes", "time", "disk", "GB are free"):
-        assert told in result.stdout
+    for text in ("examples", "tokens of text", "forward passes", "time", "disk", "GB are free"):
+        assert text in result.stdout
     assert list(tmp_path.iterdir()) == []

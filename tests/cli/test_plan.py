@@ -1,4 +1,7 @@
-"""The plan of a whole run on a tiny target: a table for each stage that is left, within 80 columns, and nothing written."""
+"""The plan of a complete run on a tiny target.
+
+It has a table for each remaining stage, is at most 80 columns wide and writes no file.
+"""
 
 import json
 from pathlib import Path
@@ -43,7 +46,7 @@ def titles(printed: str) -> list[str]:
     return [line.strip() for line in printed.splitlines() if line.strip() in ("labels", "train", "eval", "export")]
 
 
-def test_every_stage_has_a_table_and_the_run_one_headline(
+def test_a_plan_has_a_table_for_every_stage_and_one_headline(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_here("conf=demo", *overrides, "plan=true")
@@ -55,7 +58,7 @@ def test_every_stage_has_a_table_and_the_run_one_headline(
     assert not (tmp_path / "run").exists()
 
 
-def test_training_is_planned_without_shards_and_what_is_finished_is_left_out(
+def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_here("conf=demo", *overrides, "plan=true", "stages=[train]")
@@ -85,3 +88,17 @@ def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
     answers = 3 * 2 * 2 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
     assert f"{answers}: 3 prompts x 2 methods" in capsys.readouterr().out
+
+
+def test_a_busy_machine_is_named(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["plan=true", "stages=[train]", "train.validation_texts=2", "train.validation_tokens=8"]
+    monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
+    run_here("conf=demo", *overrides, *changes)
+    printed = capsys.readouterr().out
+    assert "load 100.0" in printed
+    assert "validation " in printed
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    run_here("conf=demo", *overrides, *changes)
+    assert "load" not in capsys.readouterr().out

@@ -4,9 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.data.config import DataConfig
-from outrider.data.data_facts import describe_change, describe_data
+from outrider.data.data_facts import (
+    TEMPLATE,
+    describe_change,
+    describe_data,
+    describe_target_change,
+    describe_template_change,
+)
 from outrider.data.decontamination import PromptOverlap
 from outrider.data.differences import name_digests
+from outrider.data.manifest import TargetIdentity
 
 
 def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:
@@ -20,8 +27,42 @@ def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:
     assert [part.split(" was ")[0].split(": ")[0] for part in text.split("; ")] == [
         "data.seed",
         f"data.path {file}",
-        "the chat template changed (data.chat_template, or the one of the target's tokenizer)",
+        "data.chat_template changed (it is the one of the target's tokenizer as before, and its sha256",
     ]
+
+
+def test_a_changed_template_is_named_by_its_option() -> None:
+    data = DataConfig(source="stdlib", split="distill")
+    before = describe_data(data, "a")
+    after = describe_data(replace(data, chat_template="own.jinja"), "b")
+    assert describe_change(before, after) == (
+        "data.chat_template changed (it was the one of the target's tokenizer and is 'own.jinja')"
+    )
+    edited = describe_change(after, {**after, TEMPLATE: "0" * 64})
+    assert edited.startswith("data.chat_template changed (it is 'own.jinja' as before, and its sha256 was ")
+    assert "000000000000..." in edited
+    assert describe_template_change(None, after).startswith("data.chat_template changed (it is 'own.jinja'")
+
+
+def test_another_target_is_named_by_its_option() -> None:
+    before = TargetIdentity(
+        name="a",
+        revision=None,
+        weights_sha256="1",
+        config_sha256="2",
+        quantization="",
+        tokenizer_sha256="3",
+        hidden_size=4,
+        vocab_size=5,
+    )
+    changes = {"target.weights_sha256": "x", "target.tokenizer_sha256": "y", "horizon": "horizon (was 3, is 4)"}
+    texts = describe_target_change(changes, before, before)
+    assert list(texts.values()) == ["target.name_or_path a: its weights and its tokenizer changed", "horizon (was 3, is 4)"]
+    other = describe_target_change(changes, before, replace(before, name="b"))
+    assert other["target.name_or_path"] == "target.name_or_path was 'a' and is 'b', with other weights and tokenizer"
+    revised = describe_target_change(changes, before, replace(before, revision="c"))
+    assert revised["target.name_or_path"].startswith("target.revision was None and is 'c'")
+    assert describe_target_change({"horizon": "x"}, before, before) == {"horizon": "x"}
 
 
 def test_suites_are_compared_where_both_runs_left_their_prompts_out() -> None:

@@ -93,6 +93,6 @@ def test_shards_of_another_target_are_reported(folder: Path, tiny_target_dir: Pa
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder, target=str(tiny_target_dir))
     errors = capsys.readouterr().err
-    assert "they are of the target 'tiny'" in errors
+    assert "the data is of the target 'tiny'" in errors
     assert "weights_sha256" in errors
     assert "tokenizer_sha256" in errors

@@ -1,6 +1,4 @@
-"""Made-up records whose statistics a reader can compute by eye, and a random drafter for the tiny
-target.
-"""
+"""Fixtures: invented records with statistics computed by hand, and a random tiny drafter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +18,9 @@ MakeRecord = Callable[..., EvalRecord]
 
 @pytest.fixture
 def make_record() -> MakeRecord:
-    """A record of one prompt: `histogram` (with the default, two steps that accept nothing) decides
-    how many tokens it has.
+    """Return a function that makes the record of one prompt.
+
+    `histogram` decides how many tokens it has. The default has two steps that accept no token.
     """
 
     def make(**changes: Any) -> EvalRecord:
@@ -71,7 +70,7 @@ def tiny_target(tiny_target_dir: Path) -> HFTarget:
 
 @pytest.fixture(scope="session")
 def tiny_drafter_dir(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ReDrafter with random weights: it drafts nonsense, and decoding must not care."""
+    """Return the folder of a random ReDrafter. Its wrong drafts must not change an answer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         drafter = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3}), tiny_target)
@@ -82,8 +81,9 @@ def tiny_drafter_dir(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three two-turn prompts in MT-Bench's form, of which the second has a first turn too long for
-    the tiny target.
+    """Write three two-turn prompts in MT-Bench's format.
+
+    The first turn of the second prompt is too long for the tiny target.
     """
     turns = [("ab", "again"), ("word " * 1200, "again"), ("xyz", "more")]
     lines = [

@@ -1,6 +1,4 @@
-"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a
-target is loaded.
-"""
+"""The command `outrider eval`: its options, its exit status, and its errors for mistakes."""
 
 import json
 from pathlib import Path
@@ -14,6 +12,7 @@ from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
 from outrider.cli.options import parse_quantization
 from outrider.eval import run
+from outrider.eval.records.records import RecordFile
 
 from .test_run import AcceptsAnything
 
@@ -105,7 +104,7 @@ def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: 
         (["--setting", "{beam_width: 1}", "--beam-length", "2"], "leave out --beam-width"),
     ],
 )
-def test_a_setting_that_is_none_is_told(command: list[str], options: list[str], words: str) -> None:
+def test_an_invalid_setting_is_an_error(command: list[str], options: list[str], words: str) -> None:
     result = CliRunner().invoke(app, [*command, *options])
     assert words in str(result.exception)
 
@@ -119,7 +118,7 @@ def test_temperatures_reach_the_stage(command: list[str], tmp_path: Path) -> Non
     ]
 
 
-def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_first(command: list[str], tmp_path: Path) -> None:
+def test_another_chat_template_changes_the_prompts_and_is_another_evaluation(command: list[str], tmp_path: Path) -> None:
     prompts = []
     for name, options in {"own": [], "other": ["--chat-template", "vicuna_v1.1"]}.items():
         result = CliRunner().invoke(app, [*command, *options, "--output", str(tmp_path / name)])
@@ -127,10 +126,10 @@ def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_fir
         prompts.append(json.loads((tmp_path / name / "records.jsonl").read_text().splitlines()[0])["prompt_sha256"])
     assert prompts[0] != prompts[1]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
-    assert "differs in the chat template" in str(result.exception)
+    assert "the chat template" in str(result.exception)
 
 
-def test_a_quantised_target_is_evaluated_and_its_records_say_so(command: list[str], tmp_path: Path) -> None:
+def test_records_name_the_quantization_of_the_target(command: list[str], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     result = CliRunner().invoke(app, [*command, "--quantization", "torchao"])
     assert result.exit_code == 0, result.output
@@ -162,7 +161,9 @@ def test_a_drafter_that_is_not_lossless_fails_the_command(
     assert [row["speedup"] for row in rows] == [1.0, None]
 
 
-def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_errors_before_the_target_is_loaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_late(*args: Any, **kwargs: Any) -> None:
         pytest.fail("the target was loaded before the mistake was found")
 
@@ -180,7 +181,7 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "max_new_tokens=0: must be above 0": ["--max-new-tokens", "0"],
         'too_long="cut": must be one of skip, error': ["--too-long", "cut"],
         "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
-        "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
+        "doesn't exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
         "beam_width=0: must be above 0": ["--beam-width", "0"],
         "temperatures[0]=-1.0: must be at least 0": ["--temperature", "-1"],
         "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
@@ -205,3 +206,25 @@ def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(
     (half / "config.json").write_bytes((tiny_drafter_dir / "config.json").read_bytes())
     result = CliRunner().invoke(app, [*command, "--drafter", str(half)])
     assert "model.safetensors is missing" in str(result.exception)
+
+
+def test_ctrl_c_counts_the_answers_that_are_kept(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, seen = RecordFile.append, []
+
+    def interrupt(self: RecordFile, *records: Any) -> None:
+        append(self, *records)
+        seen.extend(records)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecordFile, "append", interrupt)
+    evaluation = typer.Typer()
+    evaluation.command()(eval_command)
+    with pytest.raises(KeyboardInterrupt, match="2 of [0-9]+ answers are kept in .*records.jsonl"):
+        typer.main.get_command(evaluation).callback(**_parsed(evaluation, command))
+    assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2
+
+
+def _parsed(evaluation: typer.Typer, arguments: list[str]) -> dict[str, Any]:
+    """The parameters of a command: typer's runner turns Ctrl-C into "Aborted"."""
+    return dict(typer.main.get_command(evaluation).make_context("eval", list(arguments)).params)

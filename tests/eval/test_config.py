@@ -1,4 +1,4 @@
-"""A wrong evaluation config is told at once, all of it."""
+"""The evaluation config: one error lists all its wrong values."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Suites that can't be read: one error, with the option as it is to be typed."""
+"""Unreadable suites: one error names them all and the option to give."""
 
 import pytest
 

@@ -1,10 +1,9 @@
-"""The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches
-a wrong decoder.
-"""
+"""The evaluation stage on a tiny random target: measurement, resuming, and wrong decoders."""
 
 import csv
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
 NEW_TOKENS = 12
-NUM_TURNS = 4  # the second prompt doesn't fit
+NUM_TURNS = 4  # The second prompt doesn't fit.
 NUM_PROFILED = 2  # one prompt of two turns
 
 Evaluate = Callable[..., list[Row]]
@@ -64,7 +63,7 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig) 
 
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Every call of the decode loop that the stage makes, in order."""
+    """Record every call of the decode loop in order."""
     calls: list[dict[str, Any]] = []
     original = measure.time_generation
 
@@ -113,14 +112,12 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(
     assert all(call["timed"] for call in profiled)
     drafters = [call["drafter"] for call in warm_ups]
     orders = [[drafters.index(call["drafter"]) for call in timed[start : start + 3]] for start in range(0, len(timed), 3)]
-    # Prompts 0 and 2, both turns; the order moves on by one per prompt that is answered.
+    # Prompts 0 and 2, both turns. The order rotates by one for each answered prompt.
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
 
 
-def test_profiled_answers_count_what_shared_prefixes_save_and_beams_read_in_full_save_nothing(
-    run_tiny: Evaluate, tmp_path: Path
-) -> None:
-    """Two beams of three tokens: a shared first token, or two, is read once or twice."""
+def test_profiled_answers_count_the_tokens_that_shared_prefixes_save(run_tiny: Evaluate, tmp_path: Path) -> None:
+    """Two beams of three tokens. A shared first token, or two, is read once and not twice."""
     rows = run_tiny(tmp_path, settings=[{}, {"share_prefixes": False}])
     assert [row["lossless"] for row in rows] == [True] * 3
     counted = {method: [] for method in ("baseline", "redrafter", "redrafter share_prefixes=False")}
@@ -138,7 +135,7 @@ def test_profiled_answers_count_what_shared_prefixes_save_and_beams_read_in_full
 
 
 class Padded:
-    """Pads every tree to eight nodes, as drafters do where trees have one shape for all steps."""
+    """Drafter that pads every tree to eight nodes, as drafters with one tree shape do."""
 
     max_nodes = 8
 
@@ -186,7 +183,7 @@ def test_the_second_turn_holds_the_baselines_answer_for_every_method(
     assert {record.context_from for record in by_turn.values() if record.turn == 0} == {None}
 
 
-def test_a_run_killed_at_any_point_measures_only_what_is_missing(
+def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     rows = run_tiny(tmp_path)
@@ -198,7 +195,8 @@ def test_a_run_killed_at_any_point_measures_only_what_is_missing(
         generated.clear()
         again = run_tiny(tmp_path)
         num_missing = len(whole) - num_kept
-        assert len(generated) == (3 + num_missing if num_missing else 0)  # three are the warm-up's
+        # The warm-up makes three calls.
+        assert len(generated) == (3 + num_missing if num_missing else 0)
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
     assert again == rows
@@ -230,25 +228,25 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
         run_tiny(tmp_path)
     text = (tmp_path / "records.jsonl").read_text()
     (tmp_path / "records.jsonl").write_text(text.replace(digest, read_info(tmp_path / "run.json").environment.digest))
-    assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
+    assert run_tiny(tmp_path) == rows  # The run is complete, so no record is added.
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was 'another"):
         run_tiny(tmp_path)
 
 
-def test_tuned_settings_are_each_evaluated_where_they_were_chosen(
+def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
     tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
 ) -> None:
     config = replace(config, settings=[{}], batch_sizes=[1, 2], profile_prompts=0, warmup_prompts=0)
     tuned: dict[Place, Any] = {(0.0, 1): {"beam_width": 1}, (0.0, 2): None}
 
     def evaluate_tuned(config: EvalConfig) -> list[Row]:
-        choices = {tiny_drafter_dir: {place: tuned[place] for place in product(config.temperatures, config.batch_sizes)}}
+        choices = {tiny_drafter_dir: {key: tuned[key] for key in product(config.temperatures, config.batch_sizes)}}
         return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval", tuned=choices)
 
     evaluate_tuned(replace(config, batch_sizes=[1]))
-    rows = evaluate_tuned(config)  # a batch size is added, and its own choice with it
+    rows = evaluate_tuned(config)  # This adds a batch size and its tuned setting.
     assert [(row["batch_size"], row["method"]) for row in rows] == [
         (1, "baseline"),
         (1, "redrafter tuned beam_width=1"),
@@ -277,11 +275,11 @@ TWO_TEMPERATURES = [0.0, 0.8]
 
 
 def answers(output_dir: Path) -> dict[tuple[str, int, float], dict[str, list[int]]]:
-    """What each method answered, by prompt, turn and temperature."""
-    found: dict[tuple[str, int, float], dict[str, list[int]]] = {}
+    """Return the answers of the methods by prompt, turn and temperature."""
+    result: dict[tuple[str, int, float], dict[str, list[int]]] = {}
     for record in read(output_dir):
-        found.setdefault((record.prompt_id, record.turn, record.temperature), {})[record.method] = record.token_ids
-    return found
+        result.setdefault((record.prompt_id, record.turn, record.temperature), {})[record.method] = record.token_ids
+    return result
 
 
 @pytest.mark.slow
@@ -292,10 +290,10 @@ def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Ev
     assert [row["lossless_label"] for row in rows] == ["yes"] * 6
     assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 6
     assert [row["num_skipped"] for row in rows] == [2] * 6
-    found = answers(tmp_path)
-    assert len(found) == 2 * NUM_TURNS
-    assert all(len(by_method) == 3 and len({*map(tuple, by_method.values())}) == 1 for by_method in found.values())
-    greedy, sampled = ([found[prompt, turn, t]["baseline"] for prompt in "02" for turn in (0, 1)] for t in TWO_TEMPERATURES)
+    result = answers(tmp_path)
+    assert len(result) == 2 * NUM_TURNS
+    assert all(len(by_method) == 3 and len({*map(tuple, by_method.values())}) == 1 for by_method in result.values())
+    greedy, sampled = ([result[prompt, turn, t]["baseline"] for prompt in "02" for turn in (0, 1)] for t in TWO_TEMPERATURES)
     assert all(ours != theirs for ours, theirs in zip(greedy, sampled, strict=True))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "mt_bench-comparison.png",
@@ -310,9 +308,9 @@ def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
     run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
 ) -> None:
     run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, settings=[{}], profile_prompts=0)
-    found = answers(tmp_path)
+    result = answers(tmp_path)
     for temperature in TWO_TEMPERATURES:
-        answer = tiny_target.tokenizer.decode(found["2", 0, temperature]["baseline"], skip_special_tokens=True)
+        answer = tiny_target.tokenizer.decode(result["2", 0, temperature]["baseline"], skip_special_tokens=True)
         messages = [
             Turn(role="user", content="xyz"),
             Turn(role="assistant", content=answer),
@@ -325,7 +323,7 @@ def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
 
 
 @pytest.mark.slow
-def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
+def test_a_killed_run_of_two_temperatures_is_resumed(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}]}
@@ -337,7 +335,7 @@ def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
         (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]))
         generated.clear()
         again = run_tiny(tmp_path, **options)
-        # each method is warmed up at each temperature
+        # The warm-up runs every method at every temperature.
         assert len(generated) == 2 * 2 + len(whole) - num_kept
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
@@ -346,9 +344,7 @@ def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
 
 
 class SamplesHotter(SpeculativeSampling):
-    """Broken on purpose: draft trees are verified at another temperature than plain decoding
-    samples at.
-    """
+    """Rule with a bug: it verifies draft trees at another temperature than plain decoding's."""
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         right = SpeculativeSampling(sampling=self.sampling)
@@ -368,19 +364,17 @@ def test_a_sampler_of_a_wrong_distribution_is_caught(
     rows = run_tiny(tmp_path / "wrong", target, **options)
     assert [is_broken(row) for row in rows] == [False, False, False, True]
     table = (tmp_path / "wrong" / "table.md").read_text()
-    assert "redrafter on mt_bench (temperature 0.8) is NOT LOSSLESS" in table
+    assert re.search(r"ReDrafter.* on mt_bench.*temperature 0\.8.* is NOT LOSSLESS", table)
 
 
-def test_every_answer_has_a_seed_of_its_own_which_is_nobodys_method() -> None:
-    places = [
-        (seed, suite, prompt, turn) for seed in (0, 1) for suite in ("a", "b") for prompt in ("1", "2") for turn in (0, 1)
-    ]
-    assert len({answer_seed(*place) for place in places}) == len(places) == 16
+def test_every_answer_has_a_different_seed_that_is_the_same_for_all_methods() -> None:
+    keys = [(seed, suite, prompt, turn) for seed in (0, 1) for suite in ("a", "b") for prompt in ("1", "2") for turn in (0, 1)]
+    assert len({answer_seed(*key) for key in keys}) == len(keys) == 16
     assert answer_seed(0, "a", "1", 0) == answer_seed(0, "a", "1", 0)
 
 
 class AcceptsAnything(GreedyAcceptance):
-    """Broken on purpose: takes the first node of a tree whatever the target says."""
+    """Rule with a bug: it always accepts the first node of a tree."""
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         if tree.num_nodes == 0:
@@ -413,12 +407,12 @@ def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
     assert [is_broken(row) for row in rows] == [False, True, True]
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_where_asked_for(run_tiny: Evaluate, tmp_path: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_an_error_if_configured(run_tiny: Evaluate, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"prompt '1' of mt_bench leaves no room: \d+ tokens and 12 new ones"):
         run_tiny(tmp_path, too_long="error")
 
 
-def test_a_suite_of_which_nothing_fits_is_an_error_and_not_an_empty_table(run_tiny: Evaluate, tmp_path: Path) -> None:
+def test_a_suite_without_a_fitting_prompt_is_an_error(run_tiny: Evaluate, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt of mt_bench fits the context window of 1024"):
         run_tiny(tmp_path, max_new_tokens=1023)
 
@@ -430,7 +424,7 @@ def test_repeats_are_measured_and_compared(run_tiny: Evaluate, tmp_path: Path) -
     assert all(row["lossless"] and row["time_split"] is None and row["ceiling"] is None for row in rows)
 
 
-def test_several_drafters_are_told_apart_by_their_directories(
+def test_several_drafters_are_named_by_their_directories(
     tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
 ) -> None:
     copies = [tmp_path / name / "drafter" for name in ("one", "two")]
@@ -445,7 +439,7 @@ def test_several_drafters_are_told_apart_by_their_directories(
         evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
 
 
-def test_what_is_known_of_a_drafters_training_is_told(
+def test_known_facts_of_a_drafters_training_are_shown(
     tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
 ) -> None:
     directory = tmp_path / "drafter"
@@ -471,7 +465,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
 
 
 @pytest.mark.slow
-def test_threads_are_set_for_the_measurement_and_given_back(run_tiny: Evaluate, tmp_path: Path) -> None:
+def test_threads_are_set_for_the_measurement_and_reset_afterwards(run_tiny: Evaluate, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     run_tiny(tmp_path, num_threads=before + 1, settings=[{}], profile_prompts=0)
     assert torch.get_num_threads() == before
@@ -485,11 +479,11 @@ def test_a_sample_for_profiling_is_spread_over_the_suite() -> None:
 
 
 def drafts_per_step(folder: Path) -> dict[str, set[float]]:
-    """Draft tokens per verify step of each method."""
-    found: dict[str, set[float]] = {}
+    """Return each method's numbers of draft tokens per verify step."""
+    result: dict[str, set[float]] = {}
     for record in read(folder):
-        found.setdefault(record.method, set()).add(record.num_draft_tokens / sum(record.accepted_histogram))
-    return found
+        result.setdefault(record.method, set()).add(record.num_draft_tokens / sum(record.accepted_histogram))
+    return result
 
 
 def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_path: Path) -> None:
@@ -504,7 +498,7 @@ def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_pa
     }
 
 
-def test_typical_acceptance_is_told_to_be_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
+def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
@@ -553,10 +547,10 @@ def run_out_of_memory(
     error: Exception = ON_A_GPU,
     timed_only: bool = False,
 ) -> list[int]:
-    """A device whose memory is too small for some drafters' batches of prompts, or only where
-    phases are timed.
+    """Simulate a device with too little memory for some drafters' batches of prompts.
 
-    Returns a list of the caches given back.
+    With `timed_only`, only calls with phase timers run out of memory. Returns a list with an entry
+    for each released cache.
     """
     released: list[int] = []
     original, release = measure.time_generation, HFTarget.release_cache
@@ -584,8 +578,9 @@ def figures(rows: Sequence[Row]) -> dict[tuple[int, str], float | None]:
 def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its second batch is too large; what it had answered stays, and a run that is taken up again
-    measures the rest.
+    """Its second batch is too large.
+
+    Its earlier answers stay, and a resumed run measures the rest.
     """
     options: dict[str, Any] = {"batch_sizes": [1, 2], "warmup_prompts": 0, "temperatures": TWO_TEMPERATURES}
     with monkeypatch.context() as small:
@@ -616,7 +611,7 @@ def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measure
 
 
 def shown_everywhere(folder: Path) -> None:
-    """OOM stands for the figures in whatever is written, and in a report of the records alone."""
+    """Check that all tables and a report show OOM instead of figures."""
     table = (folder / "table.md").read_text()
     (line,) = [line for line in table.splitlines() if line.startswith("| mt_bench | 0 | 2 | redrafter |")]
     assert line.split("|")[5:8] == [" - ", " OOM ", " OOM "]
@@ -624,9 +619,9 @@ def shown_everywhere(folder: Path) -> None:
     assert r"redrafter & - & OOM & OOM & - & - \\" in (folder / "table.tex").read_text()
     header, *lines = csv.reader((folder / "table.csv").read_text().splitlines())
     rows = [dict(zip(header, line, strict=True)) for line in lines]
-    found = {(row["batch_size"], row["method"]): (row["out_of_memory"], row["tokens_per_second"] == "") for row in rows}
-    assert found["2", "redrafter"] == ("OOM", True)
-    assert found["2", "redrafter beam_width=1"] == found["1", "redrafter"] == ("", False)
+    result = {(row["batch_size"], row["method"]): (row["out_of_memory"], row["tokens_per_second"] == "") for row in rows}
+    assert result["2", "redrafter"] == ("OOM", True)
+    assert result["2", "redrafter beam_width=1"] == result["1", "redrafter"] == ("", False)
     assert sorted(path.name for path in folder.glob("answers/mt_bench-b2/*")) == [
         "baseline.jsonl",
         "redrafter_beam_width=1.jsonl",
@@ -639,7 +634,7 @@ def shown_everywhere(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_plain_decoding_runs_out_of_memory_no_method_has_figures(
+def test_no_method_has_figures_if_plain_decoding_runs_out_of_memory(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_out_of_memory(monkeypatch, lambda drafter, prompts: len(prompts) == 2 and not drafter.max_nodes, ON_A_CPU)
@@ -653,7 +648,7 @@ def test_where_plain_decoding_runs_out_of_memory_no_method_has_figures(
     assert not (folder / "mt_bench-b2.png").exists(), "of nothing there is no plot"
 
 
-def test_an_evaluation_of_which_nothing_fits_says_so(
+def test_an_evaluation_that_does_not_fit_into_memory_at_all_is_an_error(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_out_of_memory(monkeypatch, lambda drafter, prompts: True)
@@ -674,10 +669,10 @@ def test_an_error_that_is_not_of_memory_ends_the_evaluation(
         run_tiny(tmp_path / "eval")
 
 
-def test_memory_that_runs_out_behind_another_error_is_out_of_memory_too(
+def test_an_out_of_memory_error_behind_another_error_is_recognised(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a capture whose end fails because of it."""
+    """The end of a graph capture, for example, fails with another error."""
     error = ValueError("this model can't be recorded as a CUDA graph")
     error.__cause__ = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     error.__cause__.__context__ = ON_A_GPU
@@ -689,10 +684,10 @@ def test_memory_that_runs_out_behind_another_error_is_out_of_memory_too(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["baseline", "redrafter"])
-def test_memory_that_runs_out_in_a_profile_costs_the_profile_alone(
+def test_an_out_of_memory_error_in_a_profile_loses_only_the_profile(
     lost: str, run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its second batch is too large, so that what was profiled of the first one isn't shown either."""
+    """Its second batch is too large, so the profile of the first batch isn't shown either."""
     num_nodes = {"baseline": 0, "redrafter": 6}[lost]
     tried: list[int] = []
 
@@ -723,8 +718,9 @@ def test_memory_that_runs_out_in_a_profile_costs_the_profile_alone(
 
 @pytest.fixture
 def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding in low precision, of which one method's first answer ends otherwise than plain
-    decoding's.
+    """Simulate low precision: the last token of one method's first answer differs.
+
+    All other answers equal plain decoding's.
     """
     monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: [item.record for item in mismatches])
     monkeypatch.setattr(lossless, "to_audit", run.to_audit)
@@ -743,9 +739,9 @@ def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list[int]:
-    """Let so many audits fail, and find all other answers right.
+    """Make the first `num_failing` audits run out of memory. All others pass.
 
-    Returns a list of all attempts.
+    Returns a list with an entry for each attempt.
     """
     tried: list[int] = []
 
@@ -768,7 +764,7 @@ def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
 
 
 @pytest.mark.slow
-def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
+def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
     run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_out_in_audits(monkeypatch, 2)
@@ -791,12 +787,10 @@ def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
 
 
 @pytest.mark.slow
-def test_plain_decoding_whose_audit_runs_out_of_memory_proves_nothing(
+def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no prompt is answered alone, some plain answers are audited; without these nothing is
-    held against the target.
-    """
+    """Without single prompts, only audits of plain answers compare decoding with the target."""
     run_out_in_audits(monkeypatch, 100)
     rows = run_tiny(tmp_path, batch_sizes=[2])
     assert [row["lossless"] for row in rows] == [False] * 3

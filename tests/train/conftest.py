@@ -1,4 +1,4 @@
-"""Tiny shards of a text that a drafter can learn, and a way to train on them in a second."""
+"""Fixtures of tiny shards with texts that a drafter can learn in a second."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "ch
 
 
 def make_example(index: int, vocab_size: int) -> DistilledExample:
-    """A text in which each token follows from the one before, of a length that depends on `index`.
+    """Make a text in which each token determines the next; its length depends on `index`.
 
     The target's continuations end with the text, so the number of labels differs by text and by
-    depth.
+        depth.
     """
     num_tokens = 12 + 5 * (index % 6)
     tokens = [3 + index]
@@ -46,7 +46,7 @@ def make_example(index: int, vocab_size: int) -> DistilledExample:
 
 
 def write_shards(directory: Path, identity: TargetIdentity, examples: list[DistilledExample], *, per_shard: int = 4) -> Path:
-    """A complete distillation of the examples."""
+    """Write a complete distillation of the examples."""
     starts = range(0, len(examples), per_shard)
     entries = [write_shard(directory, index, examples[start : start + per_shard]) for index, start in enumerate(starts)]
     first = examples[0] if examples else None
@@ -86,13 +86,13 @@ def examples(target: HFTarget) -> list[DistilledExample]:
 
 @pytest.fixture(scope="session")
 def shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """22 texts in 6 shards. Read only: it is shared by the whole session."""
+    """Write 22 texts in 6 shards; the whole session shares them, so tests must not change them."""
     return write_shards(tmp_path_factory.mktemp("shards"), target.identity, examples)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folders of one training."""
+    """Folders of one training run."""
 
     train_dir: Path
     drafter_dir: Path
@@ -100,8 +100,9 @@ class Run:
 
 @pytest.fixture
 def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER,
-    `replace_drafter` takes its place.
+    """Return a function that trains into `tmp_path / name`.
+
+    Keywords change TRAIN, `drafter` changes DRAFTER, and `replace_drafter` replaces it.
     """
 
     def run(
@@ -123,9 +124,7 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
 
 @contextmanager
 def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Writing more to a file fails, as it does on a full disk: a real error of the operating
-    system.
-    """
+    """Limit the size of files, so that the operating system raises an error as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,5 +1,6 @@
-"""For the scripts that kill trainings: processes that are forked from one that has imported all
-that is slow, and a drafter whose training draws random numbers.
+"""Shared code of the scripts that kill training runs: forked processes, and a drafter.
+
+Processes are forked from one with all slow imports. The drafter's training uses random numbers.
 """
 
 import os
@@ -19,9 +20,9 @@ from outrider.models.drafters.redrafter import Redrafter
 
 
 class DropoutDrafter(Redrafter):
-    """A ReDrafter with dropout: resuming must restore the random numbers too.
+    """ReDrafter with dropout, so that resuming must restore the random state too.
 
-    Counts its losses.
+    It counts its losses.
     """
 
     calls = 0
@@ -33,8 +34,9 @@ class DropoutDrafter(Redrafter):
 
 
 def fork(processes: int, work: Callable[[], Any]) -> list[int]:
-    """Do the work in so many processes, which torch.distributed joins if they are several; returns
-    their ids.
+    """Do the work in a number of forked processes; return their ids.
+
+    If there are several, they join in torch.distributed.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -43,8 +45,7 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
-            # tqdm's own lock is shared with forked processes, and stays locked where one of them is
-            # killed holding it.
+            # Forked processes share tqdm's lock, which stays locked if its holder is killed.
             tqdm.set_lock(RLock())
             if processes > 1:
                 launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
@@ -64,5 +65,5 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
 
 
 def ends(pids: list[int]) -> list[int]:
-    """Wait for processes; returns their exit codes (negative: the signal that ended one)."""
+    """Wait for processes; return their exit codes (a negative one is the signal)."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

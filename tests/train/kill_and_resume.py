@@ -1,10 +1,10 @@
-"""Trains, kills itself with SIGKILL at a given moment, and trains again; run by test_resume.py.
+"""Script of test_resume.py that kills training runs at given moments, and resumes them.
 
 python kill_and_resume.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter'
 
-One fresh process imports all that is slow and forks a child for every training, so a kill is a real
-one and costs nothing. It prints a JSON object: of each moment, the step of the last checkpoint
-after the kill, and how many losses the resumed run took.
+A process with all slow imports forks a child for every training run. The child kills itself with
+SIGKILL. The script prints a JSON object: for each moment, the step of the last checkpoint after the
+kill, and the number of losses of the resumed run.
 """
 
 import gc
@@ -38,7 +38,7 @@ def kill() -> None:
 
 
 def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
-    """Make call `number` of `owner.name` the last thing that this process does, or nearly so."""
+    """Kill this process at call `number` of `owner.name`, before or after the call."""
     original, calls = getattr(owner, name), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> 
     setattr(owner, name, counted)
 
 
-# From the outside inwards: every place where a kill might leave something half-done.
+# All moments at which a kill may leave incomplete files, from the outer to the inner code.
 MOMENTS: dict[str, Callable[[], None]] = {
     "before the first checkpoint": lambda: kill_on_call(DropoutDrafter, "loss", 1),
     "in the middle of a step": lambda: kill_on_call(DropoutDrafter, "loss", 6),
@@ -69,8 +69,9 @@ MOMENTS: dict[str, Callable[[], None]] = {
 
 
 def in_child(work: Callable[[], Any]) -> tuple[int, int]:
-    """Run `work` in a forked process; returns its exit code (negative: the signal that ended it)
-    and its count of losses.
+    """Run `work` in a forked process; return its exit code and its number of losses.
+
+    A negative exit code is the signal that ended the process.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -85,7 +86,7 @@ def in_child(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    torch.set_num_threads(1)  # a fork would lose a pool of threads
     DRAFTERS["dropout"] = DropoutDrafter
     accelerator = Accelerator(cpu=True)
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
@@ -98,7 +99,7 @@ def main() -> None:
         MOMENTS[name]()
         train(name)
 
-    gc.freeze()  # spares every child a walk over what the imports left
+    gc.freeze()  # garbage collection in children skips the objects of imports
     assert in_child(lambda: train("unbroken"))[0] == 0
     report = {}
     for name in MOMENTS:

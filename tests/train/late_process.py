@@ -1,7 +1,7 @@
-"""Two processes, of which the second comes late to collectives; run by test_processes.py.
+"""Script of test_patience.py: two processes, of which the second is late for collectives.
 
-Prints a JSON object: what each collective of the first process gave, or the name of the error that
-it ended with.
+It prints a JSON object with the result of each collective of the first process, or the name of the
+error.
 """
 
 import json

@@ -1,13 +1,11 @@
-"""Trains as one of the processes that were launched together; run by test_processes.py and
-test_deepspeed.py.
+"""Script of test_processes.py and test_deepspeed.py that trains in launched processes.
 
 python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config":
 TrainConfig, "drafter": {...}}'
 
-A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as
-after a kill. "zero_stage" and "mixed_precision" take the place of the launcher's, "shards" that of
-SHARDS. "tensor_parallel" holds the target in slices. With "fsdp" it is FSDP2 that shares all
-trainings from there on.
+A training run with "from" resumes from that run's checkpoint of step "at", as after a kill.
+"zero_stage" and "mixed_precision" replace the launcher's values, and "shards" replaces SHARDS.
+"tensor_parallel" slices the target. From a run with "fsdp" on, all runs use FSDP2.
 """
 
 import json
@@ -33,14 +31,14 @@ target_dir, shards_dir, output_dir = map(Path, sys.argv[1:4])
 
 
 def relaunched(training: dict[str, Any]) -> Accelerator:
-    """The same processes as if launched otherwise, which spares importing everything anew."""
+    """Make an accelerator with other launch options, in the same processes to save imports."""
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(training.get("zero_stage", 2))
     return make_accelerator(training.get("mixed_precision"))
 
 
 def with_fsdp2(accelerator: Accelerator) -> Accelerator:
-    """accelerate knows FSDP on accelerators only, though all that it does with it runs on a CPU."""
+    """Enable FSDP2 on a CPU: accelerate allows FSDP only on accelerators, but its code works."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
     )

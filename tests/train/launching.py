@@ -1,4 +1,4 @@
-"""What the tests of several processes share: trainings, a way to launch them, and what they leave."""
+"""Shared code of tests with several processes: training runs, launches, and results."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from .conftest import DRAFTER, TRAIN
 
 SCRIPT = Path(__file__).parent / "launched_train.py"
 STEPS = 4
-# Micro batches of unequal label counts, gradients that are clipped, a learning rate that falls,
-# texts measured by decoding.
+# Micro-batches with unequal numbers of labels, clipped gradients, a falling learning rate, and
+# validation by decoding.
 CONFIG = {
     **TRAIN,
     "steps": STEPS,
@@ -31,7 +31,7 @@ CONFIG = {
     "checkpoint_every": 2,
 }
 IN_ONE_PROCESS = {"batch_size": 8, "gradient_accumulation": 1}
-"""The same texts a step, by a single process in a single micro batch."""
+"""Options with the same texts per step, for one process and one micro-batch."""
 DRAFTERS: dict[str, dict[str, Any]] = {
     "redrafter": DRAFTER,
     "medusa": {"kind": "medusa", "num_heads": 3},
@@ -42,12 +42,12 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "positions_seen", "validation_l
 
 
 def launch(arguments: list[str], target_dir: Path, shards_dir: Path, output: Path, trainings: dict[str, Any]) -> None:
-    """`accelerate launch` of launched_train.py with these arguments."""
+    """Run launched_train.py with `accelerate launch` and these arguments."""
     launch_script([*arguments, str(SCRIPT), *map(str, (target_dir, shards_dir, output)), json.dumps(trainings)])
 
 
 def launch_script(arguments: list[str]) -> None:
-    """`accelerate launch` with these arguments, on whatever port is free."""
+    """Run `accelerate launch` with these arguments, on a free port."""
     result = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -61,7 +61,7 @@ def launch_script(arguments: list[str]) -> None:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """What was logged, without the parts that a clock decides."""
+    """Read the records without times."""
     lines = read_records(folder / "train" / "metrics.jsonl")
     return [{name: line[name] for name in NUMBERS if name in line} for line in lines]
 

@@ -1,10 +1,10 @@
-"""Stops a training of two processes by SIGTERM in the middle of a checkpoint, and goes on with one;
-run by test_resume.py.
+"""Script of test_resume.py: SIGTERM to two processes, and resuming with one.
 
 python other_processes.py TARGET SHARDS OUTPUT 'JSON of TrainConfig for two' 'JSON of TrainConfig
 for one' 'JSON of the drafter'
 
-Prints a JSON object: the exit codes of the two, and the checkpoints that they left.
+SIGTERM comes while a checkpoint is written. The script prints a JSON object with the exit codes of
+the two processes and their checkpoints.
 """
 
 import gc
@@ -40,10 +40,10 @@ def main() -> None:
     folders = (OUTPUT / "train", OUTPUT / "drafter")
     save = torch.save
 
-    def save_slowly(value: Any, place: Any, **options: Any) -> None:
-        if isinstance(place, Path):  # and not what is sent between processes
+    def save_slowly(value: Any, file: Any, **options: Any) -> None:
+        if isinstance(file, Path):  # only for files, not for objects sent between processes
             time.sleep(WRITE_SECONDS)
-        save(value, place, **options)
+        save(value, file, **options)
 
     def train_slowly() -> None:
         checkpoint_module.torch.save = save_slowly
@@ -57,7 +57,7 @@ def main() -> None:
         time.sleep(0.001)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    # As launchers do: when one has ended, the others get the signal once more.
+    # Like launchers: when one process has ended, send the signal to the others again.
     first, status = os.wait()
     (second,) = set(pids) - {first}
     os.kill(second, signal.SIGTERM)

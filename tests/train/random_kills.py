@@ -1,14 +1,13 @@
-"""Trains, kills the training with SIGKILL at a random moment, and trains on, again and again; run
-by test_resume.py.
+"""Script of test_resume.py that repeatedly kills and resumes training at random moments.
 
 python random_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' PROCESSES
 KILLS [SEED]
 
-An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to
-OUTPUT/kill-NUMBER. OUTPUT/report.json tells of each kill, the seconds after the file of records was
-there, the step of the last complete checkpoint, and whether another was half-written. Processes of
-a training are forked from one that has imported all that is slow, and killed within milliseconds of
-each other, in random order.
+An uninterrupted run goes to OUTPUT/unbroken, and killed and resumed runs go to OUTPUT/kill-NUMBER.
+OUTPUT/report.json has, for each kill, the seconds after the file of records appeared, the step of
+the last complete checkpoint, and whether another checkpoint was incomplete. Processes are forked
+from one with all slow imports. They are killed with SIGKILL within milliseconds of each other, in
+random order.
 """
 
 import gc
@@ -37,7 +36,7 @@ CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5]
 PROCESSES, KILLS = int(sys.argv[6]), int(sys.argv[7])
 RANDOM = Random(int(sys.argv[8]) if len(sys.argv) > 8 else None)
 GAP_SECONDS = 0.02
-"""Most time between the kills of two processes of one training."""
+"""Maximum time between the kills of two processes of one run."""
 
 
 def start(name: str, target: Any) -> list[int]:
@@ -57,7 +56,7 @@ def start(name: str, target: Any) -> list[int]:
 
 
 def begun(name: str) -> float:
-    """Wait until the training writes records, and tell when that was."""
+    """Wait until training writes records; return the time."""
     deadline = time.perf_counter() + 60
     while not (OUTPUT / name / "train" / "metrics.jsonl").exists():
         assert time.perf_counter() < deadline, f"{name} doesn't begin"
@@ -66,10 +65,10 @@ def begun(name: str) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    torch.set_num_threads(1)  # a fork would lose a pool of threads
     DRAFTERS["dropout"] = DropoutDrafter
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
-    gc.freeze()  # spares every child a walk over what the imports left
+    gc.freeze()  # garbage collection in children skips the objects of imports
     pids = start("unbroken", target)
     started = begun("unbroken")
     assert ends(pids) == [0] * PROCESSES

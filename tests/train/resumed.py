@@ -1,4 +1,4 @@
-"""What a resumed training may differ in from an unbroken one."""
+"""Comparison of resumed and uninterrupted training runs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,23 @@ from safetensors.torch import load_file
 from outrider.train.tracking import read_records
 
 TIMING = frozenset({"seconds", "positions_per_second", "tokens_per_second"})
-"""Fields of a record that a clock decides."""
+"""Fields of a record with times."""
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-3, 1e-2
-"""Relative, on a GPU: of each loss, and of each tensor of weights as a whole. The backward of attention and `index_add` add by
-atomic operations there, and Adam makes whole steps of the rounding of a gradient near zero."""
+"""Relative difference on a GPU of each loss, and of each tensor of weights as a whole. There, the
+backward pass of attention and `index_add` have atomic additions, and Adam turns rounding errors of
+gradients near zero into whole steps."""
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's folder, without the parts that a clock decides."""
+    """Read the records of a run's folder without times."""
     lines = read_records(folder / "train" / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in TIMING} for line in lines]
 
 
 def assert_same_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], device: torch.device) -> None:
-    """Losses and all: equal, on a GPU within rounding.
+    """Check that records are equal, on a GPU up to rounding errors.
 
-    Counts of right guesses may differ by a near tie there.
+    On a GPU the counts of hits may differ after a near tie.
     """
     if device.type == "cpu":
         assert ours == theirs
@@ -38,12 +39,12 @@ def assert_same_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 
 
 def assert_same_weights(ours: Path, theirs: Path, device: torch.device) -> None:
-    """Files of weights: the same bytes, on a GPU the same weights within rounding."""
+    """Check that files of weights are equal, on a GPU up to rounding errors."""
     if device.type == "cpu":
         assert ours.read_bytes() == theirs.read_bytes(), ours
         return
     expected = load_file(theirs)
-    found = load_file(ours)
-    assert found.keys() == expected.keys()
+    actual = load_file(ours)
+    assert actual.keys() == expected.keys()
     for name, weight in expected.items():
-        assert (found[name].float() - weight.float()).norm() <= WEIGHT_TOLERANCE * weight.float().norm(), name
+        assert (actual[name].float() - weight.float()).norm() <= WEIGHT_TOLERANCE * weight.float().norm(), name

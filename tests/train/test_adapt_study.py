@@ -1,4 +1,4 @@
-"""The study of adapting: its texts, its runs' options, and what it makes of their records."""
+"""The study of adaptation: its texts, the options of its runs, and its figures."""
 
 import importlib.util
 from argparse import Namespace
@@ -30,14 +30,14 @@ def study() -> Any:
     return module
 
 
-def test_what_the_target_learns_the_drafters_do_not_see(study: Any, tmp_path: Path) -> None:
+def test_texts_of_the_target_and_of_drafters_are_disjoint(study: Any, tmp_path: Path) -> None:
     folders = study.split_headers(tmp_path)
     names = [{path.relative_to(folder) for path in folder.rglob("*.h")} for folder in folders.values()]
     assert min(map(len, names)) > 100
     assert not names[0] & names[1]
 
 
-def test_the_trainings_differ_in_start_and_schedule_alone(study: Any, target: HFTarget, tmp_path: Path) -> None:
+def test_the_training_runs_differ_only_in_start_and_schedule(study: Any, target: HFTarget, tmp_path: Path) -> None:
     form = {"kind": "redrafter", "exit_width": 16, "initial_state": "zero"}
     drafter = tmp_path / "a drafter's folder"
     save_drafter(build_drafter(parse_drafter(form), target), drafter, target.identity)
@@ -62,7 +62,7 @@ def test_the_trainings_differ_in_start_and_schedule_alone(study: Any, target: HF
     assert warm.drafter.config == cold.drafter.config
 
 
-def test_steps_to_the_level_are_those_of_the_first_measurement_there(
+def test_steps_to_the_level_are_those_of_its_first_measurement(
     study: Any, run_train: Callable[..., Run], tmp_path: Path
 ) -> None:
     options = {"validation_texts": 4, "validation_tokens": 8, "log_every": 1}

@@ -1,4 +1,4 @@
-"""The order of the texts, their division, and going on in the middle."""
+"""The order of texts, their division into batches, and resuming within an epoch."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +26,7 @@ def make_stream(shards_dir: Path, *, rank: int = 0, num_processes: int = 1, **op
 
 
 def texts(stream: BatchStream, step: int) -> list[tuple[int, ...]]:
-    """The texts that a process reads in a step, padding removed."""
+    """List the texts that a process reads in a step, without padding."""
     return [
         tuple(row[mask].tolist())
         for batch in stream.batches(step)
@@ -46,7 +46,7 @@ def test_each_epoch_reads_every_text_once_in_another_order() -> None:
     assert epoch_order(sizes, 1, 0, 2).tolist() != epoch_order(sizes, 0, 0, 2).tolist()
 
 
-def test_a_window_of_shards_may_be_held_out_altogether() -> None:
+def test_all_texts_of_a_window_of_shards_may_be_held_out() -> None:
     order = epoch_order((3, 1), 0, 0, 1, frozenset({(1, 0)}))
     assert sorted(order.tolist()) == [[0, 0], [0, 1], [0, 2]]
 
@@ -59,7 +59,7 @@ def test_texts_are_mixed_within_a_window_of_shards_only() -> None:
     assert order[:16] != sorted(order[:16]), "shards of a window are read one after the other"
 
 
-def test_a_step_reads_the_same_texts_however_it_is_divided(shards_dir: Path, examples: list[DistilledExample]) -> None:
+def test_a_step_reads_the_same_texts_for_any_division(shards_dir: Path, examples: list[DistilledExample]) -> None:
     whole = make_stream(shards_dir, batch_size=8)
     accumulated = make_stream(shards_dir, batch_size=2, gradient_accumulation=4)
     ranks = [make_stream(shards_dir, batch_size=2, gradient_accumulation=2, rank=rank, num_processes=2) for rank in (0, 1)]
@@ -104,11 +104,11 @@ def test_a_window_is_read_once_per_epoch_and_memory_holds_no_more(shards_dir: Pa
     assert set(read.values()) == {1}
 
 
-def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(
+def test_sampled_positions_depend_on_process_step_and_seed_only(
     target: HFTarget, examples: list[DistilledExample], tmp_path: Path
 ) -> None:
     longest = max(examples, key=lambda example: len(example.example.input_ids))
-    # so that only the thinning can differ
+    # one text, so that only the sampled positions can differ
     shards_dir = write_shards(tmp_path, target.identity, [longest])
 
     def positions(rank: int = 0, step: int = 0, seed: int = 0) -> list[bool]:
@@ -122,7 +122,7 @@ def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(
     assert all(other != first for other in (positions(rank=1), positions(step=1), positions(seed=1)))
 
 
-def test_a_process_without_labels_still_has_a_gradient_to_share(shards_dir: Path, target: HFTarget) -> None:
+def test_a_process_without_labels_still_has_gradients(shards_dir: Path, target: HFTarget) -> None:
     (batch,) = make_stream(shards_dir).batches(0)
     hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
     drafter = build_drafter(parse_drafter(DRAFTER), target)

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints, at a tiny size, so that it can't rot."""
+"""The benchmark of checkpoints, at a tiny size."""
 
 import json
 import runpy
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_checkpoints.py"
 
 
-def test_every_way_is_measured_and_the_record_names_its_size(
+def test_every_method_of_checkpoints_is_measured(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "record.json"

@@ -1,4 +1,4 @@
-"""The drafter that decoding measured best."""
+"""Storage of the drafter with the most tokens per step in validation."""
 
 import os
 from pathlib import Path
@@ -40,9 +40,7 @@ def weight_in(folder: Path) -> float:
     return float(max(tensor.float().max() for tensor in tensors.values()))
 
 
-def test_a_worse_drafter_never_replaces_the_best_and_that_can_be_loaded(
-    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path
-) -> None:
+def test_a_worse_drafter_never_replaces_the_best(drafter: TrainableDrafter, target: HFTarget, tmp_path: Path) -> None:
     best = Best(tmp_path, target.identity)
     kept = [add(best, drafter, step, value) for step, value in [(1, None), (2, 1.5), (3, 1.5), (4, 1.7), (5, 1.6), (6, None)]]
     assert kept == [False, True, True, True, False, False]
@@ -79,7 +77,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
     assert weight_in(tmp_path / "best") == expected
 
 
-def test_a_run_that_begins_anew_does_not_leave_the_drafter_of_another(
+def test_a_new_run_removes_the_best_drafter_of_an_earlier_one(
     drafter: TrainableDrafter, target: HFTarget, tmp_path: Path
 ) -> None:
     best = Best(tmp_path, target.identity)

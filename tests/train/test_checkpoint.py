@@ -1,4 +1,4 @@
-"""What counts as a checkpoint, and how it is written while training goes on."""
+"""Complete and incomplete checkpoints, and writing them while training continues."""
 
 import json
 import threading
@@ -25,20 +25,20 @@ def checkpoints(
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    with Checkpoints(accelerator, directory, prepared, optimizer, keep=keep, background=background) as made:
-        yield prepared, made
+    with Checkpoints(accelerator, directory, prepared, optimizer, keep=keep, background=background) as saver:
+        yield prepared, saver
 
 
 def saved(accelerator: Accelerator, directory: Path, *steps: int, **options: Any) -> None:
-    with checkpoints(accelerator, directory, **options) as (model, made):
+    with checkpoints(accelerator, directory, **options) as (model, saver):
         for step in steps:
             torch.nn.init.constant_(model.weight, step)
-            made.save(step, {"extra": step * 10})
+            saver.save(step, {"extra": step * 10})
 
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is written until the event is set."""
+    """Delay all writes until the event is set."""
     event, save = threading.Event(), torch.save
 
     def save_slowly(*args: Any) -> None:
@@ -50,86 +50,88 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_only_the_newest_are_kept_and_the_last_comes_back(accelerator: Accelerator, tmp_path: Path, background: bool) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_the_last_is_loaded(
+    accelerator: Accelerator, tmp_path: Path, background: bool
+) -> None:
     saved(accelerator, tmp_path, 9, 10, 11, keep=2, background=background)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-    with checkpoints(accelerator, tmp_path) as (model, made):
+    with checkpoints(accelerator, tmp_path) as (model, saver):
         latest = latest_checkpoint(tmp_path)
         assert latest is not None
-        marker = made.load(latest)
+        marker = saver.load(latest)
     assert (marker["step"], marker["extra"]) == (11, 110)
     assert torch.equal(model.weight, torch.full((2, 2), 11.0))
 
 
-def test_what_is_written_is_the_state_of_the_step_and_not_that_of_the_writing(
+def test_a_checkpoint_has_the_state_of_its_step_and_not_of_the_write(
     accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event
 ) -> None:
     def train_a_step() -> None:
         model(torch.rand(3, 2)).sum().backward()
-        made._optimizer.step()
-        made._optimizer.zero_grad()
+        saver._optimizer.step()
+        saver._optimizer.zero_grad()
 
-    with checkpoints(accelerator, tmp_path) as (model, made):
+    with checkpoints(accelerator, tmp_path) as (model, saver):
         train_a_step()
-        made.save(1, {})
+        saver.save(1, {})
         assert not complete_checkpoints(tmp_path), "save must not wait for the disk"
         train_a_step()  # from the bits and random numbers of step 1
         expected = model.weight.detach().clone()
         slow_disk.set()
-    with checkpoints(accelerator, tmp_path) as (model, made):
-        made.load(tmp_path / "step-00000001")
+    with checkpoints(accelerator, tmp_path) as (model, saver):
+        saver.load(tmp_path / "step-00000001")
         train_a_step()
     assert torch.equal(model.weight, expected)
 
 
 def test_one_write_at_a_time(accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event) -> None:
-    with checkpoints(accelerator, tmp_path) as (model, made):
+    with checkpoints(accelerator, tmp_path) as (model, saver):
         torch.nn.init.constant_(model.weight, 1)
-        made.save(1, {})
+        saver.save(1, {})
         threading.Timer(0.2, slow_disk.set).start()
         torch.nn.init.constant_(model.weight, 2)
-        made.save(2, {})
+        saver.save(2, {})
         assert (tmp_path / "step-00000001").is_dir(), "the copy of step 1 is overwritten only when it is on the disk"
     weights = [torch.load(path / "state.pt")["model"]["weight"] for path in complete_checkpoints(tmp_path)]
     assert [float(weight[0, 0]) for weight in weights] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("ask", ["save", "finish", "end"])
-def test_an_error_of_the_thread_is_told_at_the_next_checkpoint_or_the_end(
+def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(
     accelerator: Accelerator, tmp_path: Path, ask: str
 ) -> None:
     saved(accelerator, tmp_path, 1)
 
     def fail() -> None:
-        with checkpoints(accelerator, tmp_path) as (_, made):
+        with checkpoints(accelerator, tmp_path) as (_, saver):
             with no_file_above(100):
-                made.save(2, {})
-                made._writing.exception()
+                saver.save(2, {})
+                saver._writing.exception()
             if ask == "save":
-                made.save(3, {})
+                saver.save(3, {})
             elif ask == "finish":
-                made.finish()
+                saver.finish()
 
     with pytest.raises(OSError, match=r"checkpoint of step 2 could not be written.*step-00000001\. Make room"):
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_without_a_thread_the_error_is_told_at_once(accelerator: Accelerator, tmp_path: Path) -> None:
-    with checkpoints(accelerator, tmp_path, background=False) as (_, made):
+def test_without_a_thread_a_write_error_is_raised_at_once(accelerator: Accelerator, tmp_path: Path) -> None:
+    with checkpoints(accelerator, tmp_path, background=False) as (_, saver):
         with no_file_above(100), pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
-            made.save(1, {})
-        made.save(2, {})
+            saver.save(1, {})
+        saver.save(2, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_an_error_of_the_training_waits_for_the_write_and_is_not_hidden_by_its_error(
+def test_an_error_of_training_waits_for_the_write_and_is_raised(
     accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
 
     def interrupted(step: int, most_bytes: int) -> None:
-        with no_file_above(most_bytes), checkpoints(accelerator, tmp_path) as (_, made):
-            made.save(step, {})
+        with no_file_above(most_bytes), checkpoints(accelerator, tmp_path) as (_, saver):
+            saver.save(step, {})
             threading.Timer(0.2, slow_disk.set).start()
             raise KeyboardInterrupt
 
@@ -141,13 +143,13 @@ def test_an_error_of_the_training_waits_for_the_write_and_is_not_hidden_by_its_e
     assert "checkpoint of step 2 could not be written" in caplog.text
 
 
-def test_what_is_not_whole_does_not_count_and_is_removed(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator, tmp_path: Path) -> None:
     saved(accelerator, tmp_path, 1, 2, 3, 4, 5)
-    (tmp_path / "step-00000005" / "complete.json").unlink()  # killed while it was being removed
-    # a power cut tore the marker
+    (tmp_path / "step-00000005" / "complete.json").unlink()  # killed during its removal
+    # a power cut truncated the marker
     (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')
     weights = tmp_path / "step-00000003" / "state.pt"
-    weights.write_bytes(weights.read_bytes()[:-1])  # a power cut tore the weights
+    weights.write_bytes(weights.read_bytes()[:-1])  # a power cut truncated the weights
     half = tmp_path / ".step-00000006.partial"
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
@@ -156,7 +158,7 @@ def test_what_is_not_whole_does_not_count_and_is_removed(accelerator: Accelerato
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_a_half_written_checkpoint_is_written_anew(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_path: Path) -> None:
     half = tmp_path / ".step-00000001.partial"
     half.mkdir()
     (half / "leftover").write_bytes(b"")
@@ -172,17 +174,17 @@ def test_a_half_written_checkpoint_is_written_anew(accelerator: Accelerator, tmp
         ({"sharded_by": "DEEPSPEED"}, "was written by DEEPSPEED, and this launch uses neither"),
     ],
 )
-def test_a_checkpoint_that_this_launch_cannot_read_is_refused_and_not_called_damaged(
+def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(
     accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     saved(accelerator, tmp_path, 1)
     path = tmp_path / "step-00000001" / "complete.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with checkpoints(accelerator, tmp_path) as (_, made), pytest.raises(ValueError, match=words):
-        made.load(path.parent)
+    with checkpoints(accelerator, tmp_path) as (_, saver), pytest.raises(ValueError, match=words):
+        saver.load(path.parent)
 
 
-def test_a_sharded_state_is_written_and_read_by_its_owner_and_only_by_as_many_processes(
+def test_a_sharded_state_needs_the_same_number_of_processes(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "sharded_by", lambda accelerator: "DEEPSPEED")
@@ -194,21 +196,21 @@ def test_a_sharded_state_is_written_and_read_by_its_owner_and_only_by_as_many_pr
     loaded: list[str] = []
     monkeypatch.setattr(accelerator, "save_state", save_state)
     monkeypatch.setattr(accelerator, "load_state", loaded.append)
-    with checkpoints(accelerator, tmp_path, keep=1) as (model, made):
+    with checkpoints(accelerator, tmp_path, keep=1) as (model, saver):
         for step in (1, 2):
-            made.save(step, {"extra": step})
+            saver.save(step, {"extra": step})
             assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step:08d}", "it is there when save returns"
         (kept,) = tmp_path.iterdir()
-        assert made.load(kept)["extra"] == 2
+        assert saver.load(kept)["extra"] == 2
         assert loaded == [str(kept)]
         (kept / "pytorch_model" / "rank_0.pt").write_bytes(b"torn")
         assert latest_checkpoint(tmp_path) is None, "files in folders count too"
         marker = json.loads((kept / "complete.json").read_text())
         (kept / "complete.json").write_text(json.dumps({**marker, "num_processes": 4}))
         with pytest.raises(ValueError, match="is in 4 parts by DEEPSPEED, and there are 1 processes now"):
-            made.load(kept)
+            saver.load(kept)
 
 
-def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     remove_incomplete(tmp_path / "nowhere")
     assert latest_checkpoint(tmp_path / "nowhere") is None

@@ -40,7 +40,7 @@ def test_a_global_batch_size_and_an_accumulation_contradict_each_other() -> None
     assert TrainConfig(steps=10, global_batch_size=64, gradient_accumulation=1).global_batch_size == 64
 
 
-def test_hydra_can_build_it_and_knows_no_other_keys() -> None:
+def test_hydra_builds_the_train_config_and_rejects_unknown_keys() -> None:
     schema = OmegaConf.structured(TrainConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "max_positions": None}))
     assert config == TrainConfig(steps=5)
@@ -53,7 +53,7 @@ def test_the_options_that_may_change_on_resume_exist() -> None:
     assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 14
 
 
-def test_a_loss_is_typed_by_its_name_and_a_wrong_one_names_all() -> None:
+def test_a_loss_is_given_by_name_and_a_wrong_name_lists_all() -> None:
     schema = OmegaConf.structured(TrainConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "loss": "kl_tv"}))
     assert config == TrainConfig(steps=5, loss=LossKind.kl_tv)

@@ -1,6 +1,4 @@
-"""DeepSpeed's ZeRO with two processes on a CPU, launched as a user launches them, against one
-process without it.
-"""
+"""DeepSpeed's ZeRO in two launched processes on a CPU, against one process without it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +16,15 @@ pytest.importorskip("deepspeed")  # pip install 'outrider[deepspeed]'
 
 TRAININGS = [("zero1", "redrafter"), *(("zero2", kind) for kind in DRAFTERS), *(("zero3", kind) for kind in DRAFTERS)]
 TOLERANCE = 1e-4
-"""Relative, of losses in float32: sums over two processes and over one are rounded differently, and Adam's steps by each
-gradient's size carry that on."""
+"""Relative difference of float32 losses: sums over two processes have other rounding errors, and
+Adam's steps carry these on."""
 
 
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trainings of two processes with DeepSpeed, in a folder each.
+    """Run all training runs with DeepSpeed in two processes, each in its folder.
 
-    In one launch, since most of its time is imports'.
+    There is one launch, since most of its time is for imports.
     """
     output = tmp_path_factory.mktemp("deepspeed")
     trainings: dict[str, Any] = {
@@ -36,7 +34,7 @@ def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.T
         trainings[f"{zero}-resumed"] = {**trainings[f"{zero}-medusa"], "from": f"{zero}-medusa", "at": 2}
         trainings[f"{zero}-bf16"] = {**trainings[f"{zero}-redrafter"], "mixed_precision": "bf16"}
     file = ["--config_file", "conf/launch/one_node_zero.yaml"]
-    # The target is loaded under ZeRO-3, where transformers would partition it.
+    # The target is loaded with ZeRO-3, under which transformers would partition it.
     options = ["--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "no"]
     launch([*file, *options], tiny_target_dir, shards_dir, output, trainings)
     return output
@@ -44,13 +42,13 @@ def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[str, Run]:
-    """Trainings that were made already, by kind."""
+    """Finished training runs by kind."""
     return {}
 
 
 @pytest.fixture
 def in_one_process(run_train: Callable[..., Run], of_one_process: dict[str, Run]) -> Callable[[str], Path]:
-    """Trains a kind as one process does, on as many texts a step in a single micro batch; once."""
+    """Return a function that trains a kind once, in one process with equal texts per step."""
 
     def train(kind: str) -> Path:
         if kind not in of_one_process:
@@ -61,7 +59,7 @@ def in_one_process(run_train: Callable[..., Run], of_one_process: dict[str, Run]
 
 
 @pytest.mark.parametrize(("zero", "kind"), TRAININGS)
-def test_two_processes_with_zero_learn_what_one_without_does(
+def test_two_processes_with_zero_train_like_one_process_without(
     zero: str, kind: str, launched: Path, in_one_process: Callable[[str], Path]
 ) -> None:
     one, two = in_one_process(kind), launched / f"{zero}-{kind}"
@@ -75,7 +73,7 @@ def test_two_processes_with_zero_learn_what_one_without_does(
     assert {name: value.dtype for name, value in ours.items()} == {name: value.dtype for name, value in theirs.items()}
     for name in ours:
         assert ours[name].shape == theirs[name].shape
-        # Where a gradient begins at zero (EAGLE's), Adam scales its rounding up to whole steps.
+        # Adam scales rounding errors of gradients near zero (EAGLE's first ones) up to whole steps.
         if kind in ("redrafter", "medusa"):
             torch.testing.assert_close(ours[name], theirs[name], rtol=TOLERANCE, atol=1e-5)
 

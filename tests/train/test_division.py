@@ -1,4 +1,4 @@
-"""The texts of a step, from options for any number of processes."""
+"""Division of a step's texts among processes and micro-batches."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def test_options_without_a_global_batch_size_stay() -> None:
         (6, 8, 128, "global_batch_size=96 or 144, or train.batch_size=4"),
     ],
 )
-def test_texts_that_cant_be_divided_are_an_error_with_the_nearest_that_can(
+def test_an_indivisible_global_batch_size_is_an_error_with_the_nearest_one(
     batch_size: int, num_processes: int, texts: int, remedy: str
 ) -> None:
     config = TrainConfig(steps=10, batch_size=batch_size, global_batch_size=texts)

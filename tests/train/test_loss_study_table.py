@@ -31,9 +31,9 @@ def test_seeds_are_averaged_and_the_best_loss_comes_first(
     assert first.startswith("| cross_entropy | all | 2 |")
     assert second.startswith("| tv | all | 2 |")
     record = json.loads((tmp_path / "record.json").read_text())
-    values = [each["tokens_per_step"] for each in record["figures"] if each["loss"] == "tv"]
+    values = [figure["tokens_per_step"] for figure in record["figures"] if figure["loss"] == "tv"]
     assert f"| {sum(values) / 2:.3f} |" in second
-    assert [each["seed"] for each in record["figures"]] == [0, 1, 0, 1]
+    assert [figure["seed"] for figure in record["figures"]] == [0, 1, 0, 1]
 
 
 def test_another_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

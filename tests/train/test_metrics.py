@@ -1,4 +1,4 @@
-"""Sums to means, by hand."""
+"""Metrics of training, against hand-computed means."""
 
 import json
 
@@ -26,8 +26,8 @@ def test_tokens_per_step_divides_each_depth_by_its_own_labels() -> None:
 
 
 def test_tokens_per_step_is_joint_and_not_a_product_of_accuracies() -> None:
-    # Half of the positions are right at both depths, the others at none: a chain gets 2 or 0
-    # tokens, 1 on average. The product of the accuracies would say 0.5 + 0.25.
+    # Half of the positions are right at both depths, the others at none: a chain has 2 or 0
+    # accepted tokens, 1 on average. The product of the accuracies would give 0.5 + 0.25.
     assert estimate_tokens_per_step(torch.tensor([2, 2]), torch.tensor([4, 4])) == 2.0
 
 
@@ -67,7 +67,7 @@ def _fields(loss: Loss) -> dict[str, torch.Tensor]:
     return {name: getattr(loss, name) for name in ("sums", "counts", "hits", "joint_hits")}
 
 
-def test_speeds_are_of_the_steps_since_the_last_record_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_cover_the_steps_since_the_last_record_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now)
     meter = Meter(torch.device("cpu"))
@@ -86,7 +86,7 @@ def test_speeds_are_of_the_steps_since_the_last_record_and_without_pauses(monkey
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_first_bad_step_is_remembered_whether_loss_or_gradient(value: float) -> None:
+def test_the_first_step_with_a_bad_loss_or_gradient_is_recorded(value: float) -> None:
     meter = Meter(torch.device("cpu"))
     meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([1, 1]))
     meter.add_step(1, make_loss(), torch.tensor(value), torch.tensor([1, 1]))
@@ -95,21 +95,21 @@ def test_the_first_bad_step_is_remembered_whether_loss_or_gradient(value: float)
     assert meter.first_bad_step() == 1
 
 
-def test_the_state_gives_back_the_same_bits_through_json() -> None:
+def test_the_meters_state_is_restored_bit_for_bit_through_json() -> None:
     meter = Meter(torch.device("cpu"))
     loss = Loss(**{**_fields(make_loss()), "sums": torch.tensor([1 / 3, 2e-30, 1e20])})
     meter.add_step(0, loss, torch.tensor(1.0), torch.tensor([4, 10]))
     restored = Meter(torch.device("cpu"))
     restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
-    for each in (meter, restored):
-        each.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10]))
+    for one_meter in (meter, restored):
+        one_meter.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10]))
     records = [meter.record(), restored.record()]
     for record in records:
         del record["seconds"], record["positions_per_second"], record["tokens_per_second"]
     assert records[0] == records[1]
 
 
-def test_what_is_measured_depends_neither_on_records_nor_on_an_interruption() -> None:
+def test_measured_values_do_not_depend_on_records_or_interruptions() -> None:
     unbroken = Meter(torch.device("cpu"), measure_from=2)
     for step in range(4):
         unbroken.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))

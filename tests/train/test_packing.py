@@ -1,4 +1,4 @@
-"""Several texts in one row: the same losses and gradients as each in a row of its own."""
+"""Packing: several texts in a row give the losses and gradients of separate rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,8 +38,9 @@ def make_batch(shards_dir: Path, *, packing: bool, **options: Any) -> DrafterBat
 
 
 def leave_the_text(batch: DrafterBatch) -> DrafterBatch:
-    """Continuations that say what the next text in the row begins with: its tokens must not pass
-    for the own text's.
+    """Replace continuations by the start of the next text in the row.
+
+    These tokens must not count as tokens of the text itself.
     """
     continuations = batch.continuations.clone()
     beyond = batch.input_ids.roll(-1, 1)
@@ -49,14 +50,14 @@ def leave_the_text(batch: DrafterBatch) -> DrafterBatch:
 
 
 def by_text(batch: DrafterBatch, values: torch.Tensor) -> dict[tuple[int, ...], torch.Tensor]:
-    """The values of each text's tokens, by its tokens."""
+    """Map the tokens of each text to the values at these tokens."""
     starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
-    found = {}
+    values_of_texts = {}
     for row, mask in enumerate(batch.attention_mask):
         for start in starts[row][mask].unique().tolist():
-            own = mask & (starts[row] == start)
-            found[tuple(batch.input_ids[row, own].tolist())] = values[row, own]
-    return found
+            is_of_text = mask & (starts[row] == start)
+            values_of_texts[tuple(batch.input_ids[row, is_of_text].tolist())] = values[row, is_of_text]
+    return values_of_texts
 
 
 def test_the_same_texts_labels_and_positions_in_fewer_tokens(shards_dir: Path) -> None:
@@ -65,15 +66,15 @@ def test_the_same_texts_labels_and_positions_in_fewer_tokens(shards_dir: Path) -
     assert len(together.input_ids) < len(apart.input_ids)
     assert int(together.positions.sum()) == 40
     for name in ("positions", "continuations"):
-        expected, found = (by_text(batch, getattr(batch, name)) for batch in (apart, together))
+        expected, actual = (by_text(batch, getattr(batch, name)) for batch in (apart, together))
         assert len(expected) == 6
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[text], found[text]) for text in expected), "the draw doesn't depend on the rows"
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[text], actual[text]) for text in expected), "the draw doesn't depend on the rows"
     positions = by_text(together, together.position_ids)
     assert all(values.tolist() == list(range(len(text))) for text, values in positions.items())
 
 
-def test_the_target_reads_packed_texts_as_it_reads_each_alone(shards_dir: Path, target: HFTarget) -> None:
+def test_states_of_packed_texts_equal_those_of_each_text_alone(shards_dir: Path, target: HFTarget) -> None:
     apart, together = (make_batch(shards_dir, packing=packing) for packing in (False, True))
     alone = by_text(apart, states_of_texts(target, apart, last=True, layers=())[0])
     hidden, features = states_of_texts(target, together, last=True, layers=(1, 0))
@@ -102,16 +103,16 @@ def test_losses_and_gradients_equal_those_of_the_padded_batch(
         result.sums.sum().backward()
         return result, [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
 
-    (expected, gradients), (found, ours) = (run(make_batch(shards_dir, packing=packing)) for packing in (False, True))
-    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-4)
+    (expected, gradients), (actual, ours) = (run(make_batch(shards_dir, packing=packing)) for packing in (False, True))
+    torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-4, atol=1e-4)
     for name in ("counts", "hits", "joint_hits"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     assert len(ours) == len(gradients) >= 4
     for ours_, theirs in zip(ours, gradients, strict=True):
         torch.testing.assert_close(ours_, theirs, rtol=1e-3, atol=1e-3 * max(1.0, float(theirs.abs().max())))
 
 
-def test_a_continuation_never_counts_as_on_the_next_text(shards_dir: Path) -> None:
+def test_a_continuation_never_continues_in_the_next_text(shards_dir: Path) -> None:
     batch = leave_the_text(make_batch(shards_dir, packing=True))
     labels = Labels.of(batch)
     row, column = batch.positions.nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""How long the processes of a training wait for each other."""
+"""Time limits for which the processes of a training run wait for each other."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .test_resume import report_of
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_a_process_that_does_not_come_ends_a_training_but_nothing_before_or_after_it() -> None:
+def test_a_missing_process_ends_training_but_nothing_before_or_after() -> None:
     assert report_of([str(Path(__file__).with_name("late_process.py"))]) == {
         "before the first step": 2.0,
         "after the training": 2.0,
@@ -42,7 +42,7 @@ def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run
 
 
 @pytest.mark.parametrize("older_name", [False, True])
-def test_collectives_are_recorded_unless_the_user_says_how_many(older_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_are_recorded_unless_the_user_sets_the_number(older_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
     if older_name:

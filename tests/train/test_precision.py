@@ -1,4 +1,4 @@
-"""Where a training multiplies in TF32, and that nothing else does."""
+"""TF32 in training: where it is on, and that nothing else uses it."""
 
 from collections.abc import Callable, Iterator
 
@@ -32,20 +32,20 @@ def test_an_accelerator_multiplies_in_tf32_within_the_block_only() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_cpu_multiplies_as_ever() -> None:
-    """There `high` may mean bf16."""
+def test_a_cpu_keeps_its_precision() -> None:
+    """On a CPU `high` may mean bf16."""
     with tensor_float32(torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_process_that_allows_less_keeps_it() -> None:
+def test_a_lower_precision_of_the_process_is_kept() -> None:
     torch.set_float32_matmul_precision("medium")
     with tensor_float32(torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "medium"
     assert torch.get_float32_matmul_precision() == "medium"
 
 
-def test_losses_and_gradients_are_computed_in_tf32_and_what_validation_decodes_is_not(
+def test_losses_and_gradients_use_tf32_and_validation_does_not(
     run_train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, set[str]] = {"backward": set(), "target": set(), "validation": set()}

@@ -1,6 +1,4 @@
-"""Two processes on a CPU that share a training by DDP or FSDP2, launched as a user launches them,
-against one process.
-"""
+"""Training with DDP or FSDP2 in two launched processes on a CPU, against one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,38 +19,36 @@ from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers,
 
 KINDS = {
     "redrafter": "redrafter",
-    # its recurrence gets no gradient, which DDP refuses unless it is told
+    # its recurrence gets no gradient, an error for DDP without the option
     "one depth": "redrafter",
     "medusa": "medusa",
     "eagle": "eagle",
     "eagle3": "eagle3",
     "draft model": "draft model",
-    "few labels": "redrafter",  # in many a step one process has none
+    "few labels": "redrafter",  # in many steps one process has none
     "few labels for eagle": "eagle",
     "sliced redrafter": "redrafter",
-    "sliced eagle": "eagle",  # begins with the weights of a layer that is in slices
+    "sliced eagle": "eagle",  # starts from the weights of a sliced layer
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
 }
 QUICK = ["redrafter", "fsdp eagle3"]
 LAUNCHES = {"quick": QUICK, "slow": [name for name in KINDS if name not in QUICK]}
-"""The trainings of each launch of two processes. Starting the processes takes most of its time."""
+"""Training runs of each launch of two processes; starting processes takes most of the time."""
 
 
 DRAFTERS = {**DRAFTERS, "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"}}
 
 
 def test_every_registered_kind_is_trained_by_ddp() -> None:
-    """All but `one depth` without looking for unused parameters: see
-    `test_ddp_looks_for_unused_parameters_only_...`.
-    """
+    """All runs but `one depth` have find_unused_parameters=false, which another test checks."""
     by_ddp = {DRAFTERS[kind]["kind"] for name, kind in KINDS.items() if not name.startswith(("sliced", "fsdp"))}
     assert by_ddp == REGISTERED.keys()
 
 
 @pytest.fixture(scope="module")
 def short_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The labels of two tokens only, so that a single one is drafted."""
+    """Write labels of only two tokens, so that one depth is trained."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     directory = write_shards(tmp_path_factory.mktemp("short"), target.identity, cut)
     label_store(directory).save(replace(label_store(directory).load(), horizon=2))
@@ -61,7 +57,7 @@ def short_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pat
 
 @pytest.fixture(scope="module")
 def sparse_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three texts of four have no label."""
+    """Write shards in which three of four texts have no label."""
     sparse = [
         example if index % 4 == 0 else replace(example, continuations=torch.full_like(example.continuations, UNKNOWN))
         for index, example in enumerate(examples)
@@ -71,7 +67,7 @@ def sparse_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pa
 
 @pytest.fixture(scope="module")
 def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str, Path]:
-    """The shards of the trainings that have shards of their own."""
+    """Map training runs to their special shards."""
     return {"one depth": short_shards_dir, "few labels": sparse_shards_dir, "few labels for eagle": sparse_shards_dir}
 
 
@@ -83,7 +79,7 @@ def launched(
     special_shards: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The trainings of one of the LAUNCHES, in a folder each."""
+    """Run the training runs of one of the LAUNCHES, each in its folder."""
     output = tmp_path_factory.mktemp("processes")
     trainings: dict[str, Any] = {
         name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
@@ -107,7 +103,7 @@ def launched(
     ],
     indirect=["launched"],
 )
-def test_two_processes_learn_what_one_does_of_the_same_texts_per_step(
+def test_two_processes_train_like_one_on_the_same_texts_per_step(
     name: str, launched: Path, shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
 ) -> None:
     run = run_train(
@@ -121,13 +117,13 @@ def test_two_processes_learn_what_one_does_of_the_same_texts_per_step(
     ours, theirs = weights(two), weights(one)
     assert len(ours) >= 4
     assert ours.keys() == theirs.keys()
-    # Where a gradient begins at zero (EAGLE's), Adam scales its rounding up to whole steps.
+    # Adam scales rounding errors of gradients near zero (EAGLE's first ones) up to whole steps.
     for key in ours if KINDS[name] in ("redrafter", "medusa") else ():
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("one depth", True), ("redrafter", False), ("eagle3", False)])
-def test_ddp_looks_for_unused_parameters_only_where_the_labels_leave_some(
+def test_ddp_looks_for_unused_parameters_only_if_there_are_some(
     name: str,
     expected: bool,
     shards_dir: Path,
@@ -135,7 +131,7 @@ def test_ddp_looks_for_unused_parameters_only_where_the_labels_leave_some(
     run_train: Callable[..., Run],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would walk through the whole graph in every step."""
+    """Otherwise DDP would traverse the whole graph in every step."""
     handlers: list[Any] = []
     original = Accelerator.prepare
 

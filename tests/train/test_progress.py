@@ -1,4 +1,4 @@
-"""When a training will end, and what its bar shows."""
+"""The estimated end of training, and its progress bar."""
 
 import re
 
@@ -11,8 +11,8 @@ RECORD = {"seconds": 0.0, "tokens_per_second": 12345.6, "loss": 2.345, "tokens_p
 
 def test_neither_a_resume_nor_a_measurement_distorts_the_estimate() -> None:
     clock = Clock(num_steps=1000, measure_every=200)
-    # Resumed at step 500 of a run that was slow till then; 0.5 s a step since, measurements not
-    # counted.
+    # The run was slow until step 500, where it resumed. Since then a step takes 0.5 s, without
+    # measurements.
     clock.tick(500, 4000.0)
     assert clock.seconds_left(60.0) is None
     clock.tick(520, 4010.0)
@@ -22,7 +22,7 @@ def test_neither_a_resume_nor_a_measurement_distorts_the_estimate() -> None:
     assert clock.seconds_left(60.0) == 0
 
 
-def test_a_measurement_at_the_end_counts_where_it_is_not_one_of_the_others() -> None:
+def test_a_measurement_at_the_end_counts_if_it_is_a_separate_one() -> None:
     clock = Clock(num_steps=1000, measure_every=300)
     clock.tick(0, 0.0)
     clock.tick(500, 500.0)

@@ -1,4 +1,4 @@
-"""Killed and resumed runs against an unbroken one: in processes of their own."""
+"""Killed and resumed runs, in new processes, against an uninterrupted one."""
 
 import json
 import math
@@ -18,9 +18,11 @@ from .resumed import assert_same_records, assert_same_weights, records
 
 SCRIPTS = Path(__file__).parent
 CPU = torch.device("cpu")
-"""Of all trainings here: they are forked, which a process that has used a GPU can't be. tests/gpu/ resumes on a GPU."""
+"""Device of all runs here: they are forked, which is impossible after using a GPU. tests/gpu/
+resumes on a GPU."""
 STEPS = 5
-# Micro batches of unequal label counts, records over several steps, and checkpoints at every one.
+# Micro-batches with unequal numbers of labels, records over several steps, and a checkpoint at
+# every step.
 CONFIG = {**TRAIN, "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "max_positions": 20, "log_every": 2}
 
 RANDOM_KILLS_CONFIG = {
@@ -42,13 +44,11 @@ def launch(command: list[str], timeout_seconds: float = 120) -> str:
 
 
 def report_of(command: list[str]) -> Any:
-    """What a script prints last; libraries print before it."""
+    """Read the last line that a script prints; libraries print before it."""
     return json.loads(launch(command).splitlines()[-1])
 
 
-def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
-    tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_at_any_moment_resumes_to_equal_bits(tiny_target_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     drafter = {**DRAFTER, "kind": "dropout"}
     script = str(SCRIPTS / "kill_and_resume.py")
     report = report_of([script, str(tiny_target_dir), str(shards_dir), str(tmp_path), json.dumps(CONFIG), json.dumps(drafter)])
@@ -64,8 +64,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
         left = sorted(path.name for path in (tmp_path / moment / "train" / "checkpoints").iterdir())
         assert left == ["step-00000004", "step-00000005"], moment
         assert sorted(path.name for path in (tmp_path / moment).iterdir()) == ["drafter", "train"], moment
-    # What a kill may cost is the step in flight, and the checkpoint that is being written beside
-    # it.
+    # A kill may lose the current step, and the checkpoint that is being written.
     lost = {"in the middle of a step", "between a record and its checkpoint"}
     checkpoints = {moment: outcome["checkpoint"] for moment, outcome in report.items()}
     assert all(checkpoints[moment] in (1, 2) for moment in lost)
@@ -82,7 +81,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
     }
 
 
-def test_a_resumed_run_may_differ_by_rounding_on_a_gpu_and_by_nothing_on_a_cpu(tmp_path: Path) -> None:
+def test_a_resumed_run_may_have_rounding_errors_on_a_gpu_only(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight, gpu = torch.randn(9, 9), torch.device("cuda")
     for name, noise in (("unbroken", 0.0), ("rounded", 1e-5), ("wrong", 0.1)):
@@ -102,10 +101,10 @@ def test_a_resumed_run_may_differ_by_rounding_on_a_gpu_and_by_nothing_on_a_cpu(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_kills_at_random_moments_leave_no_trace(
+def test_runs_killed_at_random_moments_resume_to_equal_bits(
     processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
 ) -> None:
-    """More of them: OUTRIDER_KILLS=20 in the environment."""
+    """The variable OUTRIDER_KILLS sets the number of kills."""
     if processes > 1 and not torch.distributed.is_available():
         pytest.skip("this torch is built without torch.distributed")
     kills = math.ceil(int(os.environ.get("OUTRIDER_KILLS", "6")) / 2)
@@ -130,7 +129,7 @@ def test_kills_at_random_moments_leave_no_trace(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_two(
+def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
 ) -> None:
     base = {**TRAIN, "steps": 8, "num_threads": 1}

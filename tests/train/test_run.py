@@ -1,4 +1,4 @@
-"""The training stage as a whole, in one process."""
+"""The whole training stage in one process."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def records(run: Run) -> list[dict[str, Any]]:
-    """What was logged, without the parts that a clock decides."""
+    """Read the records without times."""
     lines = read_records(run.train_dir / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
 
@@ -58,8 +58,9 @@ def assert_close(left: Run, right: Run) -> None:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Redrafter]]:
-    """A drafter of kind `spy`: a ReDrafter that calls `spy.on_loss(number of the call, batch)` and
-    adds what that gives.
+    """Register a drafter of kind `spy`: a ReDrafter with a hook in its loss.
+
+    It adds the value of `spy.on_loss(number of the call, batch)` to the loss.
     """
 
     class Spy(Redrafter):
@@ -107,20 +108,20 @@ def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train
 
 
 @pytest.mark.slow
-def test_a_longer_horizon_changes_neither_gradient_nor_loss_where_one_depth_is_trained(
+def test_a_longer_horizon_changes_nothing_if_only_one_depth_is_trained(
     run_train: RunTrain, shards_dir: Path, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
 ) -> None:
-    """EAGLE trains its first depth alone; the labels of the others must not make its mean smaller."""
+    """EAGLE trains only its first depth; labels of other depths must not lower its mean loss."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     short = write_shards(tmp_path / "short", target.identity, cut)
     label_store(short).save(replace(label_store(short).load(), horizon=2))
-    found = []
+    logged = []
     for name, shards in (("long", shards_dir), ("short", short)):
         run = run_train(name, replace_drafter={"kind": "eagle"}, shards=shards, validation_texts=4, validation_tokens=8)
         lines = read_records(run.train_dir / "metrics.jsonl")
-        found.append([line[key] for line in lines for key in ("loss", "grad_norm", "validation_loss") if key in line])
-    assert len(found[0]) == 2 * TRAIN["steps"] + 1
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+        logged.append([line[key] for line in lines for key in ("loss", "grad_norm", "validation_loss") if key in line])
+    assert len(logged[0]) == 2 * TRAIN["steps"] + 1
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
 
 
 def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
@@ -136,7 +137,7 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
 
 
 @pytest.mark.slow
-def test_activations_computed_anew_train_the_same_drafter_also_from_the_middle_of_a_run(run_train: RunTrain) -> None:
+def test_activation_checkpointing_trains_the_same_drafter_also_after_a_resume(run_train: RunTrain) -> None:
     eagle3 = {"kind": "eagle3", "feature_layers": [0, 1]}
     kept = run_train("kept", replace_drafter=eagle3, steps=3)
     anew = run_train("anew", replace_drafter=eagle3, steps=3, activation_checkpointing=True)
@@ -158,30 +159,30 @@ def test_thinned_positions_bound_the_work_of_a_step(run_train: RunTrain, spy: An
 
 def test_a_finished_run_is_skipped_and_a_damaged_drafter_restored(run_train: RunTrain, spy: Any) -> None:
     run = run_train(drafter={"kind": "spy"})
-    made = spy.calls
+    num_calls = spy.calls
     before = (run.drafter_dir / "model.safetensors").read_bytes()
     run_train(drafter={"kind": "spy"})
-    assert spy.calls == made
+    assert spy.calls == num_calls
     (run.drafter_dir / "model.safetensors").write_bytes(b"broken")
     run_train(drafter={"kind": "spy"})
-    assert spy.calls == made, "the last checkpoint holds all that is needed"
+    assert spy.calls == num_calls, "the last checkpoint holds all that is needed"
     assert (run.drafter_dir / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_a_users_own_file_beside_the_drafter_stays(run_train: RunTrain, spy: Any) -> None:
     run = run_train(drafter={"kind": "spy"})
-    made = spy.calls
+    num_calls = spy.calls
     (run.drafter_dir / "notes").mkdir()
     (run.drafter_dir / "notes" / "README.md").write_text("mine")
     run_train(drafter={"kind": "spy"})
     (run.drafter_dir / "model.safetensors").write_bytes(b"broken")
     run_train(drafter={"kind": "spy"})
-    assert spy.calls == made
+    assert spy.calls == num_calls
     assert (run.drafter_dir / "notes" / "README.md").read_text() == "mine"
 
 
-def test_a_summary_that_is_none_is_named_and_written_anew_when_deleted(run_train: RunTrain) -> None:
+def test_an_invalid_summary_is_an_error_and_a_deleted_one_is_rewritten(run_train: RunTrain) -> None:
     run = run_train()
     path = run.train_dir / "summary.json"
     before = json.loads(path.read_text())
@@ -199,7 +200,7 @@ def test_a_summary_that_is_none_is_named_and_written_anew_when_deleted(run_train
     assert {**after, "seconds": before["seconds"]} == before
 
 
-def test_lost_records_are_told_and_the_drafter_left_alone(run_train: RunTrain) -> None:
+def test_lost_records_are_an_error_and_the_drafter_is_kept(run_train: RunTrain) -> None:
     run = run_train()
     (run.train_dir / "summary.json").unlink()
     (run.train_dir / "metrics.jsonl").write_text("")
@@ -209,7 +210,7 @@ def test_lost_records_are_told_and_the_drafter_left_alone(run_train: RunTrain) -
     assert (run.drafter_dir / "model.safetensors").read_bytes() == before
 
 
-def test_a_damaged_checkpoint_is_named_with_what_to_do(run_train: RunTrain) -> None:
+def test_a_damaged_checkpoint_is_an_error_with_the_remedy(run_train: RunTrain) -> None:
     run = run_train()
     newest = max((run.train_dir / "checkpoints").glob("step-*"))
     for path in newest.glob("*"):
@@ -220,7 +221,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(run_train: RunTrain) -> N
         run_train()
 
 
-def test_a_few_flipped_bytes_of_a_checkpoint_are_noticed(run_train: RunTrain) -> None:
+def test_flipped_bytes_of_a_checkpoint_are_detected(run_train: RunTrain) -> None:
     run = run_train()
     state = max((run.train_dir / "checkpoints").glob("step-*")) / "state.pt"
     content = bytearray(state.read_bytes())
@@ -233,7 +234,7 @@ def test_a_few_flipped_bytes_of_a_checkpoint_are_noticed(run_train: RunTrain) ->
 
 
 @pytest.mark.parametrize("marker", ["{}", *(pytest.param(text, marks=pytest.mark.slow) for text in ("[]", '{"files": 3}'))])
-def test_a_marker_that_is_none_makes_a_checkpoint_incomplete(marker: str, run_train: RunTrain) -> None:
+def test_an_invalid_marker_makes_a_checkpoint_incomplete(marker: str, run_train: RunTrain) -> None:
     run = run_train()
     newest = max((run.train_dir / "checkpoints").glob("step-*"))
     (newest / "complete.json").write_text(marker)
@@ -250,7 +251,7 @@ def test_a_drafter_that_is_not_finite_is_not_saved(run_train: RunTrain, monkeypa
     def spoil(accelerator: Any, model: Any, *args: Any) -> torch.Tensor:
         norm: torch.Tensor = finish_step(accelerator, model, *args)
         steps.append(norm)
-        if len(steps) == 6:  # after the last loss has been looked at
+        if len(steps) == 6:  # after the check of the last loss
             with torch.no_grad():
                 next(model.parameters()).view(-1)[0] = torch.nan
         return norm
@@ -260,7 +261,7 @@ def test_a_drafter_that_is_not_finite_is_not_saved(run_train: RunTrain, monkeypa
         run_train()
 
 
-def test_a_changed_configuration_is_refused_by_name_unless_it_changes_nothing_learned(run_train: RunTrain) -> None:
+def test_a_changed_option_is_an_error_unless_it_has_no_effect_on_training(run_train: RunTrain) -> None:
     run = run_train()
     with pytest.raises(
         ValueError, match=r"train\.learning_rate \(was 0\.01, is 0\.1\).*drafter\.num_blocks \(was 1, is 2\).*delete"
@@ -272,9 +273,7 @@ def test_a_changed_configuration_is_refused_by_name_unless_it_changes_nothing_le
         run_train(seed=1)
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_and_texts_and_spares_the_last_checkpoint(
-    run_train: RunTrain, spy: Any
-) -> None:
+def test_a_loss_that_is_not_finite_is_an_error_with_step_and_texts(run_train: RunTrain, spy: Any) -> None:
     spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
     with pytest.raises(
         ValueError, match=r"not finite at step 4, whose texts are text-\d+, text-\d+, text-\d+, text-\d+\. .*step-00000003"
@@ -298,18 +297,18 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain
     assert all(torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items())
 
 
-def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted(run_train: RunTrain, spy: Any) -> None:
-    told: list[Loss] = []
-    spy.calibrate = lambda self, measured: told.append(measured)
+def test_calibration_gets_the_last_tenth_of_steps_in_any_case(run_train: RunTrain, spy: Any) -> None:
+    calibrated: list[Loss] = []
+    spy.calibrate = lambda self, measured: calibrated.append(measured)
     run_train("unbroken", drafter={"kind": "spy"}, steps=20, log_every=20)
     spy.calls = 0
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 19 else 0.0)
     with pytest.raises(SystemExit):
         run_train("broken", drafter={"kind": "spy"}, steps=20, log_every=3)
-    assert len(told) == 1, "only a finished training is told"
+    assert len(calibrated) == 1, "only a finished training is told"
     run_train("broken", drafter={"kind": "spy"}, steps=20, log_every=1)
     assert spy.calls == 20
-    unbroken, broken = told
+    unbroken, broken = calibrated
     for name in ("sums", "counts", "hits", "joint_hits"):
         assert torch.equal(getattr(unbroken, name), getattr(broken, name)), name
     last = records(run_train("of_two_steps", steps=20, log_every=18))[-1]
@@ -385,18 +384,18 @@ def test_processes_that_do_not_join_are_refused(run_train: RunTrain, monkeypatch
         run_train()
 
 
-def test_a_draft_model_goes_on_only_from_the_weights_that_it_started_with(
+def test_a_draft_model_resumes_only_with_its_original_weights(
     accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path
 ) -> None:
     start, drafter_dir = tmp_path / "start", tmp_path / "drafter"
     sizes = LlamaConfig(**{**target.model.config.to_dict(), "num_hidden_layers": 1, "dtype": "float32"})
-    torch.manual_seed(1)  # two trainings may leave the same state of the generator behind
+    torch.manual_seed(1)  # two runs may leave the same state of the generator
     LlamaForCausalLM(sizes).save_pretrained(start)
     target.tokenizer.save_pretrained(start)
     config = TrainConfig(**{**TRAIN, "steps": 2, "max_positions": 8})
 
     def run() -> int:
-        """When the drafter was written."""
+        """Train, and return the time at which the drafter was written."""
         train(
             config,
             parse_drafter({"kind": "draft_model", "path": str(start)}),

@@ -1,4 +1,4 @@
-"""SIGTERM, agreed upon by several processes, and passed on where the launcher doesn't."""
+"""SIGTERM: several processes stop at the same step, and the launcher's end is noticed."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from ..conftest import REPOSITORY
 
 
 class OneOfTwo(Accelerator):
-    """An accelerator of two processes, of which the other one is as fast and says `other_come`."""
+    """Accelerator of two processes; the other one is as fast and sends `other_come`."""
 
     num_processes = 2
     device = torch.device("cpu")
@@ -28,10 +28,10 @@ class OneOfTwo(Accelerator):
         self.other_come = 0.0
         self.num_asked = 0
 
-    def reduce(self, told: torch.Tensor, reduction: str) -> torch.Tensor:  # type: ignore[override]
+    def reduce(self, stop_votes: torch.Tensor, reduction: str) -> torch.Tensor:  # type: ignore[override]
         assert reduction == "sum"
         self.num_asked += 1
-        return told + torch.stack([torch.tensor(self.other_come), told[1]])
+        return stop_votes + torch.stack([torch.tensor(self.other_come), stop_votes[1]])
 
 
 @pytest.fixture
@@ -43,14 +43,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(30.0, 100), (1.0, 20), (0.01, 1)])
-def test_processes_ask_each_other_every_few_seconds_whatever_is_logged(clock: Any, seconds: float, asked: int) -> None:
+@pytest.mark.parametrize(("seconds", "num_expected"), [(30.0, 100), (1.0, 20), (0.01, 1)])
+def test_processes_synchronize_every_few_seconds(clock: Any, seconds: float, num_expected: int) -> None:
     accelerator = OneOfTwo()
     with Sigterm(accelerator, step=7) as sigterm:
         for done in range(8, 108):
             clock.now += seconds
             assert not sigterm.stops(done, host_waits=False)
-    assert accelerator.num_asked == pytest.approx(asked, abs=1)
+    assert accelerator.num_asked == pytest.approx(num_expected, abs=1)
 
 
 def test_a_signal_to_the_other_process_stops_this_one_within_seconds(clock: Any) -> None:
@@ -64,7 +64,7 @@ def test_a_signal_to_the_other_process_stops_this_one_within_seconds(clock: Any)
     assert done in (11, 12)
 
 
-def test_a_record_is_an_occasion_to_ask(clock: Any) -> None:
+def test_a_record_is_used_to_synchronize(clock: Any) -> None:
     accelerator = OneOfTwo()
     with Sigterm(accelerator, step=0) as sigterm:
         clock.now += 0.001
@@ -87,7 +87,7 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a process of its parent's death")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_training_hears_of_its_launchers_death(tmp_path: Path, sent: signal.Signals) -> None:
+def test_training_stops_when_its_launcher_dies(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(tmp_path / "script.py"), str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Losses far above those before them."""
+"""Detection of spikes, losses far above the earlier ones."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ from ..host_reads import HostReads, ScalarReads
 
 
 def loss_of(mean: float, labels: int = 4) -> Loss:
-    """A loss whose mean over the labels of its two trained depths (of three) is `mean`."""
+    """Make a loss with mean `mean` over the labels of its two trained depths (of three)."""
     return Loss(
         sums=torch.tensor([mean * labels, mean * labels]),
         counts=torch.tensor([labels, labels, 1000]),
@@ -30,7 +30,7 @@ def fed(losses: list[float], threshold: float | None = 10.0) -> SpikeWatch:
 
 
 def noisy(count: int, start: float = 3.0, end: float = 2.0) -> list[float]:
-    """Losses that fall, with noise of a standard deviation of 0.1."""
+    """Make falling losses with noise of standard deviation 0.1."""
     generator = torch.Generator().manual_seed(0)
     noise = 0.1 * torch.randn(count, generator=generator)
     return (torch.linspace(start, end, count) + noise).tolist()
@@ -56,7 +56,7 @@ def test_noise_and_a_falling_loss_and_a_small_step_are_no_spikes(losses: list[fl
     assert fed(losses).take() is None
 
 
-def test_nothing_is_said_before_enough_losses_and_nothing_where_it_is_off() -> None:
+def test_no_spike_is_reported_before_enough_losses_or_if_off() -> None:
     assert fed([2.0] * (LEAST - 1) + [100.0]).take() is None
     assert fed([2.0] * LEAST + [100.0]).take() is not None
     assert fed([2.0] * LEAST + [100.0], threshold=None).take() is None
@@ -71,20 +71,20 @@ def test_a_resumed_watch_finds_the_same() -> None:
     losses[-1] = 3.2
     whole = fed(losses, threshold=3.0)
     broken = fed(losses[: WINDOW + 50], threshold=3.0)
-    found = [broken.take()]
+    spikes = [broken.take()]
     state = json.loads(json.dumps(broken.state_dict()))
     resumed = SpikeWatch(3.0)
     resumed.load_state_dict(state)
     for step in range(WINDOW + 50, len(losses)):
         resumed.add_step(step, loss_of(losses[step], labels=1 + step % 3))
-    found.append(resumed.take())
+    spikes.append(resumed.take())
     first = whole.take()
     assert whole.state_dict() == resumed.state_dict()
     assert first is not None
-    told = [spike for spike in found if spike is not None]
-    assert first.num_spikes == sum(spike.num_spikes for spike in told)
+    reported = [spike for spike in spikes if spike is not None]
+    assert first.num_spikes == sum(spike.num_spikes for spike in reported)
     # The bound has the same bits only if the same losses are in the window.
-    assert (first.step, first.loss, first.bound) == (told[0].step, told[0].loss, told[0].bound)
+    assert (first.step, first.loss, first.bound) == (reported[0].step, reported[0].loss, reported[0].bound)
 
 
 def test_no_step_waits_for_the_device() -> None:

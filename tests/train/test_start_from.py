@@ -23,7 +23,7 @@ def first_loss(run: Run) -> float:
     return float(read_records(run.train_dir / "metrics.jsonl")[0]["loss"])
 
 
-def test_training_goes_on_where_the_other_one_ended_and_not_from_fresh_weights(run_train: RunTrain) -> None:
+def test_training_starts_from_the_given_weights_and_not_from_fresh_ones(run_train: RunTrain) -> None:
     before = run_train("before", steps=30)
     warm = run_train("warm", replace_drafter=start_from(before), steps=1, learning_rate=1e-12)
     weights, start = (load_file(run.drafter_dir / "model.safetensors") for run in (warm, before))
@@ -43,7 +43,7 @@ def test_a_folder_of_another_start_is_refused(run_train: RunTrain) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_moved_is_the_same_start(run_train: RunTrain, tmp_path: Path) -> None:
+def test_a_moved_starting_drafter_counts_as_the_same(run_train: RunTrain, tmp_path: Path) -> None:
     before = run_train("before")
     warm = run_train("warm", replace_drafter=start_from(before))
     trained_at = (warm.drafter_dir / "model.safetensors").stat().st_mtime_ns
@@ -53,12 +53,12 @@ def test_a_start_that_moved_is_the_same_start(run_train: RunTrain, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_labels_of_new_data_do_not_change_the_tokens_that_are_drafted(run_train: RunTrain) -> None:
-    """Choosing them anew would give every row of the head another token's meaning."""
+def test_labels_of_new_data_do_not_change_the_draft_vocabulary(run_train: RunTrain) -> None:
+    """With another vocabulary, every row of the head would belong to another token."""
     before = run_train("before", drafter={"draft_vocab_size": 40})
     path = before.drafter_dir / "model.safetensors"
     weights = load_file(path)
-    # as if other data had been read
+    # like a vocabulary from other data
     tokens = weights["draft_tokens"].flip(0).neg() + weights["draft_tokens"].max()
     save_file({**weights, "draft_tokens": tokens}, path)
     warm = run_train("warm", replace_drafter=start_from(before))

@@ -1,4 +1,4 @@
-"""Copies of the state, and random numbers."""
+"""Copies of the training state, and random states."""
 
 import gc
 import mmap
@@ -33,7 +33,7 @@ def test_the_next_copy_takes_the_same_memory_unless_a_shape_has_changed() -> Non
 
 
 class FakeCudart:
-    """Notes which memory is page-locked."""
+    """Replacement for CUDA's runtime that records page-locked memory."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error
@@ -53,7 +53,7 @@ class FakeCudart:
 def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's own is rounded up to a power of two.
+    """PyTorch's own allocation is rounded up to a power of two.
 
     Pages that two tensors share can't be locked twice.
     """
@@ -62,7 +62,7 @@ def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(
     values = torch.ones(shape, dtype=dtype)
     room, other = page_locked_like(values), page_locked_like(values)
     assert (room.shape, room.dtype, room.untyped_storage().nbytes()) == (values.shape, dtype, values.nbytes)
-    assert cudart.locked == {each.data_ptr(): values.nbytes for each in (room, other)}
+    assert cudart.locked == {tensor.data_ptr(): values.nbytes for tensor in (room, other)}
     assert all(address % mmap.PAGESIZE == 0 for address in cudart.locked)
     part = room.copy_(values).flatten()[:1]
     del room, other
@@ -80,7 +80,7 @@ def test_memory_that_cannot_be_locked_is_an_error_with_the_remedy(monkeypatch: p
         page_locked_like(torch.ones(3))
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
+def test_every_random_generator_is_restored() -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
 

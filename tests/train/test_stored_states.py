@@ -1,4 +1,4 @@
-"""Training on what the shards store of the target, and what it recomputes where they don't."""
+"""Training on stored states of the target, and on recomputed ones if they are missing."""
 
 import logging
 from collections.abc import Callable
@@ -29,17 +29,15 @@ DRAFT_MODEL = {"kind": "draft_model", "init": "target_layers", "num_layers": 1}
 
 
 def with_states(examples: list[DistilledExample], target: HFTarget, dtype: str | None = None) -> list[DistilledExample]:
-    """The examples with all that can be stored: in float32, without any loss, where no `dtype` is
-    given.
-    """
+    """Add all states that can be stored to the examples, by default exactly in float32."""
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
         hidden_states, features = target.hidden_states(ids, (0, 1))
         assert features is not None
         last, *layers = (
-            StoredStates(values=each) if dtype is None else encode_states(each, dtype)
-            for each in (hidden_states[0], *features[0].split(target.hidden_size, -1))
+            StoredStates(values=states) if dtype is None else encode_states(states, dtype)
+            for states in (hidden_states[0], *features[0].split(target.hidden_size, -1))
         )
         values, tokens = target.head(hidden_states[0]).log_softmax(-1).topk(target.vocab_size)
         top = TopTokens(tokens=tokens, log_probs=values)
@@ -62,8 +60,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step. (Of weights Adam would show the sign of gradients that are as good as
-    nothing.)
+    """Return the losses of every step.
+
+    Weights are no good comparison: Adam amplifies the sign of gradients near zero.
     """
     return [record["loss"] for record in read_records(run.train_dir / "metrics.jsonl")]
 
@@ -75,7 +74,7 @@ def largest_difference(left: Run, right: Run) -> float:
 
 
 def forbid_passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over texts, in training. (Before it, the head is tried out.)"""
+    """Forbid passes of the target over texts during training; earlier ones test the head."""
     for name in ("read_texts", "layer_inputs"):
         monkeypatch.setattr(target, name, lambda *args, **kwargs: pytest.fail("the target was run"))
 
@@ -84,7 +83,7 @@ def forbid_passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "drafter", [EAGLE3, DRAFT_MODEL, {"kind": "eagle"}, {"kind": "medusa", "num_heads": 3}, DRAFTER], ids=lambda d: d["kind"]
 )
-def test_nothing_is_recomputed_where_all_that_is_read_is_stored(
+def test_nothing_is_recomputed_if_all_states_are_stored(
     drafter: dict[str, Any],
     run_train: RunTrain,
     stored_dir: Path,
@@ -93,7 +92,7 @@ def test_nothing_is_recomputed_where_all_that_is_read_is_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recomputed = run_train("recomputed", replace_drafter=drafter, steps=3)
-    caplog.clear()  # what the first one said
+    caplog.clear()  # messages of the first run
     forbid_passes(target, monkeypatch)
     with caplog.at_level(logging.INFO, logger="outrider"):
         spared = run_train("stored", replace_drafter=drafter, shards=stored_dir, steps=3)
@@ -101,7 +100,7 @@ def test_nothing_is_recomputed_where_all_that_is_read_is_stored(
     assert largest_difference(recomputed, spared) < 1e-4
 
 
-def test_a_draft_model_and_an_eagle3_need_no_hidden_states_where_labels_alone_teach(
+def test_a_draft_model_and_an_eagle3_need_no_hidden_states_for_cross_entropy(
     run_train: RunTrain,
     shards_dir: Path,
     stored: list[DistilledExample],
@@ -118,7 +117,7 @@ def test_a_draft_model_and_an_eagle3_need_no_hidden_states_where_labels_alone_te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [(1,), ()])
-def test_layers_that_are_not_all_stored_are_recomputed_and_told(
+def test_layers_that_are_not_all_stored_are_recomputed_with_a_message(
     layers: tuple[int, ...],
     run_train: RunTrain,
     stored: list[DistilledExample],
@@ -137,7 +136,7 @@ def test_layers_that_are_not_all_stored_are_recomputed_and_told(
     assert largest_difference(partly, run_train("recomputed", replace_drafter=EAGLE3, steps=3)) < 1e-4
 
 
-def test_the_target_makes_only_what_is_missing(
+def test_the_target_recomputes_only_missing_states(
     shards_dir: Path, stored: list[DistilledExample], target: HFTarget, tmp_path: Path
 ) -> None:
     marked = [
@@ -149,10 +148,10 @@ def test_the_target_makes_only_what_is_missing(
     reads = TargetReads(hidden_states=True, layers=(1,))
     (batch,) = stream(directory, reads).batches(0)
     (plain,) = stream(shards_dir, reads).batches(0)
-    found, expected = with_hidden_states(batch, target, reads), with_hidden_states(plain, target, reads)
+    actual, expected = with_hidden_states(batch, target, reads), with_hidden_states(plain, target, reads)
     text = batch.attention_mask
-    torch.testing.assert_close(found.hidden_states[text], expected.hidden_states[text] + 7)
-    torch.testing.assert_close(found.features[text], expected.features[text])
+    torch.testing.assert_close(actual.hidden_states[text], expected.hidden_states[text] + 7)
+    torch.testing.assert_close(actual.features[text], expected.features[text])
 
 
 def stream(shards_dir: Path, reads: TargetReads) -> BatchStream:
@@ -168,18 +167,18 @@ def test_fewer_bits_give_nearly_the_same_loss(
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter(EAGLE3), target)
     reads = target_reads(drafter, Objective())
-    found = []
+    actual = []
     for folder in (shards_dir, directory):
         (batch,) = stream(folder, reads).batches(0)
-        found.append(drafter.loss(with_hidden_states(batch, target, reads), Objective()).sums.sum().item())
-    assert found[0] != found[1]
-    assert found[1] == pytest.approx(found[0], rel=0.02)
+        actual.append(drafter.loss(with_hidden_states(batch, target, reads), Objective()).sums.sum().item())
+    assert actual[0] != actual[1]
+    assert actual[1] == pytest.approx(actual[0], rel=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "kl_acceptance"])
 @pytest.mark.parametrize("drafter", [EAGLE3, DRAFTER], ids=lambda d: d["kind"])
-def test_likeliest_tokens_teach_what_hidden_states_do(
+def test_training_on_likeliest_tokens_equals_training_on_hidden_states(
     loss: str,
     drafter: dict[str, Any],
     run_train: RunTrain,
@@ -187,7 +186,7 @@ def test_likeliest_tokens_teach_what_hidden_states_do(
     target: HFTarget,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With k the whole vocabulary; and an EAGLE-3 then needs no last hidden states."""
+    """Here k is the whole vocabulary; an EAGLE-3 then needs no last hidden states."""
     full = run_train("full", replace_drafter=drafter, loss=loss, steps=3)
     forbid_passes(target, monkeypatch)
     top = run_train("top", replace_drafter=drafter, loss=loss, teacher="top_k", shards=stored_dir, steps=3)
@@ -197,8 +196,8 @@ def test_likeliest_tokens_teach_what_hidden_states_do(
     )
 
 
-def test_what_is_measured_is_held_against_the_whole_distribution(run_train: RunTrain, stored_dir: Path) -> None:
-    """Of the target's own answers, which the measurement is on, no likeliest tokens are stored."""
+def test_validation_uses_the_whole_distribution(run_train: RunTrain, stored_dir: Path) -> None:
+    """Validation reads the target's answers, for which no likeliest tokens are stored."""
     run = run_train("top", loss="kl", teacher="top_k", shards=stored_dir, validation_texts=4, validation_tokens=8, steps=3)
     assert (run.drafter_dir / "model.safetensors").exists()
 
@@ -208,12 +207,12 @@ def test_a_teacher_that_is_not_stored_is_refused_before_training(
 ) -> None:
     with pytest.raises(ValueError, match=r"train\.teacher is top_k.*distill\.top_logprobs"):
         run_train(loss="kl", teacher="top_k")
-    run_train("labels_alone", teacher="top_k")  # no teacher is asked
+    run_train("labels_alone", teacher="top_k")  # this loss needs no teacher
     with pytest.raises(ValueError, match="teacher\n *must be one of full, top_k"):
         run_train(teacher="half")
 
 
-def test_what_is_read_follows_from_drafter_and_objective(target: HFTarget) -> None:
+def test_the_states_to_read_follow_from_drafter_and_objective(target: HFTarget) -> None:
     def reads(drafter: dict[str, Any], loss: str = "cross_entropy", teacher: str = "full") -> TargetReads:
         return target_reads(build_drafter(parse_drafter(drafter), target), Objective(loss=LossKind(loss), teacher=teacher))
 

@@ -1,4 +1,4 @@
-"""Where records go."""
+"""Records of training in files, Weights & Biases and TensorBoard."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def test_wandb_is_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pyt
         write(tmp_path, 1, tracker="wandb")
 
 
-def test_wandb_gets_flat_numbers_and_one_run_for_all_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_flat_numbers_in_one_run_for_all_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, logged, finished = [], [], []
 
     def init(**options: Any) -> Any:
@@ -98,7 +98,7 @@ def test_the_real_wandb_works_without_a_network(tmp_path: Path, mode: str, monke
 
 
 def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would show: step and value, by name."""
+    """Read TensorBoard's events: steps and values by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(directory / "tensorboard"))
@@ -109,7 +109,7 @@ def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, tracker="tensorboard")
-    # TensorBoard reads event files in the order of their names, which hold the second
+    # TensorBoard reads event files in the order of their names, which contain the second.
     time.sleep(1.1)
     write(tmp_path, 3, 4, resume=2, tracker="tensorboard")
     shown = events(tmp_path)
@@ -126,7 +126,7 @@ def test_both_trackers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "wandb_run_id").exists()
 
 
-def test_a_tracker_whose_package_is_absent_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_without_its_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(steps=1, tracker="wandb+tensorboard")
     require_tracker(config)
     find_spec = tracking.importlib.util.find_spec
@@ -137,7 +137,7 @@ def test_a_tracker_whose_package_is_absent_is_told_with_what_to_install(monkeypa
 
 
 @pytest.mark.parametrize("fails_in", ["log", "finish"])
-def test_a_tracker_that_fails_is_told_once_and_the_records_go_on(
+def test_a_failing_tracker_is_one_warning_and_records_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_in: str
 ) -> None:
     calls: list[int] = []
@@ -163,7 +163,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_records_go_on(
     assert [step for step, _ in events(tmp_path)["loss"]] == [1, 2, 3, 4], "the other tracker goes on"
 
 
-# TensorBoard's thread tells its error to whom it may concern, too.
+# TensorBoard's thread also raises its error as an unhandled exception.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_for_event_files_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = TrainConfig(steps=9, tracker="tensorboard")
@@ -174,7 +174,7 @@ def test_a_full_disk_for_event_files_does_not_end_the_training(tmp_path: Path, c
     assert sum("tensorboard failed" in record.message for record in caplog.records) == 1
 
 
-def test_wandb_that_cannot_start_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_cannot_start_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Error(Exception): ...
 
     def init(**_: Any) -> Any:

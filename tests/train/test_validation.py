@@ -1,4 +1,4 @@
-"""What decoding accepts, measured while training."""
+"""Validation in training: tokens per step of decoding held-out prompts."""
 
 import json
 from collections.abc import Callable
@@ -73,11 +73,11 @@ def test_what_is_held_out_depends_on_the_seed_alone(shards_dir: Path, held_out: 
     assert [text.location for text in other] != [text.location for text in held_out]
 
 
-def test_a_prompt_is_what_stands_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:
+def test_a_validation_prompt_ends_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:
     assert {len(text.prompt) for text in held_out} == {4}, "the texts of the fixture answer from token 4 on"
 
 
-def test_the_figure_is_that_of_decoding_each_prompt_alone(
+def test_tokens_per_step_equal_those_of_decoding_each_prompt_alone(
     validator: Validator, held_out: list[HeldOut], target: HFTarget
 ) -> None:
     drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 32, "head_init": "target"}), target)
@@ -106,8 +106,8 @@ def test_labels_are_the_targets_own_answers(validator: Validator, held_out: list
         start = len(text.prompt)
         assert batch.input_ids[row, start : start + len(answer)].tolist() == answer
         for offset in range(len(answer)):
-            own = (answer + [UNKNOWN] * HORIZON)[offset : offset + HORIZON]
-            assert batch.continuations[row, start - 1 + offset].tolist() == own
+            expected = (answer + [UNKNOWN] * HORIZON)[offset : offset + HORIZON]
+            assert batch.continuations[row, start - 1 + offset].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_labels_are_the_targets_own_answers(validator: Validator, held_out: list
     [KINDS[0], *(pytest.param(options, marks=pytest.mark.slow) for options in KINDS[1:])],
     ids=[str(options["kind"]) for options in KINDS],
 )
-def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options: dict[str, object]) -> None:
+def test_validation_does_not_change_training(run_train: RunTrain, options: dict[str, object]) -> None:
     base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": options}
     often, once = run_train("often", **base, validate_every=2), run_train("once", **base)
     weights = [load_file(run.drafter_dir / "model.safetensors") for run in (often, once)]
@@ -151,18 +151,18 @@ def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, ta
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_measures_the_same(run_train: RunTrain, tmp_path: Path) -> None:
+def test_a_killed_run_has_the_same_validation(run_train: RunTrain, tmp_path: Path) -> None:
     options = {"validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
     whole = run_train("whole", **options)
     killed = run_train("killed", **options)
-    # as if killed after the last step, before its result was written
+    # like a kill after the last step, before the result was written
     (killed.train_dir / "summary.json").unlink()
     run_train("killed", **options)
     first, second = (json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (whole, killed))
     assert first == second
 
 
-def test_drafts_that_are_drawn_are_drawn_by_seed(run_train: RunTrain) -> None:
+def test_sampled_drafts_in_validation_depend_on_the_seed(run_train: RunTrain) -> None:
     drafter = {"kind": "draft_model", "num_layers": 1, "temperature": 1.0}
     base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": drafter}
     runs = run_train("often", **base, validate_every=1), run_train("once", **base)
@@ -170,7 +170,7 @@ def test_drafts_that_are_drawn_are_drawn_by_seed(run_train: RunTrain) -> None:
     assert summaries[0] == summaries[1]
 
 
-def test_a_finished_drafter_takes_over_how_it_is_to_draft_now(run_train: RunTrain, target: HFTarget) -> None:
+def test_a_finished_drafter_gets_changed_options_of_drafting(run_train: RunTrain, target: HFTarget) -> None:
     run = run_train(replace_drafter={"kind": "medusa", "num_heads": 3, "tree_nodes": 5})
     before = load_file(run.drafter_dir / "model.safetensors")
     for _ in range(2):
@@ -207,6 +207,8 @@ def test_prompts_fit_a_draft_model_of_a_shorter_context(run_train: RunTrain, tin
         ({"validate_every": 2}, "validation_texts is 0"),
     ],
 )
-def test_what_cannot_be_held_out_is_told_before_training(run_train: RunTrain, options: dict[str, int], words: str) -> None:
+def test_impossible_held_out_texts_are_an_error_before_training(
+    run_train: RunTrain, options: dict[str, int], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         run_train(**options)

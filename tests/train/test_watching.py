@@ -1,6 +1,4 @@
-"""A training that watches itself: what decoding accepts, spikes, trackers that fail, steps divided
-otherwise after a resume.
-"""
+"""Monitoring of training: the best drafter, patience, spikes, and changed divisions."""
 
 import json
 import logging
@@ -36,8 +34,9 @@ MEASURED = {"validation_texts": 4, "validation_tokens": 4, "validate_every": 2, 
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Let measurements give these tokens per step, one after the other; a list gets the number of
-    each.
+    """Return a function that sets the tokens per step of the next validations.
+
+    It returns a list to which each validation appends its number.
     """
 
     def script(*values: float | None) -> list[int]:
@@ -64,7 +63,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def state_of(run: Run, step: int) -> dict[str, torch.Tensor]:
-    """The drafter's weights in the checkpoint of a step."""
+    """Read the drafter's weights in the checkpoint of a step."""
     state = torch.load(run.train_dir / f"checkpoints/step-{step:08d}/state.pt")["model"]
     return {name.removeprefix("drafter."): value for name, value in state.items()}
 
@@ -75,7 +74,7 @@ def is_of_step(run: Run, step: int) -> bool:
     return all(torch.equal(value, state[name]) for name, value in exported.items())
 
 
-def test_the_best_drafter_outlives_its_checkpoint_and_is_what_the_run_leaves(
+def test_the_best_drafter_is_kept_after_its_checkpoint_and_exported(
     run_train: RunTrain, measure: Any, target: HFTarget
 ) -> None:
     measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
@@ -91,7 +90,7 @@ def test_the_best_drafter_outlives_its_checkpoint_and_is_what_the_run_leaves(
     assert all(torch.equal(value, weights(run)[name]) for name, value in weights(few).items())
 
 
-def test_another_export_of_a_finished_run_costs_no_step(run_train: RunTrain, measure: Any, spy: Any) -> None:
+def test_another_export_of_a_finished_run_trains_no_step(run_train: RunTrain, measure: Any, spy: Any) -> None:
     taken = measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
     run = run_train(**MEASURED, drafter={"kind": "spy"})
     steps = spy.calls
@@ -114,7 +113,8 @@ def test_training_ends_when_tokens_per_step_have_peaked_and_stays_ended(run_trai
     assert is_of_step(run, 8)
     lines = read_records(run.train_dir / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [2, 4, 5, 6, 8]
-    for lost in ("nothing", "summary.json"):  # finished, or killed before its result was written
+    # a finished run, and one killed before its result was written
+    for lost in ("nothing", "summary.json"):
         (run.train_dir / lost).unlink(missing_ok=True)
         run_train(**options, patience=2)
         assert (spy.calls, len(taken)) == (8, 4), lost
@@ -136,7 +136,7 @@ def test_an_interrupted_run_remembers_its_measurements(run_train: RunTrain, meas
     assert steps == [2, 4, 6]
 
 
-def test_a_run_that_begins_anew_forgets_the_best_of_the_one_before(run_train: RunTrain, measure: Any) -> None:
+def test_a_new_run_ignores_the_best_drafter_of_the_run_before(run_train: RunTrain, measure: Any) -> None:
     measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
     run = run_train(**MEASURED)
     for folder in (run.train_dir / "checkpoints", run.drafter_dir):
@@ -158,20 +158,18 @@ def spiked(call: int, batch: DrafterBatch) -> float:
 
 
 @pytest.mark.usefixtures("short_memory")
-def test_a_spike_is_told_with_step_and_texts_and_training_goes_on(
-    run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_spike_is_a_warning_with_step_and_texts(run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture) -> None:
     spy.on_loss = staticmethod(spiked)
     with caplog.at_level(logging.WARNING):
         run = run_train(steps=12, log_every=6, drafter={"kind": "spy"}, checkpoint_every=100)
-    (told,) = [record.message for record in caplog.records if "spike" in record.message]
-    assert "at step 8, whose texts are text-" in told
-    assert told.count("text-") == 4
+    (message,) = [record.message for record in caplog.records if "spike" in record.message]
+    assert "at step 8, whose texts are text-" in message
+    assert message.count("text-") == 4
     assert summary(run)["steps"] == 12
 
 
 @pytest.mark.usefixtures("short_memory")
-def test_a_spike_stops_the_run_where_that_is_asked_for_and_nothing_is_saved_after_it(run_train: RunTrain, spy: Any) -> None:
+def test_a_spike_with_on_spike_stop_ends_the_run_without_a_checkpoint(run_train: RunTrain, spy: Any) -> None:
     spy.on_loss = staticmethod(spiked)
     options = {"steps": 12, "log_every": 6, "drafter": {"kind": "spy"}, "checkpoint_every": 3}
     with pytest.raises(ValueError, match=r"spike of \d.* at step 8, whose texts are text-.*step-00000006.*on_spike=warn"):
@@ -181,7 +179,7 @@ def test_a_spike_stops_the_run_where_that_is_asked_for_and_nothing_is_saved_afte
     assert summary(run)["steps"] == 12, "the remedy works"
 
 
-def test_the_same_texts_divided_otherwise_go_on_to_the_same_drafter(
+def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(
     run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     unbroken = run_train("unbroken", drafter={"kind": "spy"}, batch_size=4)
@@ -192,24 +190,23 @@ def test_the_same_texts_divided_otherwise_go_on_to_the_same_drafter(
     run = run_train("broken", drafter={"kind": "spy"}, batch_size=2, gradient_accumulation=2)
     assert_close(run, unbroken)
     assert records(run)[-1]["tokens_seen"] == records(unbroken)[-1]["tokens_seen"]
-    (told,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
+    (message,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
     assert (
         "1 process x gradient_accumulation 2 x batch_size 2, where it was 1 process x gradient_accumulation 1 x batch_size 4"
-        in told
+        in message
     )
-    assert "every step still reads the same 4 texts" in told
+    assert "every step still reads the same 4 texts" in message
     with pytest.raises(ValueError, match=r"train\.batch_size \(was 2, is 8\)"):
         run_train("broken", drafter={"kind": "spy"}, batch_size=8)
 
 
-def test_other_texts_per_step_go_on_at_the_same_text(
+def test_another_number_of_texts_per_step_resumes_at_the_same_text(
     run_train: RunTrain, spy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
     with pytest.raises(SystemExit):
         run_train(drafter={"kind": "spy"}, batch_size=4)
-    # As if two processes had made the three steps: 24 texts, the 22 of the first epoch and two of
-    # the second.
+    # Like three steps of two processes: 24 texts, the 22 of the first epoch and two of the second.
     (*_, last) = complete_checkpoints(tmp_path / "run/train/checkpoints")
     marker = json.loads((last / "complete.json").read_text())
     marker["num_processes"] = marker["run"]["num_processes"] = 2
@@ -220,9 +217,9 @@ def test_other_texts_per_step_go_on_at_the_same_text(
     monkeypatch.setattr(BatchStream, "_rows", lambda self, start, count: read.append(start) or rows(self, start, count))
     run = run_train(drafter={"kind": "spy"}, batch_size=4)
     assert read == [24, 28, 32]
-    (told,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
-    assert "a step reads 4 texts and no longer 8; the order stays, from text 3 of epoch 2 on" in told
-    assert "the 3 steps left read 12 texts and not 24" in told
+    (message,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
+    assert "a step reads 4 texts and no longer 8; the order stays, from text 3 of epoch 2 on" in message
+    assert "the 3 steps left read 12 texts and not 24" in message
     assert summary(run)["steps"] == 6
 
 

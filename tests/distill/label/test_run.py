@@ -191,7 +191,7 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
     other_data = write_conversations(tmp_path / "more.jsonl", 9)
     with pytest.raises(ValueError, match="another run") as error:
         run(other_config, other_data, other, folder)
-    fields = ("target.weights_sha256", "horizon (was 4, is 3)", "features (was 'last_hidden', is 'none')", "data.path was ")
+    fields = ("target.name_or_path was", "horizon (was 4, is 3)", "features (was 'last_hidden', is 'none')", "data.path was ")
     for field in fields:
         assert field in str(error.value)
     with pytest.raises(ValueError, match=r"distill\.shard_examples"):

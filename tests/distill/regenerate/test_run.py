@@ -303,9 +303,8 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
     with pytest.raises(ValueError, match="another run") as error:
         run(other_config, other_data, other, folder)
     for field in (
-        "target.weights_sha256",
-        "target.tokenizer_sha256",
-        "chat_template_sha256",
+        "target.name_or_path was",
+        "data.chat_template changed",
         "max_tokens (was 120, is 110)",
         "data.path was",
         "sampling.temperature (was 1.0, is 0.5)",

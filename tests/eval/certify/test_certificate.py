@@ -1,4 +1,4 @@
-"""`outrider certify`: passes what is sound, fails what isn't, and writes down both."""
+"""The command `outrider certify`: correct decoders pass, and wrong ones fail."""
 
 import json
 from functools import partial
@@ -60,9 +60,7 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
 
 
 @pytest.mark.slow
-def test_a_compiled_target_is_certified_in_that_form(
-    decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # traced and run, without a C++ compiler
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     result = CliRunner().invoke(app, [*decoding, "--compiled"])
@@ -72,12 +70,10 @@ def test_a_compiled_target_is_certified_in_that_form(
     assert all("float32 compiled, " in line["subject"] for line in certificate["lines"])
 
 
-def test_target_and_drafter_are_certified_as_replayed_graphs(
+def test_a_graphed_certificate_replays_target_and_drafter(
     decoding: list[str], tiny_target: HFTarget, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What an evaluation measures is both: a target that is replayed beside a drafter that isn't is
-    another decoder.
-    """
+    """An evaluation replays both. A replayed target beside an eager drafter is another decoder."""
     recorders: list[ReplayingRecorder] = []
 
     def make_recorder() -> ReplayingRecorder:
@@ -90,7 +86,7 @@ def test_target_and_drafter_are_certified_as_replayed_graphs(
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
     save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
-    arguments = [str(tmp_path / "drafter") if each == str(tiny_drafter_dir) else each for each in decoding]
+    arguments = [str(tmp_path / "drafter") if word == str(tiny_drafter_dir) else word for word in decoding]
     result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
@@ -139,7 +135,7 @@ def test_a_target_that_misreads_trees_fails_in_any_precision(
 
 
 @pytest.mark.parametrize("mistake", ["temperature", "drafts accepted too often"])
-def test_samples_of_another_distribution_fail(
+def test_samples_of_another_distribution_fail_the_certificate(
     decoding: list[str], mistake: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = {
@@ -176,7 +172,7 @@ def test_the_rules_are_certified_and_a_lossy_rule_is_not(monkeypatch: pytest.Mon
     assert {line["passed"] for line in lines if line["subject"].startswith(("speculative", "the sampler"))} == {False}
 
 
-def test_half_a_request_is_refused(tiny_target_dir: Path) -> None:
+def test_an_incomplete_request_is_refused(tiny_target_dir: Path) -> None:
     result = CliRunner().invoke(app, ["--target", str(tiny_target_dir)])
     assert "--target and --drafter go together" in str(result.exception)
     result = CliRunner().invoke(app, ["--no-rules"])
@@ -196,7 +192,7 @@ class Absent:
 
 
 @pytest.mark.usefixtures("few_cases")
-def test_numbers_that_are_none_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_probabilities_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify, "_rule", Absent)
     enumerated = [line for line in certify.certify_rules() if line.subject.startswith("speculative")]
     assert len(enumerated) == 6

@@ -1,6 +1,4 @@
-"""Batches: their seconds are counted once, half a batch is no measurement, and a decoder broken in
-batches only is caught.
-"""
+"""Batches of prompts: seconds, interrupted runs, and decoders with bugs in batches."""
 
 import json
 from collections import defaultdict
@@ -55,7 +53,7 @@ def read(output_dir: Path) -> list[EvalRecord]:
         return list(file.records.values())
 
 
-def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Evaluate, tmp_path: Path) -> None:
+def test_each_batch_size_is_compared_with_plain_decoding_at_the_same_size(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path / "eval")
     assert [(row["batch_size"], row["method"]) for row in rows] == [
         (1, "baseline"),
@@ -68,32 +66,32 @@ def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Ev
     assert rows[2]["tokens_per_step"] == 1.0
     assert rows[2]["num_tokens"] == rows[0]["num_tokens"]
     assert all(values["speedup"] is not None for values in rows[1]["by_category"].values())
-    # Three prompts of three categories share a batch: who can say whose seconds they were?
+    # Three prompts of three categories share a batch, so no category has seconds.
     assert [name for name, values in rows[3]["by_category"].items() if values["speedup"] is not None] == ["of e"]
     together: dict[Any, list[str]] = defaultdict(list)
     for record in read(tmp_path / "eval"):
         if record.batch_size == 3 and not record.profiled:
             together[record.method, record.turn, record.batch].append(record.prompt_id)
     for method in ("baseline", "redrafter"):
-        # The long prompt makes room for the next one; who has no second turn leaves the batch.
+        # The next prompt replaces the long one. A prompt without a second turn leaves the batch.
         assert together[method, 0, 0] == ["a", "c", "d"]
         assert together[method, 1, 0] == ["a", "d"]
         assert together[method, 0, 1] == together[method, 1, 1] == ["e"]
-    # What a row accepts is counted as if it were alone. (What it reads may be padded to the largest
-    # tree beside it.)
+    # A row's accepted tokens are counted as if it were alone. The tokens that it reads may be
+    # padded to the largest tree of the batch.
     counts: dict[Any, list[Any]] = defaultdict(list)
     for record in read(tmp_path / "eval"):
         numbers = (record.token_ids, record.accepted_histogram, record.truncated, record.prompt_sha256)
         counts[record.prompt_id, record.turn, record.method].append(numbers)
     assert len(counts) == 2 * 7
-    assert all(len(each) >= 2 and each.count(each[0]) == len(each) for each in counts.values())
+    assert all(len(values) >= 2 and values.count(values[0]) == len(values) for values in counts.values())
     pictures = sorted(path.name for path in (tmp_path / "eval").glob("*.png"))
     assert pictures == ["spec_bench-b3.png", "spec_bench.png"]
     assert "greedy, batch size 3" in (tmp_path / "eval" / "table.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
+def test_a_run_killed_within_a_batch_measures_only_that_batch_again(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "eval"
@@ -108,8 +106,8 @@ def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(measure, "time_generation", counted)
-    # Three rows of the baseline, three of the drafter, two and two of their second turns, then
-    # single ones.
+    # Three rows of the baseline, three of the drafter, two and two of their second turns, then the
+    # single prompts.
     for num_kept, missing in ((4, [3, 2, 2, 1, 1, 1, 1]), (8, [2, 1, 1, 1, 1]), (0, [3, 3, 2, 2, 1, 1, 1, 1])):
         (folder / "records.jsonl").write_bytes(b"".join(whole[:num_kept]) + whole[num_kept][:20])
         sizes.clear()
@@ -120,14 +118,14 @@ def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
         assert {record.key: record.token_ids for record in read(folder)} == answers
 
 
-def test_a_line_taken_out_of_a_batch_takes_its_batch_with_it(make_record: MakeRecord, tmp_path: Path) -> None:
+def test_a_batch_with_a_missing_line_is_dropped(make_record: MakeRecord, tmp_path: Path) -> None:
     rows = [make_record(prompt_id=str(index), batch_size=2, batch=index // 2, num_rows=2) for index in range(4)]
     path = tmp_path / "records.jsonl"
     with RecordFile(path) as file:
         file.append(*rows)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[1:]))
-    for _ in range(2):  # it is gone from the file as well
+    for _ in range(2):  # The second reading shows that the line is gone from the file too.
         with RecordFile(path) as file:
             assert list(file.records.values()) == rows[2:]
     assert path.read_text() == "".join(lines[2:])
@@ -140,8 +138,9 @@ def test_a_batch_of_no_or_too_many_rows_is_refused(make_record: MakeRecord) -> N
 
 
 def batch(make_record: MakeRecord, seconds: float, steps: list[int], index: int = 0, **changes: Any) -> list[EvalRecord]:
-    """A batch whose rows took so many steps of a token each; a quarter of its seconds is the
-    prefill's.
+    """Return the records of a batch. Row i took `steps[i]` steps of one token.
+
+    The prefill took a quarter of the seconds.
     """
     return [
         make_record(
@@ -165,13 +164,13 @@ def test_the_seconds_of_a_batch_are_counted_once(make_record: MakeRecord) -> Non
     assert stats.tokens_per_step(records) == 1.0
 
 
-def test_a_speedup_of_batches_draws_whole_batches(make_record: MakeRecord) -> None:
+def test_the_bootstrap_of_a_batched_speedup_draws_whole_batches(make_record: MakeRecord) -> None:
     plain = batch(make_record, 2.0, [9, 9]) + batch(make_record, 6.0, [9, 9], index=1)
     drafted = batch(make_record, 1.0, [9, 9], method="d") + batch(make_record, 2.0, [9, 9], index=1, method="d")
     point, interval = stats.speedup(plain, drafted, seed=0)
     assert point == pytest.approx(8 / 3)
     assert interval == (pytest.approx(2.0), pytest.approx(3.0))
-    # Four prompts, but one batch, which says nothing about others.
+    # Four prompts, but one batch: too few for an interval.
     assert stats.speedup(plain[:2], drafted[:2], seed=0) == (pytest.approx(2.0), None)
 
 
@@ -195,28 +194,26 @@ def test_answers_are_compared_within_their_batch_size(make_record: MakeRecord) -
     plain = make_record(token_ids=[4, 5, 7], batch_size=2)
     drafted = make_record(token_ids=[4, 5, 6], batch_size=2, method="d")
     same = make_record(token_ids=[4, 5, 7], batch_size=2, method="e")
-    found = find_mismatches([single, plain, drafted, same])
-    assert [(mismatch.record.method, mismatch.record.batch_size) for mismatch in found] == [("baseline", 2), ("d", 2)]
+    mismatches = find_mismatches([single, plain, drafted, same])
+    assert [(mismatch.record.method, mismatch.record.batch_size) for mismatch in mismatches] == [("baseline", 2), ("d", 2)]
     with pytest.raises(ValueError, match="no baseline record of the same prompt"):
         find_mismatches([single, drafted])
 
 
-def test_plain_decoding_in_batches_is_compared_with_that_of_single_prompts_where_they_are_the_same(
+def test_batched_plain_decoding_is_compared_with_plain_decoding_of_single_prompts(
     make_record: MakeRecord,
 ) -> None:
-    """Else a mistake that all methods make in batches would pass for the target's answer."""
+    """Without it, an error common to all methods in batches would pass for the target's answer."""
     single = make_record(token_ids=[4, 5, 6])
     wrong = make_record(token_ids=[4, 5, 7], batch_size=2)
     other_prompt = make_record(token_ids=[4, 5, 7], batch_size=2, prompt_sha256="ff", turn=1)
-    found = find_mismatches([single, wrong, make_record(turn=1), other_prompt])
-    assert [mismatch.record for mismatch in found] == [wrong]
+    mismatches = find_mismatches([single, wrong, make_record(turn=1), other_prompt])
+    assert [mismatch.record for mismatch in mismatches] == [wrong]
     assert find_mismatches([wrong, other_prompt]) == []
 
 
 class WrongBesideOthers(GreedyAcceptance):
-    """Broken on purpose: where a tree is verified for several rows, the first one gets the token of
-    the second.
-    """
+    """Decoder with a bug: in a batch's verify step, row 0 gets the token of row 1."""
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         right = super().__call__(tree, output, generator=generator)
@@ -227,7 +224,7 @@ class WrongBesideOthers(GreedyAcceptance):
         )
 
 
-def test_a_decoder_that_is_wrong_in_batches_only_is_caught_there(
+def test_a_decoder_that_is_wrong_only_in_batches_is_caught(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "GreedyAcceptance", WrongBesideOthers)
@@ -236,7 +233,7 @@ def test_a_decoder_that_is_wrong_in_batches_only_is_caught_there(
 
 
 class WrongForAll(GreedyAcceptance):
-    """Broken on purpose: several rows get each other's tokens, whether anything was drafted or not."""
+    """Decoder with a bug: the rows of a batch swap tokens, also in plain decoding."""
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         right = super().__call__(tree, output, generator=generator)
@@ -247,25 +244,25 @@ class WrongForAll(GreedyAcceptance):
         )
 
 
-def test_where_plain_decoding_is_wrong_nothing_has_a_speedup(
+def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "eval", profile_prompts=0)
     assert [is_broken(row) for row in rows] == [False, False, True, True]
     assert rows[3]["lossless_label"].startswith("NO: plain decoding is wrong")
-    assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
+    assert all(values["speedup"] is None for values in rows[3]["by_category"].values())
 
 
 @pytest.mark.slow
-def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
+def test_batched_plain_decoding_is_audited_if_no_prompt_was_decoded_alone(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All methods share the mistake, so that their answers agree."""
+    """All methods have the same bug, so their answers agree."""
     options: dict[str, Any] = {"batch_sizes": [3], "profile_prompts": 0}
     rows = run_tiny(tmp_path / "right", **options)
     assert [row["lossless_label"] for row in rows] == ["yes", "yes"]
-    # three prompts, two of two turns
+    # three prompts, two of them with two turns
     assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5
     monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "wrong", **options)
@@ -274,8 +271,8 @@ def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
 
 
 @pytest.mark.slow
-def test_a_batch_size_is_added_to_a_finished_run_and_none_taken_away(run_tiny: Evaluate, tmp_path: Path) -> None:
-    """What is there stays as it was measured."""
+def test_a_batch_size_can_be_added_to_a_finished_run_but_not_removed(run_tiny: Evaluate, tmp_path: Path) -> None:
+    """The existing records stay unchanged."""
     folder = tmp_path / "eval"
     before = run_tiny(folder, batch_sizes=[3])
     lines = (folder / "records.jsonl").read_bytes()
@@ -293,14 +290,14 @@ def test_a_batch_size_is_added_to_a_finished_run_and_none_taken_away(run_tiny: E
     assert len(read_groups([folder])[0].runs[0].rows) == len(rows)
 
 
-def test_the_last_group_of_a_suite_counts_with_the_rows_that_it_has(make_record: MakeRecord) -> None:
-    """Three prompts in batches of two: the third has a batch for itself."""
+def test_the_smaller_last_batch_of_a_suite_is_counted(make_record: MakeRecord) -> None:
+    """Three prompts in batches of two: the third prompt has a batch of one."""
     records = batch(make_record, 2.0, [9, 4]) + batch(make_record, 1.0, [9], index=1)
     assert stats.tokens_per_second(records) == 25 / 3.0
     assert stats.answer_tokens_per_second(records) == 25 / (2.0 + 2.0 + 1.0)
     assert stats.rows_per_step(records) == (9 + 4 + 9) / (9 + 9)
 
 
-def test_batches_are_audited_and_not_held_to_the_last_digit() -> None:
+def test_batches_are_audited_instead_of_compared_token_by_token() -> None:
     assert is_exact("float32")
     assert not is_exact("float32", batch_size=2)

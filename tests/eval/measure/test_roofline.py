@@ -1,4 +1,4 @@
-"""The roofline counts what a step reads, and measures a speed that a machine can have."""
+"""The roofline: the bytes that a step reads, and the measured memory bandwidth."""
 
 from typing import Any
 
@@ -38,15 +38,15 @@ def test_half_precision_halves_the_bytes() -> None:
     assert weight_bytes(Tied(tied=True).bfloat16()) == 2 * (8 * 8 + 8 * 100)
 
 
-def test_measured_bandwidth_is_plausible_and_a_given_one_is_kept(tiny_target: HFTarget) -> None:
+def test_measured_bandwidth_is_plausible_and_a_configured_one_is_kept(tiny_target: HFTarget) -> None:
     assert 0.05 < measure_bandwidth(1 << 20, torch.device("cpu")) < 100_000
-    given = measure_roofline(tiny_target.model, tiny_target.device, 20.0)
-    assert given.given
-    assert given.tokens_per_second == 20e9 / given.weight_bytes
+    configured = measure_roofline(tiny_target.model, tiny_target.device, 20.0)
+    assert configured.given
+    assert configured.tokens_per_second == 20e9 / configured.weight_bytes
     assert not measure_roofline(tiny_target.model, tiny_target.device).given
 
 
-def test_the_cache_is_known_or_said_to_be_unknown() -> None:
+def test_the_cache_size_is_a_number_or_marked_as_unknown() -> None:
     size = cache_bytes(torch.device("cpu"))
     assert size is None or 1 << 15 <= size <= 1 << 34
     assert not Roofline(weight_bytes=1, bandwidth_gbs=1.0, given=True, cache_bytes=None).fits_in_cache
@@ -54,9 +54,9 @@ def test_the_cache_is_known_or_said_to_be_unknown() -> None:
 
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a made-up accelerator does in turn.
+    """Replace the accelerator by a fake one and return its operations in order.
 
-    Its tensors hold nothing; 40 ms lie between any two of its events.
+    Its tensors are empty. Two consecutive events are 40 ms apart.
     """
     done: list[str] = []
 
@@ -82,8 +82,8 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_an_accelerator_reads_many_times_between_two_events_of_its_own(timeline: list[str]) -> None:
-    """One read timed by the host would have its launch, a copy and a wait in it."""
+def test_an_accelerator_is_timed_by_its_events_over_many_reads(timeline: list[str]) -> None:
+    """A single read timed by the host would include a launch, a copy and a wait."""
     device = torch.device("meta")
     bandwidth = measure_bandwidth(1 << 40, device)
     assert bandwidth == pytest.approx(MAX_ACCELERATOR_BYTES / (0.040 / NUM_QUEUED_READS) / 1e9)
@@ -98,11 +98,11 @@ def test_a_buffer_is_halved_until_it_fits_into_free_memory(monkeypatch: pytest.M
     sizes: list[int] = []
 
     def ones(*shape: int, device: torch.device) -> torch.Tensor:
-        made = allocate(*shape, device=device)
-        sizes.append(made.nbytes)
-        if made.nbytes > 1 << 30:
+        tensor = allocate(*shape, device=device)
+        sizes.append(tensor.nbytes)
+        if tensor.nbytes > 1 << 30:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return made
+        return tensor
 
     monkeypatch.setattr(torch, "ones", ones)
     assert measure_bandwidth(1 << 40, torch.device("meta")) == pytest.approx((1 << 30) / 0.004 / 1e9)

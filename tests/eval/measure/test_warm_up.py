@@ -1,6 +1,4 @@
-"""A warm-up visits every shape that answers come to, so that nothing is recorded while one of them
-is timed.
-"""
+"""The warm-up: it visits every shape, so no graph is recorded in a timed answer."""
 
 import json
 from collections import Counter
@@ -34,25 +32,25 @@ NEW_TOKENS = 40
 
 @pytest.fixture
 def suites(tmp_path: Path) -> list[SuiteConfig]:
-    """Short prompts, and long ones of two turns, behind which the cache has no room yet."""
+    """Write short prompts, and long ones of two turns that exceed the first cache size."""
     lengths = {"short": [("a" * size,) for size in (3, 9, 20)], "long": [("b" * 70, "c" * 30), ("d" * 90, "e")]}
-    made = []
+    configs = []
     for name, prompts in lengths.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"id": str(index), "turns": turns}) + "\n" for index, turns in enumerate(prompts)))
-        made.append(SuiteConfig(name=name, path=str(path)))
-    return made
+        configs.append(SuiteConfig(name=name, path=str(path)))
+    return configs
 
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """How many recordings were made while an answer was measured (True) and otherwise."""
-    made: Counter[bool] = Counter()
+    """Count the recordings made while an answer was measured (True) and otherwise (False)."""
+    counts: Counter[bool] = Counter()
     depth = 0
 
     class Counting(ReplayingRecorder):
         def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-            made[depth > 0] += 1
+            counts[depth > 0] += 1
             return super().__call__(function)
 
     measured = Bench._records
@@ -69,14 +67,14 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     monkeypatch.setattr(graphs, "CudaGraphRecorder", Counting)
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 1000)
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
-    return made
+    return counts
 
 
 @pytest.fixture
 def evaluate_graphed(
     tiny_target: HFTarget, suites: list[SuiteConfig], tmp_path: Path
 ) -> Callable[..., list[measure.EvalRecord]]:
-    """Plain decoding and a ReDrafter, both replayed."""
+    """Evaluate plain decoding and a ReDrafter, both with CUDA graphs."""
 
     def run(tree_nodes: int | None = 6, **changes: Any) -> Any:
         torch.manual_seed(0)
@@ -92,7 +90,7 @@ def evaluate_graphed(
 
 @pytest.mark.parametrize("tree_nodes", [6, pytest.param(None, marks=pytest.mark.slow)], ids=["one size", "buckets"])
 @pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=pytest.mark.slow)])
-def test_nothing_is_recorded_while_an_answer_is_measured(
+def test_no_graph_is_recorded_while_an_answer_is_measured(
     sizes: list[int], tree_nodes: int | None, evaluate_graphed: Callable[..., Any], recordings: Counter[bool]
 ) -> None:
     rows = evaluate_graphed(tree_nodes, batch_sizes=sizes)
@@ -102,7 +100,7 @@ def test_nothing_is_recorded_while_an_answer_is_measured(
 
 
 @pytest.mark.slow
-def test_without_the_visits_recordings_are_in_the_times(
+def test_without_a_warm_up_graphs_are_recorded_during_the_measurement(
     evaluate_graphed: Callable[..., Any], recordings: Counter[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "visit", lambda *arguments: None)
@@ -110,7 +108,7 @@ def test_without_the_visits_recordings_are_in_the_times(
     assert recordings[True] > 3
 
 
-def test_an_eager_target_is_spared_the_visits(
+def test_an_eager_target_has_no_warm_up_of_shapes(
     tiny_target: HFTarget, tiny_drafter_dir: Path, suites: list[SuiteConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "visit", None)
@@ -126,13 +124,13 @@ class Nodes(NullDrafter):
 def test_every_extent_and_number_of_rows_is_a_shape_and_the_largest_comes_first() -> None:
     plain, tree = Nodes(0), Nodes(5)
     shapes = shapes_of({plain: {1}, tree: {1, 2}}, Lengths(shortest=3, longest=20), extent_step=8, context_length=100)
-    found = {(shape.drafter, shape.num_rows): [] for shape in shapes}
+    actual = {(shape.drafter, shape.num_rows): [] for shape in shapes}
     for shape in shapes:
         extent = shape.length + 1 + shape.drafter.max_nodes
         assert extent % 8 == 0
-        found[shape.drafter, shape.num_rows].append(extent)
+        actual[shape.drafter, shape.num_rows].append(extent)
     # Behind 3 tokens a plain step reads 4 columns, and one with a tree 9; behind 20 it is up to 26.
-    assert found == {(tree, 2): [32, 24, 16], (tree, 1): [32, 24, 16], (plain, 1): [32, 24, 16, 8]}
+    assert actual == {(tree, 2): [32, 24, 16], (tree, 1): [32, 24, 16], (plain, 1): [32, 24, 16, 8]}
     assert (shapes[0].drafter, shapes[0].num_rows) == (tree, 2)
     small = shapes_of({tree: {1}}, Lengths(shortest=3, longest=20), extent_step=8, context_length=20)
     assert max(shape.length for shape in small) == 18, "the prompt leaves room for two tokens"
@@ -142,17 +140,17 @@ def test_a_drafter_in_buckets_has_a_shape_for_each_size_of_its_trees(tiny_target
     options = {"kind": "redrafter", "beam_width": 4, "beam_length": 5, "tree_padding": "bucket"}
     drafter = build_drafter(parse_drafter(options), tiny_target)
     shapes = shapes_of({drafter: {1}}, Lengths(shortest=3, longest=5), extent_step=64, context_length=100)
-    found = sorted((shape.num_nodes, shape.length + 1 + shape.num_nodes) for shape in shapes)
-    assert found == [(nodes, 64) for nodes in (4, 8, 12, 16, 20)]
+    actual = sorted((shape.num_nodes, shape.length + 1 + shape.num_nodes) for shape in shapes)
+    assert actual == [(nodes, 64) for nodes in (4, 8, 12, 16, 20)]
 
 
-def test_batches_come_to_full_ones_a_last_one_and_powers_of_two() -> None:
+def test_warmed_batch_sizes_are_the_full_the_last_and_powers_of_two() -> None:
     assert reachable_sizes(1, 30) == {1}
     assert reachable_sizes(8, 30) == {8, 6, 4, 2, 1}
     assert reachable_sizes(12, 24) == {12, 8, 4, 2, 1}
 
 
-def test_texts_are_as_long_as_their_turns_with_answers_in_between(tiny_target: HFTarget, suites: list[SuiteConfig]) -> None:
+def test_the_length_of_a_text_includes_its_turns_and_answers(tiny_target: HFTarget, suites: list[SuiteConfig]) -> None:
     prompts = [load_suite(suite.name, suite.path, None, 0, None) for suite in suites]
     lengths = text_lengths(prompts, tiny_target.tokenizer, max_new_tokens=NEW_TOKENS, context_length=1024)
     assert lengths.shortest <= 3 + 2
@@ -161,10 +159,10 @@ def test_texts_are_as_long_as_their_turns_with_answers_in_between(tiny_target: H
     assert lengths.longest < 70, "prompts that have no room are never answered"
 
 
-def test_a_shape_that_does_not_fit_into_memory_is_left_out_and_the_rest_is_warm_again(
+def test_a_shape_that_does_not_fit_into_memory_is_left_out_and_the_rest_is_warmed(
     tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ran out of memory gave all caches back, and recordings with them."""
+    """After an out-of-memory error all caches and their recordings are freed."""
     taken: list[tuple[int, int]] = []
 
     def take(target: Any, drafter: Any, rule: Any, prompts: list[torch.Tensor], **options: Any) -> Any:

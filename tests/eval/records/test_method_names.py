@@ -1,4 +1,4 @@
-"""Readers see kinds and settings; records keep their keys."""
+"""Names of methods: readers see kinds and settings, and records keep their keys."""
 
 from typing import Any
 
@@ -36,11 +36,11 @@ def shown(*methods: MethodFacts) -> list[str]:
         ("redrafter tuned beam_width=2", "ReDrafter, 2 beams, tuned"),
     ],
 )
-def test_a_key_alone_is_put_into_words(key: str, name: str) -> None:
+def test_a_key_without_settings_has_a_readable_name(key: str, name: str) -> None:
     assert name_of_key(key) == name
 
 
-def test_settings_show_the_shape_of_the_tree_that_the_drafter_has_anyway() -> None:
+def test_a_name_includes_the_drafters_default_tree_shape() -> None:
     assert shown(method("redrafter"), method("redrafter beam_length=3", {"beam_length": 3})) == [
         "ReDrafter, 4 beams of 5",
         "ReDrafter, 4 beams of 3",
@@ -55,10 +55,10 @@ def test_two_drafters_of_a_kind_are_named_by_the_options_that_differ() -> None:
 
 def test_alike_drafters_are_named_by_their_training_and_then_by_their_folders() -> None:
     trainings = [{"labels": labels, "steps": 500} for labels in ("distilled", "text")]
-    pair = [method(f"redrafter {index}", weights=str(index), training=each) for index, each in enumerate(trainings)]
+    pair = [method(f"redrafter {index}", weights=str(index), training=training) for index, training in enumerate(trainings)]
     assert shown(*pair) == ["ReDrafter (distilled), 4 beams of 5", "ReDrafter (not distilled), 4 beams of 5"]
     steps = [{"labels": "distilled", "steps": number} for number in (500, 2000)]
-    pair = [method(f"redrafter {index}", weights=str(index), training=each) for index, each in enumerate(steps)]
+    pair = [method(f"redrafter {index}", weights=str(index), training=training) for index, training in enumerate(steps)]
     assert shown(*pair) == ["ReDrafter (500 steps), 4 beams of 5", "ReDrafter (2,000 steps), 4 beams of 5"]
     twins = [method(f"redrafter {name}/drafter", weights=name, training=steps[0]) for name in ("one", "two")]
     assert shown(*twins) == ["ReDrafter (one), 4 beams of 5", "ReDrafter (two), 4 beams of 5"]
@@ -66,7 +66,7 @@ def test_alike_drafters_are_named_by_their_training_and_then_by_their_folders() 
     assert shown(*runs) == ["ReDrafter (one), 4 beams of 5", "ReDrafter (two), 4 beams of 5"]
 
 
-def test_only_drafters_that_are_still_alike_get_further_words() -> None:
+def test_only_drafters_with_equal_names_get_more_words() -> None:
     training = {"labels": "distilled", "steps": 1}
     text = {**training, "labels": "text"}
     names = shown(

@@ -1,4 +1,4 @@
-"""Records survive a kill, and a line that cannot be one is named."""
+"""The file of records: it survives a kill, and an error names an invalid line."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ def write(path: Path, records: list[EvalRecord]) -> None:
             file.append(record)
 
 
-def test_what_is_written_is_read_back_equal(tmp_path: Path, make_record: MakeRecord) -> None:
+def test_written_records_are_read_back_unchanged(tmp_path: Path, make_record: MakeRecord) -> None:
     phases = PhaseSeconds(draft=0.1, verify=0.2, accept=0.3)
     records = [make_record(category="Schreiben ü\n"), make_record(phase_seconds=phases), make_record(turn=1, context_from="x")]
     write(tmp_path / "records.jsonl", records)
@@ -33,7 +33,7 @@ def test_a_line_torn_by_a_kill_is_dropped_and_can_be_written_again(tmp_path: Pat
     first, second = make_record(), make_record(turn=1)
     write(path, [first, second])
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + lines[1][:kept])  # -1 loses just the newline
+    path.write_bytes(lines[0] + lines[1][:kept])  # -1 removes only the newline
     with RecordFile(path) as file:
         assert list(file.records.values()) == [first]
         file.append(second)

@@ -1,4 +1,4 @@
-"""What a folder may be asked for beside what it has, and what makes it another evaluation."""
+"""Config changes that extend an evaluation's folder, and those that need another folder."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,14 +45,14 @@ def tuned(*places: list[float], **methods: dict[str, Any]) -> dict[str, Any]:
         {"batch_sizes": [1, 4, 8], **tuned([0.0, 1], [0.0, 4], off={**METHOD, "setting": None, "places": [[0.0, 8]]})},
     ],
 )
-def test_more_of_an_evaluation_is_the_same_one(info: RunInfo, changes: dict[str, Any]) -> None:
-    asked = {**CONFIG, **changes}
-    assert differences(info.config, info.within(asked)) == {}
-    assert replace(info, config=asked).config_digest == info.config_digest, "its records would be refused"
+def test_an_extended_config_is_the_same_evaluation(info: RunInfo, changes: dict[str, Any]) -> None:
+    requested = {**CONFIG, **changes}
+    assert differences(info.config, info.within(requested)) == {}
+    assert replace(info, config=requested).config_digest == info.config_digest, "its records would be refused"
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"suites": {"b": "2"}}, "suites.a (was '1', is None)"),
         ({"suites": {"a": "2"}}, "suites.a (was '1', is '2')"),
@@ -67,8 +67,8 @@ def test_more_of_an_evaluation_is_the_same_one(info: RunInfo, changes: dict[str,
         ({"seed": 2}, "seed (was 1, is 2)"),
     ],
 )
-def test_less_or_something_else_is_another_one(info: RunInfo, changes: dict[str, Any], told: str) -> None:
-    assert any(text.startswith(told) for text in differences(info.config, info.within({**CONFIG, **changes})).values())
+def test_a_smaller_or_changed_config_is_another_evaluation(info: RunInfo, changes: dict[str, Any], message: str) -> None:
+    assert any(text.startswith(message) for text in differences(info.config, info.within({**CONFIG, **changes})).values())
 
 
 def test_a_description_that_lacks_something_is_refused(info: RunInfo) -> None:

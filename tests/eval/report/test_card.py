@@ -1,4 +1,4 @@
-"""The model card: figures of this drafter's own evaluations, and nothing that no file tells."""
+"""The model card: it has only figures and facts from this drafter's files."""
 
 import ast
 import json
@@ -79,7 +79,7 @@ def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evalu
         model_card(other, CardOptions(evaluations=[evaluation]))
 
 
-def test_options_changed_since_they_were_measured_are_told(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_the_card_names_options_changed_after_the_measurement(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "changed"))
     config = json.loads((changed / "config.json").read_text())
     before = config["drafter"]["beam_length"]
@@ -117,7 +117,7 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
         model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
 
 
-def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
+def test_unknown_facts_are_marked_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
     card = model_card(tiny_drafter_dir, CardOptions())
     assert "No evaluation is part of this card" in card
     assert "Drafter: not stated" in card
@@ -144,7 +144,7 @@ def test_names_and_licence_reach_front_matter_and_commands(tiny_drafter_dir: Pat
     assert "Drafter: apache-2.0." in card
 
 
-def test_a_certificate_is_told_line_by_line(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_lists_a_certificate_line_by_line(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     weights = sha256_file(tiny_drafter_dir / "model.safetensors")
     path = write_certificate(tmp_path / "certificate.json", drafters={"redrafter": weights})
     card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
@@ -176,12 +176,12 @@ def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir,
         ({"passed": False}, "passed: the verdict contradicts the lines"),
     ],
 )
-def test_a_certificate_that_says_nothing_or_was_altered_is_refused(tiny_drafter_dir, tmp_path, changes, message):
+def test_an_empty_or_altered_certificate_is_refused(tiny_drafter_dir, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         model_card(tiny_drafter_dir, CardOptions(certificate=write_certificate(tmp_path / "c.json", **changes)))
 
 
-def test_a_failed_certificate_is_not_told_as_a_good_one(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_shows_a_failed_certificate_as_failed(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     failed = [{"subject": "redrafter", "method": "tokens", "num_cases": 3, "result": "1 differs", "passed": False}]
     path = write_certificate(tmp_path / "c.json", passed=False, lines=failed)
     card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
@@ -214,7 +214,7 @@ def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir
         ({"kind": "draft_model", "path": None}, None),
     ],
 )
-def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_path, drafter, name):
+def test_the_card_names_the_initial_weights_of_the_training(tiny_drafter_dir, tmp_path, drafter, name):
     shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
     data = {"source": "stdlib", "path": None, "max_length": 512}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": drafter}))
@@ -223,8 +223,8 @@ def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_p
     assert lines == ([f"- Started from: the weights of {name}, not from random ones"] if name else [])
 
 
-def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, tmp_path, monkeypatch):
-    """A run's paths are relative to where it was started, which is seldom where it is packaged."""
+def test_a_path_that_looks_like_a_hub_name_is_left_out_of_the_card(tiny_drafter_dir, tmp_path, monkeypatch):
+    """A run's paths are relative to its working directory, and not to that of packaging."""
     run = tmp_path / "outputs" / "demo"
     shutil.copytree(tiny_drafter_dir, run / "drafter")
     (tmp_path / "private" / "old").mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, 
 
 
 @pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "\x00"])
-def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, text):
+def test_a_run_with_an_invalid_configuration_is_refused(tiny_drafter_dir, tmp_path, text):
     shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
@@ -244,12 +244,12 @@ def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, t
 
 
 @pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
-def test_what_would_write_into_the_card_what_it_isnt_is_refused(options):
+def test_options_that_would_inject_text_into_the_card_are_refused(options):
     with pytest.raises(ValueError, match="give"):
         CardOptions(**options)
 
 
-def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_gives_the_cost_of_the_training(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
     facts = {
         "steps": 500,
@@ -288,7 +288,7 @@ ENGINES_BY_KIND = {
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_every_kind_has_a_card_whose_code_can_be_parsed(kind: str, tiny_target: HFTarget, tmp_path: Path) -> None:
+def test_the_code_on_the_card_of_every_kind_can_be_parsed(kind: str, tiny_target: HFTarget, tmp_path: Path) -> None:
     config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
     save_drafter(build_drafter(parse_drafter(config), tiny_target), tmp_path / "drafter", tiny_target.identity)
     card = model_card(tmp_path / "drafter", CardOptions())

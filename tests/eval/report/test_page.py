@@ -1,6 +1,4 @@
-"""The report: nothing that the records don't say, nothing mixed that can't be compared, and one
-file that needs no other.
-"""
+"""The report: one page of figures from the records, with comparable runs together."""
 
 import json
 import re
@@ -57,11 +55,11 @@ WriteRun = Callable[..., Path]
 
 @pytest.fixture
 def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
-    """An evaluation's folder: two prompts, plain decoding in 1 s each (or both together), and
-    `methods`, options by name, in half of that.
+    """Return a function that writes an evaluation's folder of two prompts.
 
-    The answers of `wrong` methods differ from plain decoding's, of which the audit explains those
-    to `noise`. `row` is what the summary's rows have instead.
+    Plain decoding takes 1 s for each prompt, or for both in one batch. The `methods`, options by
+    name, take half of that. The answers of `wrong` methods differ from plain decoding's. The audit
+    explains the differences of the prompts `noise`. `row` replaces values in the summary's rows.
     """
 
     def write(
@@ -96,23 +94,24 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
         records = two_answers(make_record, shared, list(methods), wrong, profiled or {})
         audits = {
-            each.answer_digest: Audit(
+            wrong_record.answer_digest: Audit(
                 deficit=0.0 if batch_size > 1 else 0.1,
                 position=4,
                 noise=0.1,
                 ends_rightly=True,
-                within_noise=batch_size > 1 or each.prompt_id in noise,
+                within_noise=batch_size > 1 or wrong_record.prompt_id in noise,
             )
-            for each in records
-            if each.method in wrong or batch_size > 1
+            for wrong_record in records
+            if wrong_record.method in wrong or batch_size > 1
         }
-        made = {method: DrafterFacts(parameters=10, training=facts(label)) for method, label in (labels or {}).items()}
+        drafters = {method: DrafterFacts(parameters=10, training=facts(label)) for method, label in (labels or {}).items()}
         nothing: Changes = {"out_of_memory": [], "without_profile": [], "unaudited": []}
-        found = Facts(drafters=made, num_turns={"mt_bench": 2}, audits=audits, **nothing)
+        run_facts = Facts(drafters=drafters, num_turns={"mt_bench": 2}, audits=audits, **nothing)
         directory = tmp_path / name
         directory.mkdir(parents=True)
         write_json(directory / "run.json", asdict(info))
-        write_json(directory / "summary.json", [{**each, **(row or {})} for each in rows_of(records, info, found)])
+        summary = [{**values, **(row or {})} for values in rows_of(records, info, run_facts)]
+        write_json(directory / "summary.json", summary)
         return directory
 
     return write
@@ -121,7 +120,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
 def two_answers(
     make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes
 ) -> list[EvalRecord]:
-    """Timed and profiled answers of all methods to two prompts."""
+    """Return the timed and profiled answers of all methods to two prompts."""
     records = []
     for prompt, category in (("81", "writing"), ("82", "math")):
         common: Changes = {"prompt_id": prompt, "category": category, **shared}
@@ -146,7 +145,7 @@ def facts(labels: str) -> Changes:
 
 
 class Page(HTMLParser):
-    """A page's sections and tables as text; a tag that is not closed where it should be fails."""
+    """Text of a page's sections and tables. A tag that is closed in the wrong place fails."""
 
     VOID = frozenset({"meta"})
 
@@ -177,7 +176,7 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             assert self.open.pop() == tag
         if tag == "figcaption":
-            # sections share captions; the first is that of the results
+            # Sections share captions. The first one belongs to the results.
             while self.caption in self.tables:
                 self.caption += "'"
             self.tables[self.caption] = []
@@ -210,7 +209,7 @@ def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_r
 
 
 def test_padding_that_the_target_reads_saves_nothing(write_run: WriteRun, tmp_path: Path) -> None:
-    """14 draft tokens of a tree that is padded to 20, where its beams have 20: everything was read."""
+    """A tree of 14 draft tokens padded to 20, as many as its beams have, saves no read."""
     for folder, read, saved in (("full", 20, "0%"), ("bucket", 16, "20%"), ("exact", 14, "30%")):
         counts = TreeTokens(separate=[20, 20], shared=[14, 14], read=[read, read])
         run = write_run(folder, profiled={"tree_tokens": counts, "num_draft_tokens": 2 * read})
@@ -225,25 +224,25 @@ def test_the_evaluations_of_this_repository_make_a_report(name: str, tmp_path: P
     """Their figures are those of the records beside them."""
     directory = REPOSITORY / "benchmarks" / "demo" / name
     assert "g1-prefixes" in report(tmp_path / "report", directory).ids
-    found = read_dataclass(Facts, directory / "facts.json")
+    run_facts = read_dataclass(Facts, directory / "facts.json")
     records = read_records(directory / "records.jsonl").values()
-    rows = rows_of(records, read_info(directory / "run.json"), found)
+    rows = rows_of(records, read_info(directory / "run.json"), run_facts)
     for row, written in zip(rows, read_rows(directory), strict=True):
         assert row["method"] == written["method"]
         for name in ("speedup", "speedup_ci95", "tokens_per_step", "tokens_per_step_ci95", "tokens_per_second"):
             assert row[name] == pytest.approx(written[name])
 
 
-def test_a_section_without_its_records_is_named_and_not_filled_in(write_run: WriteRun, tmp_path: Path) -> None:
+def test_a_section_without_records_is_listed_as_absent(write_run: WriteRun, tmp_path: Path) -> None:
     empty = {"time_split": None, "tree_tokens": None, "by_category": {}, "roofline_fraction": None}
     page = report(tmp_path / "report", write_run("one", row=empty))
     assert [name for name in page.ids if name.startswith("g1-")] == ["g1-speedup", "g1-accepted", "g1-environment"]
     absent = page.text.split("Not in these records")[1]
-    for told in ("By category", "Batch size", "Distillation", "Shared prefixes", "Where the time goes", "Roofline"):
-        assert told in absent
+    for title in ("By category", "Batch size", "Distillation", "Shared prefixes", "Where the time goes", "Roofline"):
+        assert title in absent
 
 
-def test_a_wrong_or_lossy_method_has_no_speedup_and_one_that_draws_has_its_own(write_run: WriteRun, tmp_path: Path) -> None:
+def test_a_wrong_or_lossy_method_has_no_speedup_and_a_lossless_sampler_has_one(write_run: WriteRun, tmp_path: Path) -> None:
     broken = report(tmp_path / "broken", write_run("one", wrong=[DRAFTER]))
     assert broken.tables["mt_bench, greedy, batch size 1"][2][2] == "not lossless NO (2 of 2 prompts)"
     assert "2.00x" not in broken.source
@@ -259,7 +258,7 @@ def test_a_wrong_or_lossy_method_has_no_speedup_and_one_that_draws_has_its_own(w
     assert (line[2], line[4]) == ("2.00x not lossless", "no, by rule")
 
 
-def test_noise_of_the_arithmetic_costs_no_speedup(write_run: WriteRun, tmp_path: Path) -> None:
+def test_differences_within_numeric_noise_keep_the_speedup(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one", wrong=[DRAFTER], noise=["81", "82"]))
     assert page.tables["mt_bench, greedy, batch size 1"][2][2:] == ["2.00x 2.00 to 2.00", "10.0", "within noise (2)"]
     assert "not lossless" not in page.text
@@ -275,7 +274,7 @@ def test_runs_of_another_environment_or_target_get_chapters_of_their_own(write_r
     assert "this one differs in max_new_tokens." in page.text
 
 
-def test_the_same_cell_measured_twice_is_told_apart_and_never_averaged(write_run: WriteRun, tmp_path: Path) -> None:
+def test_two_measurements_of_one_cell_are_never_averaged(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("a/eval"), write_run("b/eval"))
     labels = [line[0] for line in page.tables["mt_bench, greedy, batch size 1"][1:]]
     assert labels == [
@@ -301,11 +300,11 @@ def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_meas
         return {f"redrafter beam_width={width} beam_length=3": {"beam_width": width, "beam_length": 3} for width in widths}
 
     page = report(tmp_path / "report", write_run("one", options(1, 4)), write_run("four", options(4), batch_size=4))
-    each = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s of each answer"]
-    assert each == [
+    cells = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s of each answer"]
+    assert cells == [
         ["", "plain", "width 1", "width 4"],
         ["batch size 1", "5.0", "10.0", "10.0"],
-        ["batch size 4", "5.0", "-", "10.0"],  # of two prompts, which are all that there are
+        ["batch size 4", "5.0", "-", "10.0"],  # only two prompts exist
     ]
     whole = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s x batch, of all answers"]
     assert whole[2] == ["batch size 4", "10.0", "-", "20.0"]
@@ -330,20 +329,20 @@ def test_both_ways_to_read_beams_are_set_side_by_side(write_run: WriteRun, tmp_p
     ]
 
 
-def test_what_drafters_learned_is_read_from_their_training(write_run: WriteRun, tmp_path: Path) -> None:
+def test_the_training_of_drafters_is_read_from_their_facts(write_run: WriteRun, tmp_path: Path) -> None:
     folders = ("one/drafter", "two/drafter")
     methods = {f"redrafter {folder} beam_width={width}": {"beam_width": width} for width in (1, 4) for folder in folders}
     labels = {name: "distilled" if folders[0] in name else "text" for name in methods}
     page = report(tmp_path / "report", write_run("one", methods, labels=labels))
     section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
-    found = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
-    assert found == [
+    rows = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
+    assert rows == [
         *(("distilled", "ReDrafter, 1 beam"), ("not distilled", "ReDrafter, 1 beam")),
         *(("distilled", "ReDrafter, 4 beams"), ("not distilled", "ReDrafter, 4 beams")),
     ]
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_records_say(write_run: WriteRun, tmp_path: Path) -> None:
+def test_the_page_needs_no_other_file_and_escapes_the_records(write_run: WriteRun, tmp_path: Path) -> None:
     directory = write_run("one", {"<script>alert(1)</script>": {}})
     page = report(tmp_path / "report", directory)
     assert not re.findall(r"<(?:script|link|img|iframe)|url\(|@import|src=|https?://", page.source)
@@ -393,7 +392,7 @@ def test_a_report_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_intervals_of_batches_are_told_to_be_theirs_and_few_of_anything_to_be_few(write_run: WriteRun, tmp_path: Path) -> None:
+def test_notes_name_intervals_of_batches_and_too_few_batches_or_prompts(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
     few = "too few for a reliable interval"
     assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
@@ -402,8 +401,8 @@ def test_intervals_of_batches_are_told_to_be_theirs_and_few_of_anything_to_be_fe
     assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
 
 
-def test_drafters_of_different_runs_or_of_several_like_ones_are_no_pair(write_run: WriteRun, tmp_path: Path) -> None:
-    """Which belong together would be decided by the order of the folders."""
+def test_drafters_of_different_runs_or_ambiguous_ones_are_not_paired(write_run: WriteRun, tmp_path: Path) -> None:
+    """Only the order of the folders would decide the pairs."""
     methods = {label: {f"redrafter {label}/drafter": {"beam_width": 4}} for label in ("distilled", "text")}
     labels = {f"redrafter {folder}/drafter": folder.removeprefix("b/") for folder in ("distilled", "text", "b/text")}
     apart = [write_run(label, methods[label], labels=labels) for label in methods]

@@ -1,4 +1,4 @@
-"""Judges can read the answers: their formats field by field, and every method's on its own."""
+"""Files for judges: their formats field by field, with one file for each method."""
 
 import json
 import re
@@ -41,12 +41,12 @@ def test_mt_bench_answers_are_those_of_fastchats_judge(
     folder = answers_of(tiny_target, tiny_drafter_dir, tmp_path, [SuiteConfig(name="mt_bench", path=path, limit=2)])
     files = sorted((folder / "mt_bench").iterdir())
     assert [file.name for file in files] == ["baseline.jsonl", "redrafter_beam_width=1.jsonl"]
-    asked = load_suite("mt_bench", path, limit=2).prompts
+    prompts = load_suite("mt_bench", path, limit=2).prompts
     plain, drafted = map(read_lines, files)
     with RecordFile(tmp_path / "records.jsonl") as file:
         tokens = {(r.prompt_id, r.turn): r.token_ids for r in file.records.values() if r.method == "baseline"}
     for lines, model in ((plain, "baseline"), (drafted, "redrafter_beam_width=1")):
-        assert [line["question_id"] for line in lines] == [int(prompt.id) for prompt in asked]
+        assert [line["question_id"] for line in lines] == [int(prompt.id) for prompt in prompts]
         for line in lines:
             assert list(line) == ["question_id", "answer_id", "model_id", "choices", "tstamp"]
             assert line["model_id"] == model
@@ -64,12 +64,12 @@ def test_alpaca_eval_answers_are_its_judges_model_outputs(
     path = str(shared_data / "alpaca_eval" / "alpaca_eval.jsonl")
     suite = SuiteConfig(name="alpaca_eval", path=path, limit=3)
     folder = answers_of(tiny_target, tiny_drafter_dir, tmp_path, [suite], batch_sizes=[2])
-    asked = load_suite("alpaca_eval", path, limit=3).prompts
+    prompts = load_suite("alpaca_eval", path, limit=3).prompts
     for name in ("baseline", "redrafter_beam_width=1"):
         outputs = json.loads((folder / "alpaca_eval-b2" / f"{name}.json").read_text())
         assert [list(output) for output in outputs] == [["instruction", "output", "generator", "dataset"]] * 3
         assert [(output["instruction"], output["dataset"]) for output in outputs] == [
-            (prompt.turns[0], prompt.category) for prompt in asked
+            (prompt.turns[0], prompt.category) for prompt in prompts
         ]
         assert {output["generator"] for output in outputs} == {name}
         assert all(isinstance(output["output"], str) for output in outputs)
@@ -89,12 +89,12 @@ def test_other_suites_have_plain_lines_and_each_temperature_a_folder(
     assert (second["id"], second["category"], len(second["answers"])) == ("b", "x", 1)
     before = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
     answers_of(tiny_target, tiny_drafter_dir, tmp_path / "out", suites, **options)
-    # times are the records'
+    # times come from the records
     assert {file: file.read_bytes() for file in folder.rglob("*.jsonl")} == before
     assert len(before) == 8
 
 
-def test_a_prompt_with_a_skipped_turn_is_left_out_and_told(
+def test_a_prompt_with_a_skipped_turn_is_left_out_and_logged(
     make_record: MakeRecord, questions: Path, tiny_target: HFTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     suite = load_suite("mt_bench", str(questions))

@@ -1,4 +1,4 @@
-"""A wrong token is found, and only noise passes for noise."""
+"""Lossless checks: every wrong token is reported, and the audit accepts only numeric noise."""
 
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ def test_the_first_differing_token_is_found_also_where_one_answer_is_longer(make
     same = make_record(method="same", token_ids=[4, 5, 6])
     other = make_record(method="other", token_ids=[4, 7, 6])
     longer = make_record(method="longer", token_ids=[4, 5, 6, 7], accepted_histogram=[3], num_verify_tokens=3)
-    found = find_mismatches([plain, same, other, longer])
-    assert [(mismatch.record.method, mismatch.position) for mismatch in found] == [("other", 1), ("longer", 3)]
+    mismatches = find_mismatches([plain, same, other, longer])
+    assert [(mismatch.record.method, mismatch.position) for mismatch in mismatches] == [("other", 1), ("longer", 3)]
 
 
 def test_a_baseline_that_disagrees_with_itself_is_found(make_record: MakeRecord) -> None:
-    found = find_mismatches([make_record(token_ids=[4, 5, 6]), make_record(token_ids=[4, 5, 7], repeat=1)])
-    assert [mismatch.position for mismatch in found] == [2]
+    mismatches = find_mismatches([make_record(token_ids=[4, 5, 6]), make_record(token_ids=[4, 5, 7], repeat=1)])
+    assert [mismatch.position for mismatch in mismatches] == [2]
 
 
 def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord) -> None:
@@ -40,7 +40,7 @@ def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord
         find_mismatches([make_record(method="d")])
 
 
-def test_only_full_precision_is_held_to_the_very_tokens() -> None:
+def test_only_greedy_full_precision_requires_equal_tokens() -> None:
     assert [is_exact(dtype) for dtype in ("float32", "torch.float64", "torch.bfloat16")] == [True, True, False]
     assert not any(is_exact(dtype, temperature=0.7) for dtype in ("float32", "float64", "bfloat16"))
 
@@ -80,9 +80,7 @@ def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTar
     assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
 
 
-def test_right_tokens_are_no_right_answer_unless_it_ends_where_plain_decoding_ends(
-    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_must_end_where_plain_decoding_ends(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = sampled(tiny_target, 1.0, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 32, "temperature": 1.0, "seed": 3}
     assert audit(tiny_target, PROMPT, tokens, **options).within_noise
@@ -101,7 +99,7 @@ def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> 
     steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24)
     tokens = [token for step in steps for token in step.tokens[0]]
     result = audit(target, prompt, tokens, max_new_tokens=24)
-    assert result.deficit == 0.0  # token by token is how plain decoding read it
+    assert result.deficit == 0.0  # plain decoding read it token by token too
     assert 0.0 < result.noise < 0.5
 
 
@@ -118,13 +116,13 @@ def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
 @pytest.mark.parametrize(
     "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float64", "bfloat16"))]
 )
-def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dtype: str) -> None:
+def test_the_audit_uses_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dtype: str) -> None:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
     for temperature in (0.5, 1.0, 2.0):
         tokens = sampled(target, temperature, seed=3)
         options: dict[str, Any] = {"max_new_tokens": 32, "temperature": temperature}
         result = audit(target, PROMPT, tokens, seed=3, **options)
-        # the division by the clocks rounds otherwise than the difference of logarithms
+        # the division by the clocks and the difference of logarithms round differently
         assert result.deficit < 1e-6
         assert result.within_noise
         assert not audit(target, PROMPT, tokens, seed=4, **options).within_noise
@@ -135,8 +133,9 @@ def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, d
 def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
     tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below
-    the best one's.
+    """The test moves the clock of the second candidate.
+
+    Its score is then a millionth, or a thousandth, below the best score.
     """
     tokens = sampled(tiny_target, 1.0, seed=3)
     logits = tiny_target.model(PROMPT).logits[0, -1]

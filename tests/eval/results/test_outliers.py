@@ -1,4 +1,4 @@
-"""A stall of the machine is seen, and what is merely slow, short or long is not taken for one."""
+"""Outliers: a stall of the machine is one, and a slow, short or long answer is not."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ def answers(make_record: MakeRecord, seconds_per_step: list[float], num_steps: i
     ]
 
 
-def test_stalls_are_found_the_worst_first_also_where_there_are_several(make_record: MakeRecord) -> None:
-    found = find_outliers(answers(make_record, [1.0, 1.1, 4.0, 0.9, 1.0, 9.0, 1.0]))
-    assert [(outlier.prompt_ids, outlier.turn, outlier.repeat) for outlier in found] == [(["5"], 0, 0), (["2"], 0, 0)]
-    assert [outlier.seconds_per_step for outlier in found] == [9.0, 4.0]
-    assert [outlier.ratio for outlier in found] == [9.0, 4.0]
+def test_several_stalls_are_listed_worst_first(make_record: MakeRecord) -> None:
+    outliers = find_outliers(answers(make_record, [1.0, 1.1, 4.0, 0.9, 1.0, 9.0, 1.0]))
+    assert [(outlier.prompt_ids, outlier.turn, outlier.repeat) for outlier in outliers] == [(["5"], 0, 0), (["2"], 0, 0)]
+    assert [outlier.seconds_per_step for outlier in outliers] == [9.0, 4.0]
+    assert [outlier.ratio for outlier in outliers] == [9.0, 4.0]
 
 
 def test_an_answer_of_many_steps_or_with_a_long_prefill_is_no_outlier(make_record: MakeRecord) -> None:
@@ -29,13 +29,13 @@ def test_an_answer_of_many_steps_or_with_a_long_prefill_is_no_outlier(make_recor
     assert find_outliers(records) == []
 
 
-def test_a_spread_that_is_usual_and_a_narrow_one_have_no_outliers(make_record: MakeRecord) -> None:
+def test_a_usual_and_a_narrow_spread_have_no_outliers(make_record: MakeRecord) -> None:
     assert find_outliers(answers(make_record, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])) == []
-    # Of no deviation at all, but not half as much again.
+    # The spread is zero, but the last value is less than 1.5 times the others.
     assert find_outliers(answers(make_record, [1.0, 1.0, 1.0, 1.0, 1.0, 1.4])) == []
 
 
-def test_few_answers_answers_without_steps_and_profiled_ones_say_nothing(make_record: MakeRecord) -> None:
+def test_few_answers_answers_without_steps_and_profiled_ones_have_no_outliers(make_record: MakeRecord) -> None:
     assert find_outliers(answers(make_record, [1.0, 1.0, 1.0, 50.0])) == []
     assert find_outliers([make_record(prompt_id=str(index), accepted_histogram=[]) for index in range(9)]) == []
     phases = PhaseSeconds(draft=0.0, verify=0.0, accept=0.0)

@@ -1,4 +1,4 @@
-"""The numbers of the table, against values computed by eye."""
+"""Numbers of the table, compared with values computed by hand."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_tokens_per_step_leaves_the_prefill_out_on_both_sides(make_record: MakeR
     assert stats.tokens_per_step([record, make_record(accepted_histogram=[1])]) == 8 / 4
 
 
-def test_tokens_per_step_counts_what_was_emitted_where_the_limit_cut_a_path(make_record: MakeRecord) -> None:
+def test_tokens_per_step_counts_the_emitted_tokens_of_a_cut_path(make_record: MakeRecord) -> None:
     record = make_record(accepted_histogram=[0, 0, 2], token_ids=[1, 2, 3, 4, 5], num_verify_tokens=4)
     assert stats.tokens_per_step([record]) == 4 / 2
     assert stats.mean_accepted(record.accepted_histogram) == 2.0
@@ -79,7 +79,7 @@ def test_the_interval_covers_the_spread_of_prompts_and_narrows_with_their_number
 
 
 def test_turns_and_repeats_of_a_prompt_stay_together_in_the_bootstrap(make_record: MakeRecord) -> None:
-    # One prompt measured four times is still one prompt, and says nothing about others.
+    # One prompt measured four times is still one prompt: too few for an interval.
     plain = [make_record(turn=turn, repeat=repeat) for turn in (0, 1) for repeat in (0, 1)]
     assert stats.speedup(plain, plain, seed=0) == (1.0, None)
 

@@ -1,4 +1,4 @@
-"""Other programs read what a reader sees, whatever stands in a name."""
+"""Tables for other programs: they keep the table's numbers with any name of a method."""
 
 import csv
 import dataclasses
@@ -24,7 +24,7 @@ ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_by
 
 @pytest.fixture
 def records(make_record: MakeRecord) -> list[EvalRecord]:
-    """Six prompts; the drafter takes half the time, and stalls once."""
+    """Return records of six prompts. The drafter takes half the time and stalls once."""
     result = []
     for index in range(6):
         common: dict[str, Any] = {"prompt_id": str(index)}
@@ -54,7 +54,7 @@ def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> Non
     assert (float(drafted["speedup_ci95_low"]), float(drafted["speedup_ci95_high"])) == interval
     assert (plain["speedup_ci95_low"], plain["rho"], plain["time_draft"]) == ("", "", "")
     assert (drafted["batch_size"], drafted["num_skipped"], drafted["num_outliers"]) == ("1", "2", "1")
-    assert None not in drafted  # as many cells as heads
+    assert None not in drafted  # as many cells as column headers
     assert None not in drafted.values()
 
 
@@ -70,14 +70,14 @@ def test_latex_has_one_line_of_as_many_cells_per_row(rows: list[Row]) -> None:
     assert all(line.startswith("% ") for line in after)
 
 
-def test_what_is_special_to_latex_is_printed_and_not_obeyed(rows: list[Row]) -> None:
+def test_special_characters_of_latex_are_escaped(rows: list[Row]) -> None:
     name = latex_table(rows).splitlines()[6].split(" & ")[3:-5]
     assert name[0].startswith(r"redrafter a|b\_c/50\%, ")
     assert not re.search(r"(?<!\\)[%&$#_]", "".join(name))
     assert r"\textbackslash" in "".join(name)
 
 
-def test_markdown_keeps_its_columns_whatever_a_name_holds(rows: list[Row]) -> None:
+def test_markdown_keeps_its_columns_with_any_name(rows: list[Row]) -> None:
     lines = [line for line in markdown(rows).splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {18}
     assert r"redrafter a\|b_c/50%," in lines[3]
@@ -90,7 +90,7 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
     assert "{#1} [bold]~^<i>*" in screen.getvalue()
 
 
-def test_outliers_are_named_in_the_summary_and_told(rows: list[Row]) -> None:
+def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     assert rows[0]["outliers"] == []
     assert rows[1]["outliers"] == [
         {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 20.0},
@@ -102,18 +102,18 @@ def test_outliers_are_named_in_the_summary_and_told(rows: list[Row]) -> None:
     assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
 
 
-def test_batch_sizes_share_no_lines(records: list[EvalRecord]) -> None:
+def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
     batched = [dataclasses.replace(record, batch_size=2, batch=int(record.prompt_id) // 2, num_rows=2) for record in records]
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench")], batch_sizes=[1, 2])
     rows = build_rows([*records, *batched], [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={}, drafters={})
     assert [row["batch_size"] for row in csv.DictReader(StringIO(csv_table(rows)))] == ["1", "1", "2", "2"]
     assert len(re.findall(r"^mt\\_bench & 0 & [12] ", latex_table(rows), re.MULTILINE)) == 4
-    # Two prompts share their seconds, so the batch is twice as fast; of plain decoding, it reaches
-    # the same part.
+    # Two prompts share their seconds, so the batch is twice as fast. It reaches the same fraction
+    # of the roofline.
     assert rows[2]["tokens_per_second"] == 2 * rows[0]["tokens_per_second"]
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
     assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
-    told = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
-    assert len(told) == 1
-    assert told[0].startswith("mt_bench, greedy, batch size 2 ")
+    notes = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("mt_bench, greedy, batch size 2 ")

@@ -1,4 +1,4 @@
-"""What a reader is told: rows, table, notes and plot."""
+"""Results of an evaluation: rows, table, notes and plot."""
 
 import dataclasses
 import json
@@ -37,8 +37,9 @@ ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_by
 
 @pytest.fixture
 def records(make_record: MakeRecord) -> list[EvalRecord]:
-    """Two prompts of two categories; the drafter takes half the baseline's time and emits two
-    tokens a step.
+    """Return records of two prompts of two categories.
+
+    The drafter takes half the baseline's time and emits two tokens a step.
     """
     result = []
     for prompt, category in (("81", "writing"), ("82", "math")):
@@ -102,7 +103,7 @@ def test_a_wrong_answer_has_no_speedup_anywhere(records: list[EvalRecord], tmp_p
     assert (tmp_path / "plot.png").exists()
 
 
-def test_differences_within_low_precision_noise_keep_the_speedup_and_are_told(records: list[EvalRecord]) -> None:
+def test_differences_within_low_precision_noise_keep_the_speedup_and_are_noted(records: list[EvalRecord]) -> None:
     noisy = Mismatch(record=records[5], position=1, within_noise=True)
     plain, drafted = rows_of(records, [noisy], dtype="bfloat16")
     assert drafted["speedup"] == pytest.approx(2.0)
@@ -120,7 +121,7 @@ def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(recor
     assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 0}
 
 
-def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
+def test_skipped_turns_are_noted(records: list[EvalRecord]) -> None:
     rows = rows_of(records, [], num_skipped={("mt_bench", 0.0, 1): 3})
     assert rows[0]["num_skipped"] == 3
     assert any("3 turns were SKIPPED" in note for note in footnotes(rows))
@@ -137,7 +138,7 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
     )
 
 
-def test_parameters_are_counted_in_three_digits_or_so(records: list[EvalRecord]) -> None:
+def test_parameter_counts_are_rounded_to_about_three_digits(records: list[EvalRecord]) -> None:
     shown = []
     for number in (850, 1_440_000, 33_500, 2_000_000_000):
         facts = DrafterFacts(parameters=number, training=None)
@@ -151,8 +152,9 @@ def test_parameters_are_counted_in_three_digits_or_so(records: list[EvalRecord])
 
 @pytest.fixture
 def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
-    """The same at temperature 0.7, where the drafter's drafts are drawn at random and its answers
-    are others.
+    """Return the same records at temperature 0.7 too.
+
+    There the drafter samples its drafts, so its answers differ.
     """
     return [
         dataclasses.replace(record, temperature=0.7, drawn=record.method != "baseline", token_ids=record.token_ids[::-1])
@@ -210,7 +212,7 @@ def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list
     assert "…" not in text
 
 
-def test_the_headline_names_the_fastest_lossless_method_and_doubts_what_may_be_chance(records: list[EvalRecord]) -> None:
+def test_the_headline_names_the_fastest_lossless_method_and_marks_uncertain_gains(records: list[EvalRecord]) -> None:
     rows = rows_of(records, [])
     assert headline(rows) == "Fastest on mt_bench, greedy: ReDrafter. 2.00x plain decoding, 2.00 tokens per step."
     rows[1]["speedup_ci95"] = (0.8, 2.5)
@@ -241,7 +243,7 @@ def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRec
     assert not any(note.startswith("Loops") for note in footnotes(old)), "summaries of older versions lack the count"
 
 
-def test_a_roofline_of_weights_that_fit_the_cache_says_so(records: list[EvalRecord]) -> None:
+def test_a_note_names_a_roofline_of_weights_that_fit_the_cache(records: list[EvalRecord]) -> None:
     cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, given=False, cache_bytes=2**25)
     assert cached.tokens_per_second == 2000.0
     assert any("fit into the cache (34 MB)" in note for note in footnotes(rows_of(records, [], roofline=cached)))

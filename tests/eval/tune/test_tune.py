@@ -1,4 +1,4 @@
-"""Tuning: a replay takes the very steps of decoding, and the choice follows from what was measured."""
+"""Tuning: replays take the same steps as decoding, and measurements decide the choice."""
 
 import json
 import logging
@@ -67,16 +67,16 @@ def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: fl
     torch.manual_seed(0)
     drafter: Any = None if kind == "oracle" else build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target).eval()
     answered = answered_by(tiny_target, temperature, () if drafter is None else drafter.feature_layers)
-    drafter = drafter or OracleDrafter([each.answer.tolist() for each in answered], [1, 3, 2], tiny_target.vocab_size)
+    drafter = drafter or OracleDrafter([item.answer.tolist() for item in answered], [1, 3, 2], tiny_target.vocab_size)
     rule = acceptance_rule("exact", temperature)
     real = run(tiny_target, drafter, rule, answered, timed=False)
     replayed = run(ReplayTarget(answered, tiny_target.vocab_size), drafter, rule, answered, timed=True)
     assert replayed.passes == tuple(
-        replace(each, own_seconds=again.own_seconds, verify_seconds=again.verify_seconds)
-        for each, again in zip(real.passes, replayed.passes, strict=True)
+        replace(step, own_seconds=again.own_seconds, verify_seconds=again.verify_seconds)
+        for step, again in zip(real.passes, replayed.passes, strict=True)
     )
     assert (replayed.num_tokens, replayed.num_steps) == (real.num_tokens, real.num_steps)
-    assert real.num_tokens == sum(len(each.answer) - 1 for each in answered)
+    assert real.num_tokens == sum(len(item.answer) - 1 for item in answered)
     assert kind not in ("oracle", "draft_model", "medusa") or real.tokens_per_step > 1, "something was accepted"
     assert replayed.own_seconds > 0
 
@@ -95,7 +95,7 @@ def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: H
         assert {name: value for name, value in options.items() if name in settings[0]}.items() <= settings[0].items()
 
 
-def test_a_grid_grows_where_its_edge_is_best_and_nowhere_else() -> None:
+def test_a_grid_is_extended_only_at_an_edge_with_the_best_setting() -> None:
     grid = {"depth": (2, 3, 7), "top_k": (1, 8), "tree_nodes": (None, 4, 60)}
     assert extended(grid, {"depth": 3, "top_k": 1, "tree_nodes": None}) == grid, "there is no width below 1"
     assert extended(grid, {"depth": 7, "top_k": 8, "tree_nodes": 60}) == {
@@ -116,9 +116,9 @@ def test_a_grid_grows_where_its_edge_is_best_and_nowhere_else() -> None:
 def guessed(
     tiny_target: HFTarget, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """Tuning in which a function of the setting says how fast it is, in place of a replay.
+    """Return a function that tunes with a function from setting to speed instead of replays.
 
-    Returns what was tried, in order of rounds, and what was chosen.
+    It returns the tried settings in the order of rounds, and the chosen setting.
     """
 
     def guess(kind: str, speed_of: Callable[[dict[str, Any]], float], settings: Any = None) -> dict[str, Any]:
@@ -147,8 +147,9 @@ def guessed(
 
 
 def near(**best: int) -> Callable[[dict[str, Any]], float]:
-    """Speeds that fall by a share for each doubling or halving that an option lacks of its best
-    value.
+    """Return a speed function with its maximum at the setting `best`.
+
+    The speed falls with the distance in doublings or halvings of each option.
     """
 
     def speed_of(setting: dict[str, Any]) -> float:
@@ -162,22 +163,22 @@ def test_a_grid_is_extended_upwards_until_the_best_lies_inside(
     guessed: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    found = guessed("eagle3", near(depth=14, top_k=8, tree_nodes=240))
-    assert found["chosen"] == {"depth": 14, "top_k": 8, "tree_nodes": 240}
-    depths, nodes = ({setting[name] for setting in found["rounds"][1]} for name in ("depth", "tree_nodes"))
+    result = guessed("eagle3", near(depth=14, top_k=8, tree_nodes=240))
+    assert result["chosen"] == {"depth": 14, "top_k": 8, "tree_nodes": 240}
+    depths, nodes = ({setting[name] for setting in result["rounds"][1]} for name in ("depth", "tree_nodes"))
     assert {14, 120} == {max(depths), max(nodes)}
-    assert max(setting["tree_nodes"] for settings in found["rounds"][1:] for setting in settings) == 480, "its neighbour, too"
-    assert max(setting["depth"] for settings in found["rounds"][1:] for setting in settings) == 28
-    assert 2 <= len(found["rounds"]) - 1 <= MAX_EXTENSIONS
+    assert max(setting["tree_nodes"] for settings in result["rounds"][1:] for setting in settings) == 480, "its neighbour, too"
+    assert max(setting["depth"] for settings in result["rounds"][1:] for setting in settings) == 28
+    assert 2 <= len(result["rounds"]) - 1 <= MAX_EXTENSIONS
     assert "have depth at the edge of the grid: trying (14,) as well" in caplog.text
 
 
 def test_a_grid_is_extended_downwards_to_one_and_not_beyond(guessed: Callable[..., dict[str, Any]]) -> None:
-    found = guessed("redrafter", near(beam_length=1, beam_width=2))
-    assert found["chosen"] is not None
-    assert found["chosen"]["beam_length"] == 1
-    assert len(found["rounds"]) == 2
-    assert {setting["beam_length"] for setting in found["rounds"][1]} == {1}
+    result = guessed("redrafter", near(beam_length=1, beam_width=2))
+    assert result["chosen"] is not None
+    assert result["chosen"]["beam_length"] == 1
+    assert len(result["rounds"]) == 2
+    assert {setting["beam_length"] for setting in result["rounds"][1]} == {1}
 
 
 def test_a_best_setting_inside_the_grid_ends_the_search_at_once(guessed: Callable[..., dict[str, Any]]) -> None:
@@ -191,11 +192,11 @@ def test_a_best_setting_inside_the_grid_ends_the_search_at_once(guessed: Callabl
 
 @pytest.mark.parametrize("kind", sorted(WIDE))
 def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, guessed: Callable[..., dict[str, Any]]) -> None:
-    """The larger, the faster: without bounds this would go on for ever."""
-    found = guessed(kind, lambda setting: float(math.prod(value or 1 for value in setting.values())))
-    assert 2 <= len(found["rounds"]) <= 1 + MAX_EXTENSIONS
-    tried = [setting for settings in found["rounds"] for setting in settings if setting is not None]
-    assert len(tried) > len(found["rounds"][0]), "some were possible"
+    """A larger setting is always faster here, so a search without bounds would never end."""
+    result = guessed(kind, lambda setting: float(math.prod(value or 1 for value in setting.values())))
+    assert 2 <= len(result["rounds"]) <= 1 + MAX_EXTENSIONS
+    tried = [setting for settings in result["rounds"] for setting in settings if setting is not None]
+    assert len(tried) > len(result["rounds"][0]), "some were possible"
     for setting in tried:
         parse_drafter({"kind": kind, **WIDE[kind]}).with_options(setting)
     assert len({json.dumps(setting) for setting in tried}) == len(tried), "none is tried twice"
@@ -205,7 +206,7 @@ def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, g
 def test_settings_that_run_out_of_memory_are_left_out_and_named(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One when it is replayed, one when it is decoded with, and trees that the target can't verify."""
+    """Memory runs out in a replay, in decoding, and in verify steps with large trees."""
     propose, verify = Redrafter.propose, HFTarget.verify
     error = torch.OutOfMemoryError("CUDA out of memory")
 
@@ -226,8 +227,8 @@ def test_settings_that_run_out_of_memory_are_left_out_and_named(
     options: dict[str, Any] = {"settings": [small, wide, deep], "batch_sizes": [1, 2], "write": False}
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
     assert tuning.left_out == [LeftOut(setting=wide, batch_size=2), LeftOut(setting=deep, batch_size=2)]
-    assert [each.setting for each in tuning.predictions if each.batch_size == 2] == [None, small]
-    assert {json.dumps(each.setting) for each in tuning.finals if each.batch_size == 2} == {"null", json.dumps(small)}
+    assert [entry.setting for entry in tuning.predictions if entry.batch_size == 2] == [None, small]
+    assert {json.dumps(entry.setting) for entry in tuning.finals if entry.batch_size == 2} == {"null", json.dumps(small)}
     assert None in tuning.step_times.seconds[1]
     assert json.loads((tmp_path / TUNING_FILE).read_text())["left_out"][0] == {"setting": wide, "batch_size": 2}
 
@@ -266,7 +267,7 @@ def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tm
 
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["the first one", "another one"])
-def test_a_setting_whose_drafter_does_not_load_is_left_out_and_named(
+def test_a_setting_is_left_out_and_named_if_its_drafter_does_not_load(
     first: bool, tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def limited(*arguments: Any, **setting: Any) -> Any:
@@ -286,7 +287,7 @@ def test_a_setting_whose_drafter_does_not_load_is_left_out_and_named(
 
 
 @pytest.mark.slow
-def test_plain_answers_are_given_in_smaller_batches_where_memory_runs_out(
+def test_plain_answers_use_smaller_batches_after_an_out_of_memory_error(
     tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = HFTarget.prefill
@@ -308,21 +309,21 @@ def test_plain_answers_are_given_in_smaller_batches_where_memory_runs_out(
 
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "recorded"])
 def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_target: HFTarget, tmp_path: Path) -> None:
-    """Five rows of eight go on: a recorded target reads eight all the same."""
+    """Five of eight rows continue. A recorded target still reads eight."""
     answered = answered_by(tiny_target, 0.0)[:1] * 8
-    answered = [replace(each, answer=each.answer[: 3 if row < 3 else 9]) for row, each in enumerate(answered)]
+    answered = [replace(item, answer=item.answer[: 3 if row < 3 else 9]) for row, item in enumerate(answered)]
     graphed = HFTarget(
         tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=is_fixed, recorder=ReplayingRecorder()
     )
     trial = Trial(directory=tmp_path, target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered, pack=False)
     (replayed,) = replay_all(trial, [None], [8])
     real = run(graphed, NullDrafter(), trial.rule, answered, timed=False)
-    assert [each.rows for each in replayed.run.passes] == [8, 8] + [8 if is_fixed else 5] * 6
-    assert [each.rows for each in real.passes] == [each.rows for each in replayed.run.passes]
+    assert [step.rows for step in replayed.run.passes] == [8, 8] + [8 if is_fixed else 5] * 6
+    assert [step.rows for step in real.passes] == [step.rows for step in replayed.run.passes]
     assert replayed.run.num_steps == 8 * 2 + 5 * 6, "copies answer nothing"
 
 
-def test_times_between_measured_points_lie_on_lines() -> None:
+def test_times_between_measured_points_are_interpolated_linearly() -> None:
     times = StepTimes(batch_sizes=(1, 4), node_counts=(0, 2, 10), seconds=((1.0, 2.0, 6.0), (4.0, 5.0, 9.0)))
     assert times(1, 0) == 1.0
     assert times(1, 1) == pytest.approx(1.5)
@@ -351,7 +352,7 @@ def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget, mo
         assert row[2] > row[1], "a tree is timed as its own size"
 
 
-def test_a_moments_disturbance_is_no_property_of_a_setting() -> None:
+def test_a_short_disturbance_is_not_counted_in_the_time_of_a_setting() -> None:
     steps = [Pass(rows=1, nodes=2, own_seconds=seconds, verify_seconds=1.0) for seconds in (0.1, 0.1, 9.0)]
     disturbed = Decoding(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
     assert disturbed.own_seconds == pytest.approx(0.3 + 0.6)
@@ -367,48 +368,48 @@ def speed(setting: dict[str, Any] | None, tokens_per_second: float, size: int = 
     return Speed(setting=setting, batch_size=size, tokens_per_step=2.0, tokens_per_second=tokens_per_second)
 
 
-def test_speculation_is_off_where_it_loses_and_regret_is_what_the_choice_lacks() -> None:
-    found = [speed(None, 10.0), speed({"a": 1}, 12.0), speed({"a": 2}, 11.0)]
-    found += [speed(None, 10.0, 8), speed({"a": 1}, 9.0, 8), speed({"a": 2}, 8.0, 8)]
-    assert choose(found, 1).setting == {"a": 1}
-    assert choose(found, 1).speedup == pytest.approx(1.2)
-    assert choose(found, 8).setting is None
-    assert choose(found, 8).speedup == 1.0
+def test_speculation_is_off_if_slower_and_regret_is_the_loss_of_the_choice() -> None:
+    finals = [speed(None, 10.0), speed({"a": 1}, 12.0), speed({"a": 2}, 11.0)]
+    finals += [speed(None, 10.0, 8), speed({"a": 1}, 9.0, 8), speed({"a": 2}, 8.0, 8)]
+    assert choose(finals, 1).setting == {"a": 1}
+    assert choose(finals, 1).speedup == pytest.approx(1.2)
+    assert choose(finals, 8).setting is None
+    assert choose(finals, 8).speedup == 1.0
     measured = [speed(None, 5.0), speed({"a": 1}, 9.0), speed({"a": 2}, 10.0), speed({"a": 2}, 99.0, 8)]
     assert regret({"a": 1}, measured, 1) == pytest.approx(0.1)
     assert regret(None, measured, 1) == pytest.approx(0.5)
 
 
-def test_predictions_are_held_against_what_was_checked_as_speedups() -> None:
+def test_prediction_errors_compare_predicted_and_measured_speedups() -> None:
     predictions = [prediction(None, 10.0), prediction({"a": 1}, 20.0), prediction(None, 10.0, 2), prediction({"a": 1}, 5.0, 2)]
     checked = [speed(None, 5.0), speed({"a": 1}, 8.0), speed(None, 10.0, 2), speed({"a": 1}, 10.0, 2)]
     times = StepTimes(batch_sizes=(1,), node_counts=(0,), seconds=((1.0,),))
-    found: dict[str, Any] = {"choices": {}, "finals": [], "regrets": {}, "predicted_regrets": {}, "step_times": times}
-    tuning = Tuning(predictions=predictions, checked=checked, **found)
+    others: dict[str, Any] = {"choices": {}, "finals": [], "regrets": {}, "predicted_regrets": {}, "step_times": times}
+    tuning = Tuning(predictions=predictions, checked=checked, **others)
     assert tuning.errors(1) == [pytest.approx(0.25)]
     assert tuning.errors(2) == [pytest.approx(-0.5)]
 
 
-def test_only_settings_that_may_be_the_fastest_are_decoded_with_and_plain_decoding_always() -> None:
-    found = [prediction(None, 30.0), *(prediction({"a": index}, 10.0 - index) for index in range(9))]
-    assert finalists(found, 1) == [None, {"a": 0}, {"a": 1}, {"a": 2}], "the others are predicted to be over 20 % slower"
+def test_finalists_are_plain_decoding_and_the_settings_that_may_be_fastest() -> None:
+    predictions = [prediction(None, 30.0), *(prediction({"a": index}, 10.0 - index) for index in range(9))]
+    assert finalists(predictions, 1) == [None, {"a": 0}, {"a": 1}, {"a": 2}], "the others are predicted to be over 20 % slower"
     close = [prediction(None, 1.0, 2), *(prediction({"a": index}, 10.0 - index / 10, 2) for index in range(9))]
     assert len(finalists(close, 2)) == 5
 
 
-def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
+def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(
     tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path
 ) -> None:
     for path in tiny_drafter_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    place = describe_setup(tiny_target, tmp_path)
+    setup = describe_setup(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
     with pytest.raises(ValueError, match="isn't tuned for .* Run `outrider tune --drafter"):
         tuned_choice(tmp_path, tiny_target)
-    save_tuned(tmp_path, replace(place, device="another"), {1: eight})
-    save_tuned(tmp_path, place, {1: eight, 8: eight})
-    save_tuned(tmp_path, place, {1: one})
+    save_tuned(tmp_path, replace(setup, device="another"), {1: eight})
+    save_tuned(tmp_path, setup, {1: eight, 8: eight})
+    save_tuned(tmp_path, setup, {1: one})
     assert len(json.loads((tmp_path / TUNED_FILE).read_text())["entries"]) == 2
     assert [tuned_choice(tmp_path, tiny_target, batch_size=size) for size in (1, 2, 4, 100)] == [one, one, eight, eight]
     drafter: Any = load_tuned(tmp_path, tiny_target)
@@ -424,7 +425,7 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     with pytest.raises(ValueError, match=r"tuned.json: .*choices.few.*integer"):
         tuned_choice(tmp_path, tiny_target)
     (tmp_path / TUNED_FILE).unlink()
-    save_tuned(tmp_path, place, {1: one})
+    save_tuned(tmp_path, setup, {1: one})
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="isn't tuned for"):
@@ -462,16 +463,16 @@ def test_tuning_finds_measures_and_writes(
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
     assert not (tiny_drafter_dir / TUNED_FILE).exists()
     ways = [(size, setting) for size in (1, 2) for setting in (None, *settings)]
-    assert [(each.batch_size, each.setting) for each in tuning.checked] == ways
-    predicted = {(each.batch_size, str(each.setting)): each for each in tuning.predictions}
-    for each in tuning.checked:
-        guess = predicted[each.batch_size, str(each.setting)]
-        assert guess.tokens_per_step == each.tokens_per_step
-        if each.setting == settings[0]:
-            assert each.tokens_per_second < 2 * each.tokens_per_step * each.batch_size / 0.2
+    assert [(measured.batch_size, measured.setting) for measured in tuning.checked] == ways
+    predicted = {(measured.batch_size, str(measured.setting)): measured for measured in tuning.predictions}
+    for measured in tuning.checked:
+        guess = predicted[measured.batch_size, str(measured.setting)]
+        assert guess.tokens_per_step == measured.tokens_per_step
+        if measured.setting == settings[0]:
+            assert measured.tokens_per_second < 2 * measured.tokens_per_step * measured.batch_size / 0.2
             assert guess.own_seconds > 0.2, "what drafting takes is in the prediction"
     for size in (1, 2):
-        assert [each.setting for each in tuning.finals if each.batch_size == size] == [None, settings[1]]
+        assert [measured.setting for measured in tuning.finals if measured.batch_size == size] == [None, settings[1]]
         assert regret(settings[0], tuning.checked, size) > 0.5
         assert tuning.regrets[size] == regret(tuning.choices[size].setting, tuning.checked, size)
         assert len(tuning.errors(size)) == 2
@@ -498,15 +499,15 @@ def test_the_command_prints_a_table_and_a_verdict(
     arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": tiny_drafter_dir, "suite": "mt_bench"}
     arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path, "pack_weights": False}
     tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
-    told = capsys.readouterr().out
-    assert "plain decoding" in told.replace("\n", " ")
-    assert "2 beams of 3" in told.replace("\n", " ")
-    assert "Batches of 2: " in told
+    output = capsys.readouterr().out
+    assert "plain decoding" in output.replace("\n", " ")
+    assert "2 beams of 3" in output.replace("\n", " ")
+    assert "Batches of 2: " in output
     with pytest.raises(ValueError, match="(?s)batch_sizes.*0"):
         tune_command(**arguments, batch_sizes=[0])
 
 
-def test_drafts_drawn_at_random_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
+def test_sampled_drafts_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}), tiny_target)
     save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
