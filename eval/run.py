@@ -23,7 +23,7 @@ from ..models.target.hf_target import HFTarget
 from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
-from .measure.bench import Bench, answer_seed
+from .measure.bench import Bench
 from .measure.environment import describe_environment
 from .measure.memory import within_memory
 from .measure.methods import (
@@ -36,6 +36,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.roofline import measure_roofline
+from .measure.turns import answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name

@@ -22,13 +22,12 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.target import cuda_graphs
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
-from ..records.digests import digest_of
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
 from ..records.run_files import Environment, OutOfMemory, Place
 from .memory import within_memory
 from .timing import Generation, time_generation
-from .turns import Method, PromptTurn, TurnBatch
+from .turns import Method, PromptTurn, TurnBatch, answer_seed, evenly_spaced
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
@@ -392,22 +391,6 @@ class Bench:
                 )
             )
         return records
-
-
-def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
-    """Compute the seed of an answer.
-
-    The seed is the same for every method, repeat, temperature and batch size. So a method whose
-    trees depend only on the text must sample exactly the baseline's tokens (see `RowSeeds`). And
-    the difference between two temperatures doesn't come from the seed.
-    """
-    return int(digest_of([seed, suite, prompt_id, turn]), 16)
-
-
-def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
-    """Select up to `num` items, evenly spaced, so that all categories are represented."""
-    num = min(num, len(items))
-    return [items[index * len(items) // num] for index in range(num)]
 
 
 def _key(turn: PromptTurn, method: str, repeat: int, profiled: bool) -> RecordKey:

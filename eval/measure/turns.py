@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
+from ..records.digests import digest_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +53,19 @@ class TurnBatch:
     index: int
     turns: Sequence[PromptTurn]
     input_ids: Sequence[Int[torch.Tensor, " _"]]
+
+
+def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
+    """Compute the seed of an answer.
+
+    The seed is the same for every method, repeat, temperature and batch size. So a method whose
+    trees depend only on the text must sample exactly the baseline's tokens (see `RowSeeds`). And
+    the difference between two temperatures doesn't come from the seed.
+    """
+    return int(digest_of([seed, suite, prompt_id, turn]), 16)
+
+
+def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
+    """Select up to `num` items, evenly spaced, so that all categories are represented."""
+    num = min(num, len(items))
+    return [items[index * len(items) // num] for index in range(num)]

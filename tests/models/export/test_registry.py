@@ -111,7 +111,7 @@ def test_stray_missing_and_misshapen_tensors_are_named(name, llama, make_drafter
         safetensors.torch.save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
 
     changes = {
-        f"missing {key}|no format is known": {
+        f"missing {key}|match no known format": {
             tensor_name: value for tensor_name, value in original.items() if tensor_name != key
         },
         "unknown stray": {**original, "stray": torch.ones(1)},
