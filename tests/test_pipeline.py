@@ -242,7 +242,7 @@ def test_a_certificate_that_failed_or_is_of_other_weights_is_an_error(finished, 
         run_here("conf=demo", *overrides[1:], f"output_dir={copy}", stages, *options)
     assert (copy / "package").exists() == (stages == "stages=[export]")
     if (copy / "package").exists():
-        assert "The text stays the target's own" not in (copy / "package/README.md").read_text()
+        assert "The text is still the target's" not in (copy / "package/README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -252,11 +252,11 @@ def test_a_certificate_that_failed_or_is_of_other_weights_is_an_error(finished, 
         ("export.formats=[vllm]", "export.formats has vllm, which is for the kind eagle3 or eagle or .*redrafter"),
         ("export.formats=[eagle3]", "export.formats has eagle3, which is for the kind eagle3, and the drafter is redrafter"),
         ("export.formats=[apple]", "export.formats has apple, and .*initial_state"),
-        ("export.push=true", "repo is null; say where to"),
+        ("export.push=true", "repo is null; name the repository"),
         ("export.repo=drafter", "export.repo is 'drafter'; give a name on the Hub"),
         ("export.certificate=nowhere.json", "nowhere.json"),
         ("export.dtype=int8", 'export.dtype="int8"'),
-        ("export.licence='MIT License'", "export.licence is 'MIT License'; give the Hub's name of it"),
+        ("export.licence='MIT License'", "export.licence is 'MIT License'; give its name on the Hub"),
     ],
 )
 def test_a_drafter_that_cannot_be_exported_is_an_error_before_any_work(

@@ -111,7 +111,7 @@ def test_stray_missing_and_misshapen_tensors_are_named(name, llama, make_drafter
         safetensors.torch.save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
 
     changes = {
-        f"missing {key}|no format is known": {
+        f"missing {key}|match no known format": {
             tensor_name: value for tensor_name, value in original.items() if tensor_name != key
         },
         "unknown stray": {**original, "stray": torch.ones(1)},
@@ -241,7 +241,7 @@ def test_an_export_overwrites_only_an_export_of_the_same_format(llama, make_draf
     export_drafter(tmp_path / "ours", llama, "eagle3", path)
     for folder in (path, tmp_path / "ours"):
         before = {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()}
-        with pytest.raises(ValueError, match="holds something else already"):
+        with pytest.raises(ValueError, match="holds other files already"):
             export_drafter(tmp_path / "ours", llama, "speculators", folder)
         assert {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()} == before
 
@@ -262,11 +262,11 @@ def test_an_export_in_bfloat16_keeps_its_type_when_imported(llama, make_drafter,
 
 def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_drafter, tmp_path):
     path = exported("apple", llama, make_drafter, tmp_path)
-    with pytest.raises(ValueError, match=r"the format is 'gguf'; there are .*: speculators \(eagle3\), eagle3"):
+    with pytest.raises(ValueError, match=r"the format is 'gguf'; choose one of .*: speculators \(eagle3\), eagle3"):
         import_drafter(path, llama, name="gguf")
     (path / "outrider.json").unlink()
     (path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="by which no format is known; say which it is"):
+    with pytest.raises(ValueError, match="which match no known format; give its format"):
         format_of(path)
 
 
