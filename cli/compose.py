@@ -5,6 +5,7 @@ This module imports no torch, so that `--help`, `--cfg job` and a mistyped optio
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -167,12 +168,13 @@ def _key(override: str) -> str:
 def _forced(override: str) -> str:
     """The override with `++` before it, so that Hydra takes an unknown key too: all of them are found after composing.
 
-    A list of texts needs no brackets, which some shells expand: stages=distill,train.
+    A list of texts needs no brackets, which some shells expand: stages=distill,train. `~/` becomes the home directory.
     """
     key, separator, value = override.partition("=")
     key = key.lstrip("+~")
     if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
         return override
+    value = re.sub(r"(^|(?<=[\[,:\s]))~(?=/)", str(Path.home()), value)  # Hydra's grammar has no such sign
     if separator and key in LIST_OPTIONS and value and not value.startswith(("[", "{", "$", "null")):
         value = f"[{value}]"
     return f"++{key}{separator}{value}"
