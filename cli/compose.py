@@ -6,6 +6,7 @@ once.
 
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -186,12 +187,13 @@ def _forced(override: str) -> str:
     """Put `++` before an override, so that Hydra accepts an unknown key.
 
     All unknown keys are then reported at once, after composing. A list of texts needs no brackets,
-    which some shells expand: stages=distill,train.
+    which some shells expand: stages=distill,train. `~/` becomes the home directory.
     """
     key, separator, value = override.partition("=")
     key = key.lstrip("+~")
     if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
         return override
+    value = re.sub(r"(^|(?<=[\[,:\s]))~(?=/)", str(Path.home()), value)  # Hydra's grammar has no such sign
     if separator and key in LIST_OPTIONS and value and not value.startswith(("[", "{", "$", "null")):
         value = f"[{value}]"
     return f"++{key}{separator}{value}"

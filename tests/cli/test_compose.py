@@ -328,3 +328,20 @@ def test_a_kind_in_a_file_has_the_packaged_choice_below_it(tmp_path: Path) -> No
     recipe.write_text("drafter: {kind: eagle3, start_from: a/b}\ntrain: {steps: 3}\n")
     assert OmegaConf.to_container(composed(str(recipe)).drafter) == {"kind": "eagle3", "start_from": "a/b"}
     assert "drafter=eagle3" in problems("demo", "drafter.kind=eagle3")
+
+
+def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = composed("demo", "data.path=~/a.jsonl", "eval.suites=[{name: b, path: ~/b.jsonl},~/c.jsonl]")
+    assert config.data.path == f"{tmp_path}/a.jsonl"
+    assert [config.eval.suites[0].path, config.eval.suites[1]] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/c.jsonl"]
+
+
+def test_missing_paths_are_an_error_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from outrider.cli.compose import main; sys.argv = ['outrider run', 'demo', 'data.path=./no.jsonl']\n"
+        "try: main()\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.split() == ["2", "False"]
+    assert "data.path is './no.jsonl'" in result.stderr
