@@ -1,4 +1,4 @@
-"""`--plan`: what the stages that are left would take, in time, memory and disk, without writing anything."""
+"""`--plan`: estimate time, memory and disk of the unfinished stages, without writing files."""
 
 import time
 from collections import Counter
@@ -45,15 +45,15 @@ from .config import DrafterRun, RunConfig
 
 WIDTH = 80
 SAMPLE_TEXTS = 32
-"""Texts that steps of training are timed on, at most."""
+"""Maximum number of texts for timing steps of training."""
 SAMPLE_PORTION = 4
 LABELLING_SECONDS = 5.0
-"""Where no shard is there, so many of them are labelled as this takes, a portion at a time."""
+"""Without a shard, texts are labelled for this time, SAMPLE_PORTION texts at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What one stage takes."""
+    """Estimate for one stage."""
 
     table: Table
     seconds: float
@@ -69,10 +69,12 @@ def print_plan(
     overlap: PromptOverlap | None,
     suites: Sequence[PromptSet] | None,
 ) -> None:
-    """Print a table for each stage that is left, and one line for the whole run. All processes measure, the first one prints.
+    """Print a table for each unfinished stage, and one line for the whole run.
 
-    `suites` is None where the evaluation's prompts can't be read: then evaluation isn't planned.
+    All processes measure; the first one prints. `suites` is None if the evaluation's prompts can't
+    be read: then the evaluation isn't planned.
     """
+    # 1. Plan each stage. Training needs the examples of the distillation.
     plans: dict[str, list[StagePlan]] = {}
     examples: list[Example] = []
     drafter_bytes = {run.drafter_dir: _file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in config.drafter_runs()}
@@ -87,6 +89,8 @@ def print_plan(
         plans["eval"] = [] if is_done else [_plan_eval(config, suites, target)]
     if "export" in config.stages:
         plans["export"] = [_plan_export(config, drafter_bytes)]
+
+    # 2. Print the tables.
     if accelerator.is_main_process:
         _print(plans, folder)
     accelerator.wait_for_everyone()
@@ -99,8 +103,8 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path) -> None:
         for stage in stages:
             console.print(stage.table)
         if not stages:
-            console.print(f"{name}: nothing is left to do, {folder} has it\n", soft_wrap=True)
-    stages = [stage for each in plans.values() for stage in each]
+            console.print(f"{name}: finished in {folder}\n", soft_wrap=True)
+    stages = [stage for plan in plans.values() for stage in plan]
     needed, free = sum(stage.num_bytes for stage in stages), free_bytes(folder)
     short = " [bold red]NOT ENOUGH[/]" if needed > free else ""
     seconds = sum((stage.seconds for stage in stages), 0.0)
@@ -112,7 +116,10 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path) -> None:
 def _plan_distill(
     config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, overlap: PromptOverlap | None
 ) -> tuple[list[StagePlan], list[Example]]:
-    """Plan what is left of the distillation. Return examples of the data too: those that are left, or as there will be."""
+    """Plan the unfinished part of the distillation, and return its examples too.
+
+    If answers are regenerated, the examples are estimates of the future ones.
+    """
     data, options = config.data, config.distill
     num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
     plans: list[StagePlan] = []
@@ -143,6 +150,7 @@ def _plan_train(
     overlap: PromptOverlap | None,
 ) -> list[tuple[DrafterRun, TrainingEstimate]]:
     """Estimate each training that isn't finished."""
+    # 1. Find the unfinished trainings, and the steps of their checkpoints.
     unfinished = []
     manifest_file = folder / "distill" / MANIFEST_FILE
     for run in config.drafter_runs():
@@ -156,6 +164,8 @@ def _plan_train(
         unfinished.append((run, steps_done))
     if not unfinished:
         return []
+
+    # 2. Time steps of each on the same labelled examples.
     sample = _labelled_sample(config, target, folder, examples, overlap)
     return [
         (run, estimate_training(run.train, run.drafter, target, sample, accelerator, steps_done=steps_done))
@@ -166,7 +176,7 @@ def _plan_train(
 def _labelled_sample(
     config: RunConfig, target: HFTarget, folder: Path, examples: Sequence[Example], overlap: PromptOverlap | None
 ) -> list[DistilledExample]:
-    """Some examples with their labels: of a finished shard, or labelled now."""
+    """Return some examples with labels, from a finished shard or labelled now."""
     store = label_store(folder / "distill")
     if (store.directory / MANIFEST_FILE).is_file() and (entry := store.read_entry(0)) is not None:
         return read_shard(store.directory, entry)[:SAMPLE_TEXTS]
