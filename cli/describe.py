@@ -108,10 +108,7 @@ class Recipe:
 
 @cache
 def sections() -> dict[str, Section]:
-    """Describe all options except the drafters', by section.
-
-    The section "" has the options of the run itself.
-    """
+    """Describe the options of the run (section "") and of each section, without the drafters'."""
     described = {"": _section("", RunConfig)}
     for name, kind in typing.get_type_hints(RunConfig).items():
         if is_dataclass(kind):
@@ -162,10 +159,7 @@ def _section(name: str, kind: type) -> Section:
 
 
 def _class_options(prefix: str, source: "_Source", node: ast.ClassDef) -> Iterator[Option]:
-    """Yield the options of a class, those of its bases first.
-
-    The fields of a list's mappings come after the list.
-    """
+    """Yield a class's options, after its bases' options. A list's fields come after the list."""
     for base in node.bases:
         yield from _class_options(prefix, *source.find_class(ast.unparse(base)))
     at_run_time = _run_time_names(source, node)
@@ -359,10 +353,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def choices(group: str) -> dict[str, Choice]:
-    """Describe the choices of a group, by name.
-
-    The groups are target, data, drafter, eval, conf, and launch for the launch files.
-    """
+    """Describe the choices of a group, or the launch files (group "launch"), by name."""
     return {
         path.stem: Choice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))

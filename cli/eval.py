@@ -34,14 +34,8 @@ def eval_command(
     suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT: read the suite's commit on the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Draw at most this many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Number of beams of a ReDrafter. Repeat to compare.")] = None,
-    beam_length: Annotated[
-        list[int] | None,
-        typer.Option(help="ReDrafter's draft tokens per beam. Repeat to compare."),
-    ] = None,
-    tree_nodes: Annotated[
-        list[int] | None,
-        typer.Option(help="Nodes of the draft tree, at most. Repeat to compare."),
-    ] = None,
+    beam_length: Annotated[list[int] | None, typer.Option(help="ReDrafter's draft tokens per beam. Repeat to compare.")] = None,
+    tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, at most. Repeat.")] = None,
     setting: Settings = None,
     tuned: Annotated[bool, typer.Option(help="Use the settings that `outrider tune` chose on this machine.")] = False,
     temperatures: Annotated[

@@ -99,7 +99,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
 
 
 def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
-    """Write the folder for the Hub. Returns False if an existing folder with other content stays."""
+    """Write the folder for the Hub. Returns False if a folder with other content stays."""
     card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
         new = Path(temporary) / "new"

@@ -1,4 +1,4 @@
-"""`outrider init`: a commented recipe for a target and data of the user's own, which runs as it is."""
+"""`outrider init`: write a commented recipe for the user's target and data."""
 
 import json
 from pathlib import Path
@@ -11,31 +11,31 @@ if TYPE_CHECKING:
     from .init_kinds import KindDefaults
 
 SUITE = "held_out"
-"""Name of the suite of prompts that are held out of the data."""
+"""Name of the suite of prompts that are held out of the training data."""
 
 
 def init_command(
-    recipe: Annotated[Path, typer.Argument(help="The file to write: my.yaml")],
+    recipe: Annotated[Path, typer.Argument(help="The recipe's file to write, such as my.yaml.")],
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
-    data: Annotated[Path, typer.Option(help="Conversations (.json, .jsonl, .parquet), or a file or folder of text.")],
-    drafter: Annotated[str, typer.Option(help="eagle3, redrafter, medusa, eagle or draft_model.")] = "eagle3",
+    data: Annotated[Path, typer.Option(help="Training data: conversations (.json, .jsonl, .parquet), or text files.")],
+    drafter: Annotated[str, typer.Option(help="Kind of drafter: eagle3, redrafter, medusa, eagle or draft_model.")] = "eagle3",
     chat_template: Annotated[
-        str | None, typer.Option(help="A .jinja file, or a template that ships with outrider, if the tokenizer has none.")
+        str | None, typer.Option(help="A .jinja file or a template's name, if the target's tokenizer has no template.")
     ] = None,
 ) -> None:
-    """Write a commented recipe for your target and data; it runs as it is: outrider run my.yaml"""
-    from .init_facts import read_data_facts, read_target_facts  # they read the target's files, which may be on the Hub
+    """Write a commented recipe for your target and data, ready for: outrider run my.yaml"""
+    from .init_facts import read_data_facts, read_target_facts  # reads the target's files, maybe from the Hub
     from .init_kinds import KIND_DEFAULTS
 
     # 1. Check the arguments before anything is read.
     recipe = recipe if recipe.suffix in (".yaml", ".yml") else recipe.with_name(f"{recipe.name}.yaml")
     prompts = recipe.with_name(f"{recipe.stem}.prompts.jsonl")
     if existing := [str(path) for path in (recipe, prompts) if path.exists()]:
-        raise ValueError(f"{' and '.join(existing)} exists already, and init overwrites nothing; name another file")
+        raise ValueError(f"{' and '.join(existing)} exists, and init doesn't overwrite files; name another file")
     if drafter not in KIND_DEFAULTS:
         raise ValueError(f"--drafter is {drafter!r}; it must be one of {', '.join(KIND_DEFAULTS)}")
 
-    # 2. Read what the recipe depends on.
+    # 2. Read the target's sizes and the data: the recipe depends on them.
     target_facts = read_target_facts(target, chat_template)
     data_facts = read_data_facts(data, max_chars=target_facts.max_length)
 
@@ -45,7 +45,7 @@ def init_command(
     if data_facts.prompts:
         lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        typer.echo(f"{prompts}: {len(data_facts.prompts)} prompts of the data to evaluate on; training leaves them out")
+        typer.echo(f"{prompts}: {len(data_facts.prompts)} prompts to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
     typer.echo(f"{recipe}: {drafter} for {target}, on {data_facts.num_records} records ({data_facts.source})")
     typer.echo(f"\nNext:\n  outrider run {recipe} --plan    # time, memory and disk\n  outrider run {recipe}")
@@ -55,14 +55,17 @@ def recipe_text(
     recipe: Path, drafter: str, kind: "KindDefaults", target: "TargetFacts", data: "DataFacts", prompts: Path
 ) -> str:
     """Return the recipe: a YAML file with the reason for each value beside it."""
+    # 1. At least ten steps per epoch, and at least 100 steps.
     batch = kind.global_batch_size if data.num_records >= 10 * kind.global_batch_size else 8
     steps = max(100, -(-kind.epochs * data.num_records // batch))
+
+    # 2. The lines, section by section.
     lines = [
         "# @package _global_",
         f"# {kind.title} for {target.name_or_path}. Written by `outrider init`; change what you like.",
-        f"#   outrider run {recipe.name} --plan     prints time, memory and disk that it takes",
+        f"#   outrider run {recipe.name} --plan     prints the time, memory and disk that it needs",
         f"#   outrider run {recipe.name}            runs it; train.steps=20 for a first try",
-        "# Each option with its meaning: outrider options SECTION. Paths are relative to the working directory.",
+        "# `outrider options SECTION` explains each option. Paths are relative to the working directory.",
         "defaults:",
         f"  - override /drafter: {drafter} # its other options: outrider options {drafter}",
         "",
@@ -86,9 +89,9 @@ def recipe_text(
         *_section("drafter", kind.drafter_lines(target)),
         "train:",
         f"  steps: {steps} # {kind.epochs} epochs or 100 steps, whichever is more",
-        f"  batch_size: {min(kind.batch_size, batch)} # texts at a time on each GPU: lower it where memory runs out",
+        f"  batch_size: {min(kind.batch_size, batch)} # texts at a time on each GPU; lower it if memory runs out",
         f"  global_batch_size: {batch} # texts per step, over all GPUs",
-        "  max_positions: 2048 # positions trained on at a time: lower it where memory runs out",
+        "  max_positions: 2048 # positions trained at a time; lower it if memory runs out",
         *(f"  {line}" for line in kind.train),
         f"  warmup_steps: {min(15, steps // 20)}",
         "",
@@ -109,15 +112,15 @@ def _section(name: str, lines: list[str]) -> list[str]:
 
 
 def _suite_lines(data: "DataFacts", prompts: Path) -> list[str]:
-    """The suites to evaluate on: held-out prompts, or Python's library where the data has none to spare."""
-    mt_bench = "    # MT-Bench, of a local file or without `path` of the Hub: - {name: mt_bench, path: FILE}"
+    """Return the suites to evaluate on: held-out prompts, or stdlib if there are none."""
+    mt_bench = "    # MT-Bench from a local file (without `path`: from the Hub): - {name: mt_bench, path: FILE}"
     if data.prompts:
-        suite = f"    - {{name: {SUITE}, path: {_quoted(str(prompts))}}} # of your data, left out of training"
+        suite = f"    - {{name: {SUITE}, path: {_quoted(str(prompts))}}} # from your data, left out of training"
     else:
         suite = "    - {name: stdlib, limit: 30} # Python code; better: {name: mine, path: FILE.jsonl} of your own prompts"
     return ["  suites:", suite, mt_bench]
 
 
 def _quoted(value: str | None) -> str:
-    """A value as YAML reads it back."""
+    """Quote a value for YAML."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What `outrider init` reads of a target and of data. Imports no torch."""
+"""Facts on a target and on data, read for `outrider init` without importing torch."""
 
 import json
 import shutil
@@ -15,16 +15,16 @@ from ..data.raw_records import SUFFIXES, read_records
 from ..data.roles import ROLES, TURN_KEYS
 
 NUM_PROMPTS = 32
-"""Prompts that are held out of the data, at most; at most a tenth of the records."""
+"""Maximum number of prompts held out of the data. The other limit is a tenth of the records."""
 MAX_LENGTH = 2048
-"""Tokens of an example, at most, as in the published recipes."""
+"""Maximum number of tokens of an example, as in the published recipes."""
 LENGTH_MARGIN = 16
-"""Positions that are left for the labels behind a text."""
+"""Positions that are kept free for the labels after a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
-    """What a recipe needs to know of the target."""
+    """Facts on the target that a recipe depends on."""
 
     name_or_path: str
     description: str
@@ -40,28 +40,32 @@ class TargetFacts:
 
     @property
     def max_length(self) -> int:
-        """Tokens of an example that the target can read."""
+        """Maximum number of tokens of an example for this target."""
         return min(MAX_LENGTH, max(2, self.positions - LENGTH_MARGIN))
 
     @property
     def dtype_lines(self) -> list[str]:
-        """The option target.dtype, where there is no accelerator."""
+        """The line of the option target.dtype, if there is no accelerator."""
         return [] if self.has_accelerator else ["  dtype: float32 # no GPU here, and a CPU emulates bfloat16; on a GPU: auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What a recipe needs to know of the data."""
+    """Facts on the data that a recipe depends on."""
 
     source: str
     path: Path
     num_records: int
     prompts: list[list[str]]
-    """What users say in the conversations that are held out; empty where none can be."""
+    """User turns of the conversations that are held out; empty if none can be held out."""
 
 
 def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
-    """Read the target's sizes and its chat template. Raises ValueError where it isn't there, or has none."""
+    """Read the target's sizes and its chat template.
+
+    Raises ValueError if the target doesn't exist, or has no chat template.
+    """
+    # 1. Read its config.json. A multimodal model has the sizes in text_config.
     if looks_like_path(target) and not Path(target).is_dir():
         raise ValueError(f"--target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
     text = _read(target, "config.json")
@@ -72,6 +76,8 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
         raise ValueError(f"the config.json of {target} has no {', '.join(missing)}; it must be that of a causal language model")
+
+    # 2. Describe it for the recipe.
     model_type = str(config.get("model_type", "model"))
     positions = config.get("max_position_embeddings", 2 * MAX_LENGTH)
     template, reason = _chat_template(target, chat_template)
@@ -91,32 +97,38 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
 
 
 def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str]:
-    """The value of data.chat_template, and the reason for it. Raises ValueError where the tokenizer needs one."""
+    """Return the value of data.chat_template, and its reason as a comment.
+
+    Raises ValueError if the tokenizer has no template and none is given.
+    """
     if chat_template is not None:
         if chat_template in built_in_templates():
             return chat_template, "a template that ships with outrider"
         if not Path(chat_template).is_file():
             names = ", ".join(built_in_templates())
             raise ValueError(f"--chat-template is {chat_template!r}; give a .jinja file, or one of {names}")
-        return str(Path(chat_template).resolve()), "in place of the tokenizer's own"
-    own = _read(target, "chat_template.jinja")
-    if own is None:
+        return str(Path(chat_template).resolve()), "replaces the tokenizer's template"
+    template = _read(target, "chat_template.jinja")
+    if template is None:
         tokenizer = json.loads(_read(target, "tokenizer_config.json") or "{}")
-        own = json.dumps(tokenizer["chat_template"]) if tokenizer.get("chat_template") else None
-    if own is None and "vicuna" in target.lower():
+        template = json.dumps(tokenizer["chat_template"]) if tokenizer.get("chat_template") else None
+    if template is None and "vicuna" in target.lower():
         return "vicuna_v1.1", "the tokenizer has none"
-    if own is None:
+    if template is None:
         raise ValueError(
             f"the tokenizer of {target} has no chat template; give --chat-template FILE.jinja, or one that ships with "
             f"outrider: {', '.join(built_in_templates())}"
         )
-    if "enable_thinking" in own:
-        return "qwen3_no_thinking", "thinking is off; null is the tokenizer's own template"
-    return None, "the tokenizer's own"
+    if "enable_thinking" in template:
+        return "qwen3_no_thinking", "thinking is off; null: the tokenizer's template"
+    return None, "null: the tokenizer's template"
 
 
 def _read(target: str, name: str) -> str | None:
-    """A file of the target, from its directory, the Hub's cache or the Hub; None where it has no such file."""
+    """Read a file of the target from its directory, the Hub's cache or the Hub.
+
+    Returns None if the target has no such file.
+    """
     if Path(target).is_dir():
         path = Path(target) / name
         return path.read_text(encoding="utf-8") if path.is_file() else None
@@ -129,29 +141,33 @@ def _read(target: str, name: str) -> str | None:
     except EntryNotFoundError as error:
         if is_online or name != "config.json":
             return None
-        raise ValueError(f"--target is {target!r}: it is no directory and not in the cache, and {why_offline()}") from error
+        raise ValueError(f"--target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"--target is {target!r}, which is neither a directory nor to be had from the Hub: {error}") from error
+        raise ValueError(f"--target is {target!r}, which is no directory, and the Hub raises: {error}") from error
 
 
 def _has_accelerator() -> bool:
-    """Whether there is a GPU: told by its driver, since torch takes seconds to import."""
+    """Whether there is a GPU. Looks for its driver, because torch takes seconds to import."""
     return bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists() or sys.platform == "darwin"
 
 
 def read_data_facts(path: Path, max_chars: int) -> DataFacts:
-    """Read the form of the records, count them, and choose prompts to hold out: not longer than `max_chars`.
+    """Read the form of the records, count them, and draw prompts to hold out.
 
-    Raises ValueError where the file isn't there, or its records have no known form.
+    A prompt has at most `max_chars` characters. Raises ValueError if the file doesn't exist, or its
+    records have no known form.
     """
+    # 1. Check the path. Text files have no prompts.
     if not path.exists():
         raise ValueError(
-            f"--data is {path}, and there is no such file; give a local file; of a data "
-            "set of the Hub: `hf download ID --repo-type dataset`"
+            f"--data is {path}, and there is no such file; give a local file. To download a "
+            "data set from the Hub: `hf download ID --repo-type dataset`"
         )
     if path.is_dir() or path.suffix not in SUFFIXES:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[])
+
+    # 2. Read the records once, and sample prompts of one or two user turns.
     source, num_records, distinct = "", 0, set[int]()
     chosen: list[list[str]] = []
     random, num_eligible = Random(0), 0
@@ -161,16 +177,18 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
         turns = list(_user_turns(record, source))[:2]
         if not turns or not all(turn.strip() for turn in turns) or sum(map(len, turns)) > max_chars:
             continue
-        # Reservoir sampling: each of the eligible records is as likely to be chosen, in one pass.
+        # Reservoir sampling: each eligible record is equally likely, in one pass.
         distinct.add(hash(turns[0]))
         num_eligible += 1
         if len(chosen) < NUM_PROMPTS:
             chosen.append(turns)
         elif (slot := random.randrange(num_eligible)) < NUM_PROMPTS:
             chosen[slot] = turns
+
+    # 3. Hold out at most a tenth. Training leaves out each conversation that begins with one of these
+    # prompts, so others must remain.
     random.shuffle(chosen)
     held_out = {tuple(turns): turns for turns in chosen[: max(1, num_records // 10)]}
-    # Training leaves out each conversation that begins with one of these prompts: some others must remain.
     is_enough = len(distinct) > len({turns[0] for turns in held_out})
     return DataFacts(
         source=source, path=path.resolve(), num_records=num_records, prompts=[*held_out.values()] if is_enough else []
@@ -178,21 +196,21 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
 
 
 def _form_of(record: Any, path: Path) -> str:
-    """The value of data.source for records like this one."""
+    """Return the value of data.source for records of this form."""
     keys = record.keys() if isinstance(record, dict) else {}
     forms = {"sharegpt": {"conversations"}, "messages": {"messages"}, "alpaca": {"instruction", "output"}}
     for source, wanted in {**forms, "text": {"text"}}.items():
         if wanted <= set(keys):
             return source
-    found = f"the keys {', '.join(map(str, keys))}" if keys else f"no keys: {record!r:.60}"
+    description = f"the keys {', '.join(map(str, keys))}" if keys else f"no keys: {record!r:.60}"
     raise ValueError(
-        f"--data is {path}, whose first record has {found}. The known forms are: conversations (ShareGPT), messages, "
-        "instruction and output (Alpaca), text. Rename the keys"
+        f"--data is {path}, whose first record has {description}; rename the keys to a known form: conversations (ShareGPT), "
+        "messages, instruction and output (Alpaca), or text"
     )
 
 
 def _user_turns(record: Any, source: str) -> Iterator[str]:
-    """What the user says in a record, turn by turn; nothing where that can't be read."""
+    """Yield the user turns of a record; nothing if it has none that can be read."""
     if not isinstance(record, dict) or source == "text":
         return
     if source == "alpaca":

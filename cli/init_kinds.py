@@ -1,4 +1,4 @@
-"""What `outrider init` writes for each kind of drafter."""
+"""Defaults of `outrider init` for each kind of drafter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from .init_facts import TargetFacts
 
 LARGE_VOCABULARY = 64_000
-"""From here on the head is made smaller: it is most of what a drafter reads for each token."""
+"""From this size, the drafter's head is reduced: it would be most of a drafter's weights."""
 REDUCED_VOCABULARY = 32_000
 """Size of a reduced vocabulary, as in EAGLE-3's release."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindDefaults:
-    """Values for one kind of drafter: those of its published recipe, where there is one."""
+    """Values for one kind of drafter, from its published recipe if there is one."""
 
     title: str
     horizon: int
@@ -30,40 +30,40 @@ class KindDefaults:
 
 
 def feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that an EAGLE-3 drafter reads: an early, a middle and a late one, as its release."""
+    """Return an early, a middle and a late layer, as in EAGLE-3's release."""
     return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
 
 
 def _eagle3(target: TargetFacts) -> list[str]:
     lines = [f"feature_layers: {feature_layers(target.num_layers)} # an early, a middle and a late layer, as in the paper"]
     if target.vocab_size >= LARGE_VOCABULARY:
-        lines.append(f"draft_vocab_size: {REDUCED_VOCABULARY} # the commonest of the {target.vocab_size} tokens")
+        lines.append(f"draft_vocab_size: {REDUCED_VOCABULARY} # the most frequent of {target.vocab_size} tokens")
     return lines
 
 
 def _eagle(target: TargetFacts) -> list[str]:
     if target.model_type in ("llama", "mistral"):
         return []
-    return ["layer: {model_type: llama, hidden_act: silu} # serving engines load no other kind of layer"]
+    return ["layer: {model_type: llama, hidden_act: silu} # serving engines load only this kind of layer"]
 
 
 def _redrafter(target: TargetFacts) -> list[str]:
     if target.vocab_size < LARGE_VOCABULARY:
         return []
-    return [f"exit_width: {target.hidden_size // 2} # a quarter of the paper's, since the vocabulary is large"]
+    return [f"exit_width: {target.hidden_size // 2} # a quarter of the paper's width: the vocabulary is large"]
 
 
 def _medusa(target: TargetFacts) -> list[str]:
     if target.vocab_size < LARGE_VOCABULARY:
         return []
-    return ["share_head: true # the vocabulary is large: all heads end in the target's own output layer"]
+    return ["share_head: true # all heads use the target's output layer: the vocabulary is large"]
 
 
 KIND_DEFAULTS = {
     "eagle3": KindDefaults(
         title="An EAGLE-3 drafter",
         horizon=8,
-        horizon_reason="seven depths are trained, behind the token that the target has chosen itself",
+        horizon_reason="tokens of each label: one that the target chooses, and seven that the drafter learns",
         epochs=4,
         batch_size=2,
         global_batch_size=16,
@@ -75,7 +75,7 @@ KIND_DEFAULTS = {
     "redrafter": KindDefaults(
         title="A ReDrafter",
         horizon=5,
-        horizon_reason="four depths are trained, behind the token that the target has chosen itself",
+        horizon_reason="tokens of each label: one that the target chooses, and four that the drafter learns",
         epochs=2,
         batch_size=4,
         global_batch_size=128,
@@ -87,7 +87,7 @@ KIND_DEFAULTS = {
     "medusa": KindDefaults(
         title="A Medusa drafter",
         horizon=5,
-        horizon_reason="four heads, behind the token that the target has chosen itself",
+        horizon_reason="tokens of each label: one that the target chooses, and one for each of four heads",
         epochs=2,
         batch_size=4,
         global_batch_size=128,
@@ -99,7 +99,7 @@ KIND_DEFAULTS = {
     "eagle": KindDefaults(
         title="An EAGLE drafter",
         horizon=5,
-        horizon_reason="the first draft token is trained; the others show how long accepted drafts would be",
+        horizon_reason="tokens of each label; one draft token is trained, the others measure accepted lengths",
         epochs=4,
         batch_size=2,
         global_batch_size=16,
@@ -111,7 +111,7 @@ KIND_DEFAULTS = {
     "draft_model": KindDefaults(
         title="An independent draft model",
         horizon=5,
-        horizon_reason="tokens of the target's own continuation that are learned after each position",
+        horizon_reason="tokens of each label: the target's continuation after each position",
         epochs=2,
         batch_size=2,
         global_batch_size=16,

@@ -1,4 +1,4 @@
-"""The local files and folders that a composed recipe names, for a check before torch is loaded."""
+"""Local files and folders in a composed recipe, to check before torch is loaded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,10 @@ DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
 
 
 def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
-    """The paths that the run's stages read, with their options. Values of a wrong type are left to the schema."""
+    """Yield the paths that the run's stages read, with their options.
+
+    Skips values of a wrong type: the schema reports them.
+    """
     stages = values.get("stages") or []
     yield from _path(values, "target", "name_or_path", MODEL)
     if _get(values, "data", "chat_template") not in (templates := built_in_templates()):

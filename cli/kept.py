@@ -1,4 +1,4 @@
-"""What an interrupted run keeps: counted in its folder, for the message after Ctrl-C."""
+"""Finished work in a run's folder, for the message after Ctrl-C."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .config import RunConfig
 
 
 def describe_kept(config: RunConfig) -> str:
-    """Return a sentence on finished shards, the last checkpoint of each training, and evaluated answers."""
+    """Return a sentence on finished shards, last checkpoints, and evaluated answers."""
     folder, parts = Path(config.output_dir), []
     for name, what in (("answers", "shards of answers"), ("distill", "shards of labels")):
         if (folder / name / MANIFEST_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Keys that the configuration doesn't have, each with the option that was probably meant. Imports no torch."""
+"""Unknown keys of a configuration, each with a suggested option. Doesn't import torch."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -81,16 +81,16 @@ ALIASES = {
     "config": "conf",
     "method": "drafter.kind",
 }
-"""Names of other training programs, and the options here that do the same."""
+"""Names in other training programs, and our options for them."""
 SENTENCES = dict.fromkeys(("epochs", "epoch", "num_epochs", "num_train_epochs", "max_epochs"), EPOCHS)
-"""Names of other programs for which there is no option here, and what does their work."""
+"""Names in other programs for which there is no option here, and the message for each."""
 
 
 def unknown_keys(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the message for each key of a configuration that the schema lacks, by the key's full name.
+    """Return a message for each unknown key of a configuration, by the key's full name.
 
-    `values` are plain mappings and lists: a whole configuration, or a part of one (a file). A section
-    that isn't a mapping is left to the schema's own check.
+    `values` has plain mappings and lists: a whole configuration, or a part of one (a file). Skips a
+    section that isn't a mapping: the schema reports it.
     """
     options = {option.name: option for section in sections().values() for option in section.options}
     problems = {}
@@ -108,8 +108,11 @@ def unknown_keys(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unknown(values: Mapping[str, Any], path: str, shown: str, options: Mapping[str, Option]) -> Iterator[str]:
-    """Full names of unknown keys. `path` leads there in the schema (eval.suites[].), `shown` in the
-    values (eval.suites[0].)."""
+    """Yield the full names of unknown keys.
+
+    `path` is the prefix in the schema (eval.suites[].), `shown` the one in the values
+    (eval.suites[0].).
+    """
     for key, value in values.items():
         name, full = f"{path}{key}", f"{shown}{key}"
         if name in options:
@@ -125,7 +128,7 @@ def _unknown(values: Mapping[str, Any], path: str, shown: str, options: Mapping[
 
 
 def _drafters(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, Any]]]:
-    """The drafters of a configuration: the prefix of their options, the options, and the settings they are evaluated with."""
+    """Yield each drafter's prefix of options, its options, and its settings for the evaluation."""
     shared = _mapping(values.get("drafter"))
     variants = _mapping(values.get("variants"))
     yield "drafter", shared, ("eval.settings", None if variants else _mapping(values.get("eval")).get("settings"))
@@ -137,25 +140,30 @@ def _drafters(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def _drafter_problems(prefix: str, drafter: Mapping[str, Any], settings: tuple[str, Any]) -> dict[str, str]:
-    """Messages for an unknown kind, for options that the kind lacks, and for settings that it lacks."""
+    """Return messages for an unknown kind, unknown options, and unknown settings."""
+    # 1. The kind.
     kinds, kind = drafter_sections(), drafter.get("kind")
-    if kind is None:  # that of the drafter to start from, which is read later
+    if kind is None:  # the kind of the drafter to start from, which is read later
         return {}
     if not isinstance(kind, str) or kind not in kinds:
         close = _closest(str(kind), list(kinds))
         meant = f"did you mean {close}? There" if close else "there"
         return {f"{prefix}.kind": f"{prefix}.kind is {kind!r}; {meant} are: {', '.join(kinds)}"}
+
+    # 2. Options. Several options of one other kind mean that the wrong kind is chosen.
     known = [option.name.removeprefix("drafter.") for option in kinds[kind].options]
     unknown = [name for name in drafter if name not in known]
     owner = _owner(unknown)
     if owner is not None and len(unknown) > 1:
-        lacks = f"{prefix}.kind is {kind}, which has no {', '.join(unknown)}: those are options of {owner}"
-        return {f"{prefix}.kind": f"{lacks}. Choose the drafter with all its settings: drafter={kind}"}
+        lacks = f"{prefix}.kind is {kind}, which has no {', '.join(unknown)}: these are options of {owner}"
+        return {f"{prefix}.kind": f"{lacks}. To replace the whole section, choose drafter={kind}"}
     problems = {
         f"{prefix}.{name}": f"{prefix}.{name}: the drafter {kind} has no option {name}; "
         + _help_for(name, known, f"{prefix}.", kind)
         for name in unknown
     }
+
+    # 3. Settings of the evaluation.
     name, values = settings
     for index, setting in enumerate(values if isinstance(values, list) else []):
         for key in _mapping(setting):
@@ -169,7 +177,7 @@ def _drafter_problems(prefix: str, drafter: Mapping[str, Any], settings: tuple[s
 
 
 def _owner(names: list[str]) -> str | None:
-    """The first kind of drafter that has all these options."""
+    """Return the first kind of drafter that has all these options."""
     wanted = {f"drafter.{name}" for name in names}
     return next((kind for kind, section in drafter_sections().items() if wanted <= {o.name for o in section.options}), None)
 
@@ -179,7 +187,7 @@ def _drafter_names() -> list[str]:
 
 
 def _help_for(name: str, known: list[str], prefix: str = "", section: str | None = None) -> str:
-    """What was probably meant by an unknown name, and the command that lists the options there."""
+    """Suggest an option for an unknown name, and the command that lists the options."""
     last = name.rpartition(".")[2]
     if last in SENTENCES:
         return SENTENCES[last]
@@ -190,7 +198,10 @@ def _help_for(name: str, known: list[str], prefix: str = "", section: str | None
 
 
 def closest(name: str, known: list[str]) -> str | None:
-    """Return the known option that `name` probably means: an alias, the same name in another section, or a similar one."""
+    """Return the known option that `name` probably means.
+
+    Tries an alias, the same name in another section, and a similar name, in this order.
+    """
     last = name.rpartition(".")[2]
     if last in ALIASES and (ALIASES[last] in known or ALIASES[last] == "conf"):
         return ALIASES[last]

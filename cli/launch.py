@@ -10,9 +10,9 @@ from .keys import closest
 
 
 def launch(file: str, options: Sequence[str], overrides: Sequence[str]) -> None:
-    """Replace this process by `accelerate launch` with a launch file: a packaged one's name, or a path.
+    """Replace this process by `accelerate launch` with a launch file.
 
-    Raises ValueError where there is no such file.
+    `file` is the name of a packaged file, or a path. Raises ValueError if there is no such file.
     """
     command = launch_command(file, options, overrides)
     sys.stdout.flush()
@@ -20,7 +20,7 @@ def launch(file: str, options: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def launch_command(file: str, options: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the command: this Python, accelerate's launcher, its options, and the entry outrider.train."""
+    """Return the command of accelerate's launcher for the module outrider.train."""
     packaged = choices("launch")
     path = packaged[file].path if file in packaged else Path(file).expanduser()
     if not path.is_file():

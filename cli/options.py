@@ -1,4 +1,4 @@
-"""Options that several commands have, and what the commands make of them."""
+"""Options that several commands share, and the functions that parse them."""
 
 import json
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ DRAFTERS = ("drafter", "folder")
 """Their names on the Hub have a slash. (A `Path` drops the ./ of ./drafter.)"""
 
 Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
-TrainedTarget = Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")]
-Revision = Annotated[str | None, typer.Option(help="The target's revision on the Hub.")]
-Dtype = Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")]
-Device = Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")]
-Compiled = Annotated[bool, typer.Option(help="Run the target through torch.compile.")]
-CudaGraphs = Annotated[bool, typer.Option(help="Replay target and drafter as CUDA graphs.")]
+TrainedTarget = Annotated[str, typer.Option(help="The target of the drafter: a directory or a Hub id.")]
+Revision = Annotated[str | None, typer.Option(help="The target's branch, tag or commit on the Hub.")]
+Dtype = Annotated[str | None, typer.Option(help="The target's dtype. Default: float32 on a CPU, else as stored.")]
+Device = Annotated[str | None, typer.Option(help="Device such as cuda:1. Default: the first accelerator, else cpu.")]
+Compiled = Annotated[bool, typer.Option(help="Compile the target with torch.compile.")]
+CudaGraphs = Annotated[bool, typer.Option(help="Run target and drafter as CUDA graphs.")]
 Quantization = Annotated[
     str | None,
     typer.Option(help="Quantise the target: torchao, bitsandbytes, or '{method: torchao, type: Int8WeightOnlyConfig}'."),
@@ -50,24 +50,24 @@ DEFAULT_QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "torchao": {"method": "torchao", "type": "Int8WeightOnlyConfig"},
     "bitsandbytes": {"method": "bitsandbytes", "load_in_4bit": True},
 }
-"""What a method's bare name stands for."""
-ChatTemplate = Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")]
+"""Options for the name of a method without options."""
+ChatTemplate = Annotated[str | None, typer.Option(help="A .jinja file or a template's name. Default: the tokenizer's.")]
 TokenizerOptions = Annotated[
-    list[str] | None, typer.Option("--tokenizer-option", help="NAME=VALUE for the tokenizer: legacy=true.")
+    list[str] | None, typer.Option("--tokenizer-option", help="An option of the tokenizer: legacy=true. Repeat.")
 ]
-BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="Prompts decoded together. Repeat for several.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens per answer, at most.")]
-Limit = Annotated[int, typer.Option(help="Draw at most so many prompts.")]
-SuitePath = Annotated[str | None, typer.Option(help="Local file of a named suite.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; torch's choice unless given.")]
-PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")]
-Seed = Annotated[int, typer.Option(help="Of the prompts that --limit draws, of samples, and of the bootstrap.")]
+BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="Prompts decoded together. Repeat to compare.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.")]
+Limit = Annotated[int, typer.Option(help="Maximum number of prompts, drawn at random.")]
+SuitePath = Annotated[str | None, typer.Option(help="Local file to read the suite of --suite from.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. Default: torch's choice.")]
+PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers: faster steps, more memory.")]
+Seed = Annotated[int, typer.Option(help="Random seed of drawn prompts, samples and the bootstrap.")]
 
 
 def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
-    """Build a configuration from `others` and from those options that have its fields' names.
+    """Build a configuration from `others` and from the options with its fields' names.
 
-    An option that wasn't given (None) leaves the field's default.
+    An option without a value (None) keeps the field's default.
     """
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     chosen = {name: value for name, value in options.items() if name in names and value is not None}
@@ -113,12 +113,12 @@ def _items(value: Any) -> list[Any]:
 
 
 def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteConfig":
-    """Return the suite of a --suite option, with the path that --suite-path gives it."""
+    """Return the suite of a --suite option, read from the path of --suite-path if there is one."""
     from ..eval.config import suite_of
 
     suite = suite_of(text, **options)
     if path is not None and suite.path is not None:
-        raise ValueError(f"--suite {text} is a file, and --suite-path gives it another one, {path}; leave --suite-path out")
+        raise ValueError(f"--suite {text} is a file, and --suite-path is another one, {path}; remove --suite-path")
     return replace(suite, path=path or suite.path)
 
 
@@ -130,7 +130,7 @@ def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = Tr
 
     silence_bars()
     device = options["device"] or str(default_device())
-    # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
+    # A CPU emulates bfloat16, and only float32 reproduces exactly the same tokens.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")
     tokenizer_options = parse_tokenizer_options(options.get("tokenizer_options") or [])
     changes = {
@@ -157,14 +157,14 @@ def parse_tokenizer_options(texts: list[str]) -> dict[str, Any]:
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
-            options[name] = value  # a text needs no quotes
+            options[name] = value  # a string without quotes
     return options
 
 
 def parse_quantization(text: str | None) -> dict[str, Any] | None:
-    """Parse the quantisation of a target: a method's bare name, or its options as in a configuration.
+    """Parse the quantisation of a target: a method's name, or options as in a configuration.
 
-    Raises ValueError for anything else, and for a method that needs options.
+    Raises ValueError for other texts, and for a method that needs options.
     """
     if text is None:
         return None
@@ -181,7 +181,10 @@ def parse_quantization(text: str | None) -> dict[str, Any] | None:
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """Parse a drafter's options, written as in a configuration. Raises ValueError for a text that is none."""
+    """Parse a drafter's options, written as in a configuration.
+
+    Raises ValueError for a text that isn't a mapping of options.
+    """
     try:
         setting = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -189,5 +192,5 @@ def parse_setting(text: str) -> dict[str, Any]:
     if not isinstance(setting, dict) or not all(isinstance(name, str) for name in setting):
         raise ValueError(f"--setting is {text!r}; give options as in a configuration: '{{depth: 5, top_k: 8}}'")
     if joined := [key for key in setting if ":" in str(key)]:
-        raise ValueError(f"--setting is {text!r}, which has the one word {joined[0]!r}; YAML needs a space after the colon")
+        raise ValueError(f"--setting is {text!r}, where {joined[0]!r} is one word; put a space after the colon")
     return setting

@@ -1,4 +1,4 @@
-"""`--plan`: what the stages that are left would take, in time, memory and disk, without writing anything."""
+"""`--plan`: estimate time, memory and disk of the unfinished stages, without writing files."""
 
 import os
 import time
@@ -48,15 +48,15 @@ WIDTH = 80
 BUSY = 0.5
 """Load of the machine per core, before anything is measured, above which the times are called rough."""
 SAMPLE_TEXTS = 32
-"""Texts that steps of training are timed on, at most."""
+"""Maximum number of texts for timing steps of training."""
 SAMPLE_PORTION = 4
 LABELLING_SECONDS = 5.0
-"""Where no shard is there, so many of them are labelled as this takes, a portion at a time."""
+"""Without a shard, texts are labelled for this time, SAMPLE_PORTION texts at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What one stage takes."""
+    """Estimate for one stage."""
 
     table: Table
     seconds: float
@@ -72,11 +72,14 @@ def print_plan(
     overlap: PromptOverlap | None,
     suites: Sequence[PromptSet] | None,
 ) -> None:
-    """Print a table for each stage that is left, and one line for the whole run. All processes measure, the first one prints.
+    """Print a table for each unfinished stage, and one line for the whole run.
 
-    `suites` is None where the evaluation's prompts can't be read: then evaluation isn't planned.
+    All processes measure; the first one prints. `suites` is None if the evaluation's prompts can't
+    be read: then the evaluation isn't planned.
     """
     load = os.getloadavg()[0]
+
+    # 1. Plan each stage. Training needs the examples of the distillation.
     plans: dict[str, list[StagePlan]] = {}
     examples: list[Example] = []
     drafter_bytes = {run.drafter_dir: _file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in config.drafter_runs()}
@@ -91,6 +94,8 @@ def print_plan(
         plans["eval"] = [] if is_done else [_plan_eval(config, suites, target)]
     if "export" in config.stages:
         plans["export"] = [_plan_export(config, drafter_bytes)]
+
+    # 2. Print the tables.
     if accelerator.is_main_process:
         _print(plans, folder, load)
     accelerator.wait_for_everyone()
@@ -103,8 +108,8 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float) 
         for stage in stages:
             console.print(stage.table)
         if not stages:
-            console.print(f"{name}: nothing is left to do, {folder} has it\n", soft_wrap=True)
-    stages = [stage for each in plans.values() for stage in each]
+            console.print(f"{name}: finished in {folder}\n", soft_wrap=True)
+    stages = [stage for plan in plans.values() for stage in plan]
     if load > BUSY * (os.cpu_count() or 1):
         console.print(
             f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be several "
@@ -121,7 +126,10 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float) 
 def _plan_distill(
     config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, overlap: PromptOverlap | None
 ) -> tuple[list[StagePlan], list[Example]]:
-    """Plan what is left of the distillation. Return examples of the data too: those that are left, or as there will be."""
+    """Plan the unfinished part of the distillation, and return its examples too.
+
+    If answers are regenerated, the examples are estimates of the future ones.
+    """
     data, options = config.data, config.distill
     num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
     plans: list[StagePlan] = []
@@ -152,6 +160,7 @@ def _plan_train(
     overlap: PromptOverlap | None,
 ) -> list[tuple[DrafterRun, TrainingEstimate]]:
     """Estimate each training that isn't finished."""
+    # 1. Find the unfinished trainings, and the steps of their checkpoints.
     unfinished = []
     manifest_file = folder / "distill" / MANIFEST_FILE
     for run in config.drafter_runs():
@@ -165,6 +174,8 @@ def _plan_train(
         unfinished.append((run, steps_done))
     if not unfinished:
         return []
+
+    # 2. Time steps of each on the same labelled examples.
     sample = _labelled_sample(config, target, folder, examples, overlap)
     return [
         (run, estimate_training(run.train, run.drafter, target, sample, accelerator, steps_done=steps_done))
@@ -175,7 +186,7 @@ def _plan_train(
 def _labelled_sample(
     config: RunConfig, target: HFTarget, folder: Path, examples: Sequence[Example], overlap: PromptOverlap | None
 ) -> list[DistilledExample]:
-    """Some examples with their labels: of a finished shard, or labelled now."""
+    """Return some examples with labels, from a finished shard or labelled now."""
     store = label_store(folder / "distill")
     if (store.directory / MANIFEST_FILE).is_file() and (entry := store.read_entry(0)) is not None:
         return read_shard(store.directory, entry)[:SAMPLE_TEXTS]

@@ -1,17 +1,18 @@
-"""Other libraries' noise at the start of a run: bars, banners and warnings that no user can act on."""
+"""Silence other libraries' bars, banners and warnings that a user can't act on."""
 
 import logging
 import os
 import warnings
 
 NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "huggingface_hub.utils._http", "DeepSpeed", "torch.distributed.run")
-"""Loggers whose warnings are about the libraries' own parts. Errors still show."""
+"""Loggers with warnings on the libraries' internals. Their errors are still printed."""
 
 
 def silence_libraries() -> None:
-    """Silence what torchao, pytree, DeepSpeed, transformers and datasets print while they are loaded.
+    """Silence the messages of torchao, pytree, DeepSpeed, transformers and datasets at import.
 
-    Call it before they are imported. Does nothing with OUTRIDER_DEBUG=1. Settings that the user has made stay.
+    Call it before they are imported. Does nothing with OUTRIDER_DEBUG=1. Keeps the user's own
+    settings.
     """
     if os.environ.get("OUTRIDER_DEBUG") == "1":
         return
@@ -28,9 +29,9 @@ def silence_libraries() -> None:
 
 
 def silence_bars() -> None:
-    """Turn off transformers' bar for loading weights. Bars of downloads, and ours, stay."""
+    """Turn off transformers' bar for loading weights. Other bars stay."""
     if os.environ.get("OUTRIDER_DEBUG") == "1":
         return
     from transformers.utils import logging as transformers_logging  # slow, and imported by now
 
-    transformers_logging._tqdm_active = False  # its function would turn off the Hub's bars too
+    transformers_logging._tqdm_active = False  # disable_progress_bar() also turns off the Hub's bars

@@ -1,4 +1,4 @@
-"""A recipe of the user's own: a YAML file anywhere, as Hydra reads it beside the packaged recipes."""
+"""Recipes in the user's own YAML files, made known to Hydra like packaged recipes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ from .keys import closest, unknown_keys
 
 SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("path", "name_or_path", "chat_template", "start_from", "certificate")
-"""Last parts of the options that may name a local file."""
+"""Options that may name a local file, without their sections."""
 COMPLETE_WITH = {"target": "name_or_path", "data": "source", "drafter": "kind", "eval": "suites"}
-"""A section with this key is complete: nothing of the demo's choice of that group is below it. Below a kind of drafter is
-the packaged choice of that name."""
+"""A section with this key is complete: it replaces the default choice of its group. A section with a
+kind of drafter is put on top of the packaged choice of that name."""
 
 
 @dataclass(kw_only=True)
 class RecipeFile:
-    """What a recipe's file says, and where."""
+    """Content of a recipe's file, with the line of each key."""
 
     path: Path
     values: dict[str, Any]
@@ -34,11 +34,11 @@ class RecipeFile:
     """The line of each key, by its full name."""
 
     def where(self, name: str) -> str:
-        """Return the file, and the line of a key where it has one."""
+        """Return the file's path, and the line of a key if it is known."""
         return f"{self.path}, line {self.lines[name]}" if name in self.lines else str(self.path)
 
     def drop(self, name: str) -> Any:
-        """Remove a wrong value, so that what is wrong besides can be found. Returns it."""
+        """Remove and return a wrong value, so that the other problems can be found."""
         container: Any = self.values
         *parents, last = (int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", name))
         for part in parents:
@@ -56,18 +56,19 @@ class RecipeFile:
 
 
 def find_recipe_file(name: str) -> Path | None:
-    """Return the file that conf=NAME means, with or without its ending; None where NAME is no file."""
+    """Return the file of conf=NAME, with or without its suffix; None if NAME is no file."""
     path = Path(name).expanduser()
     candidates = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + suffix) for suffix in SUFFIXES]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile, list[str]]:
-    """Read a recipe's file. Returns what of it can be composed, and a line for each problem in it.
+    """Read a recipe's file. Returns its correct part, and a line for each problem.
 
-    `below` has the names of the recipes that it is applied on top of. Raises ValueError where it is
-    no YAML file, or not a mapping.
+    `below` has the names of the recipes below it (conf=[BELOW,FILE]). Raises ValueError if the file
+    is not YAML, or not a mapping.
     """
+    # 1. Parse the YAML, with the line of each key.
     try:
         text = path.read_text(encoding="utf-8")
         lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
@@ -79,7 +80,9 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise ValueError(f"{where}: this is not YAML: {problem}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a recipe: it must be a mapping of options, such as `train: {{steps: 20}}`")
+        raise ValueError(f"{path} is not a recipe; it must be a mapping of options, such as `train: {{steps: 20}}`")
+
+    # 2. Collect the problems, and remove the wrong values.
     defaults = values.pop("defaults", None) or []
     recipe = RecipeFile(path=path, values=values, defaults=[], lines=lines)
     problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
@@ -93,8 +96,8 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
 
 
 def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str]) -> list[str]:
-    """Fill in the recipe's defaults list, in the order that Hydra demands. Returns a line for each
-    wrong entry."""
+    """Fill in the recipe's defaults list, in Hydra's order. Returns a line per wrong entry."""
+    # 1. Sort the entries: recipes to build on, and choices of groups.
     others: list[Any] = []
     overrides: dict[str, Any] = {}
     problems = []
@@ -112,6 +115,8 @@ def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str])
                 others.append(value)
             else:
                 overrides[f"override /{group}"] = value
+
+    # 2. A complete section of the recipe replaces the choice of its group.
     below = [*below, *(name for name in others if name != "_self_")]
     for group in _complete_sections(recipe.values, below):
         overrides.setdefault(f"override /{group}", _base(group, recipe.values[group]))
@@ -122,9 +127,10 @@ def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str])
 
 
 def _complete_sections(values: Mapping[str, Any], below: Sequence[str]) -> Iterator[str]:
-    """The groups of which no choice is read, since a section of the recipe takes its place.
+    """Yield the groups whose choice is replaced by a section of the recipe.
 
-    On top of another recipe a section changes that one's, unless it describes another kind of drafter.
+    On top of another recipe, a section only changes that recipe's section, unless its kind of
+    drafter differs.
     """
     known = packaged_recipes()
     kinds = [known[name].drafter.removesuffix("_demo") for name in below if name in known]
@@ -143,7 +149,7 @@ def _base(group: str, section: Mapping[str, Any]) -> str | None:
 
 
 def unknown_choice(group: str, name: Any) -> str | None:
-    """Return what is wrong with the choice GROUP=NAME; None where there is such a file."""
+    """Return the message for an unknown choice GROUP=NAME; None if the choice exists."""
     known = list(choices(group))
     if name in known:
         return None
@@ -157,7 +163,7 @@ def unknown_choice(group: str, name: Any) -> str | None:
 
 
 def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The full name and the line of each key below a node of YAML."""
+    """Yield the full name and the line of each key below a node of YAML."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = f"{prefix}{key.value}"
@@ -170,15 +176,15 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]
 
 
 def _misplaced_paths(recipe: RecipeFile) -> list[str]:
-    """A line for each path that is beside the file, where a run looks in the working directory."""
+    """Return a line for each path that exists beside the file, not in the working directory."""
     problems = []
     for name, value in _leaves(recipe.values):
         if not isinstance(value, str) or name.rpartition(".")[2] not in PATH_OPTIONS or "${" in value:
             continue
         if not Path(value).expanduser().exists() and (beside := recipe.path.parent / value).exists():
             problems.append(
-                f"{recipe.where(name)}: {name}={value} is not in the working directory, from which relative paths are read, "
-                f"but beside the recipe: write {beside.resolve()}"
+                f"{recipe.where(name)}: {name}={value} is beside the recipe, but paths start in the working directory; "
+                f"write {beside.resolve()}"
             )
     return problems
 

@@ -1,4 +1,4 @@
-"""`outrider options` and `outrider recipes`: the configuration as the code describes it, in 80 columns."""
+"""`outrider options` and `outrider recipes`: describe the configuration, in 80 columns."""
 
 import difflib
 import json
@@ -16,17 +16,18 @@ WIDTH = 80
 
 def options_command(
     section: Annotated[
-        str | None, typer.Argument(help="A section (train), a kind of drafter (eagle3) or an option (train.steps).")
+        str | None,
+        typer.Argument(help="A section (train), a kind of drafter (eagle3) or an option (train.steps). Default: an overview."),
     ] = None,
 ) -> None:
-    """List the options of recipes: type, default and meaning of each. Without SECTION: the sections and the run's own."""
+    """List the options of recipes, with type, default and meaning of each."""
     typer.echo("\n".join(_overview() if section is None else _one_section(section)))
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Print the whole comment of this recipe.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Print this recipe's description. Default: list all recipes.")] = None,
 ) -> None:
-    """List the recipes that ship with outrider: outrider run conf=NAME."""
+    """List the recipes that ship with outrider. To run one: outrider run NAME."""
     from .describe import recipes  # imports the whole schema
 
     known = recipes()
@@ -38,19 +39,19 @@ def recipes_command(
         lines += [
             "",
             "outrider run conf=RECIPE        run a recipe",
-            "outrider recipes RECIPE         print all that is written about it",
+            "outrider recipes RECIPE         print its description",
         ]
     elif name in known:
         recipe = known[name]
         choices = f"target={recipe.target} data={recipe.data} drafter={recipe.drafter} eval={recipe.eval}"
-        lines = [f"conf={name}: {choices}", "", recipe.comment, "", f"It is in {recipe.path}"]
+        lines = [f"conf={name}: {choices}", "", recipe.comment, "", f"File: {recipe.path}"]
     else:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name, list(known))}; there are: {', '.join(known)}")
     typer.echo("\n".join(lines))
 
 
 def _overview() -> Iterator[str]:
-    """The run's own options, then the names of the sections and the choices of the groups."""
+    """Yield the run's own options, then the names of sections and the choices of groups."""
     from .describe import GROUPS, choices, drafter_sections, sections
 
     yield from _section_lines(sections()[""])
@@ -65,7 +66,11 @@ def _overview() -> Iterator[str]:
 
 
 def _one_section(name: str) -> Iterator[str]:
-    """The lines of one section, of one kind of drafter, or of the options below a name. Raises ValueError for another name."""
+    """Yield the lines of a section, of a kind of drafter, or of the options below a name.
+
+    Raises ValueError for another name.
+    """
+    # 1. A section or a kind of drafter.
     from .describe import choices, drafter_sections, sections
 
     kinds = drafter_sections()
@@ -77,6 +82,7 @@ def _one_section(name: str) -> Iterator[str]:
     elif name and name in sections():
         yield from _section_lines(sections()[name])
     else:
+        # 2. Options whose name is `name` or starts with it.
         everything = [(f"({section.name})", option) for section in kinds.values() for option in section.options]
         everything += [("", option) for section in sections().values() for option in section.options]
         matching = [(where, option) for where, option in everything if f"{option.name}.".startswith(f"{name}.")]
@@ -87,6 +93,8 @@ def _one_section(name: str) -> Iterator[str]:
             raise ValueError(f"there is no section or option {name!r}{_suggestion(name, names)}; the sections are: {there_are}")
         for where, option in matching:
             yield from _option_lines(option, where)
+
+    # 3. The choices of the group with this name.
     if name in ("target", "data", "drafter", "eval"):
         yield f"CHOICES ({name}=NAME chooses a file of settings)\n"
         for choice in choices(name).values():
@@ -108,7 +116,7 @@ def _option_lines(option: "Option", where: str = "") -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """Return a default as a recipe has it: null, true, 0.001, [a, b]."""
+    """Return a default as in a recipe: null, true, 0.001, [a, b]."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""`outrider report`: the paper's tables and figures, from the records of finished evaluations."""
+"""`outrider report`: tables and figures from the records of evaluations."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,14 +8,15 @@ import typer
 
 def report_command(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of finished evaluations: what `outrider eval` wrote.")
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of finished evaluations, from `outrider eval`.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for report.html and figures/.")] = Path("outputs/report"),
-    figures: Annotated[bool, typer.Option(help="Write tables as PNGs, too: the first ones of each section.")] = True,
+    figures: Annotated[bool, typer.Option(help="Also write the first tables of each section as PNGs.")] = True,
 ) -> None:
-    """Tables and figures of one or several evaluations as one static page, and as PNGs.
+    """Write tables and figures of evaluations as one static page, and as PNGs.
 
-    Measures nothing. Evaluations of different targets, options or environments get chapters of their own.
+    Nothing is measured. Evaluations with different targets, options or environments are in separate
+    chapters.
     """
     from ..eval.report.page import write_report
 

@@ -54,20 +54,21 @@ SECTIONS = {
     "eval": ("eval",),
     "export": ("export",),
 }
-"""The sections of a configuration that decide what a stage leaves.
+"""Sections of the configuration that decide the files of each stage.
 
-A folder's config.yaml joins them over several runs: after `stages=[distill,train]` and then `stages=[eval] train.steps=5`, its
-`train` is still that of the first run, since the second one trained nothing."""
+A folder's config.yaml merges them over several runs. After `stages=[distill,train]` and then
+`stages=[eval] train.steps=5`, its `train` is the one of the first run: the second one trained
+nothing."""
 NOT_LOSSLESS = 1
-"""Exit status where a drafter that claims to be lossless isn't."""
+"""Exit status if a drafter that must be lossless isn't."""
 
 
 def run(config: RunConfig) -> None:
-    """Run the stages. Each skips what is complete and resumes what was interrupted."""
+    """Run the stages. Each one skips finished work and resumes interrupted work."""
     accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
-        with_accumulation(drafter.train, accelerator.num_processes)  # an error shows before the long work
+        with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
@@ -85,6 +86,7 @@ def run(config: RunConfig) -> None:
 
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
+    # 1. Load the target, and check that the drafters fit it.
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
         for warning in require_trainable(config, target):
@@ -95,6 +97,8 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     if config.plan:
         _plan(config, target, folder, accelerator)
         return
+
+    # 2. Distil and train, in all processes.
     if "distill" in config.stages:
         _distill(config, target, folder, accelerator)
     if "train" in config.stages:
@@ -103,7 +107,9 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
                 drafter.train, drafter.drafter, target, folder / "distill", drafter.train_dir, drafter.drafter_dir, accelerator
             )
             accelerator.wait_for_everyone()
-    # The other processes are done: waiting hours for the measurement would run into a collective's time limit.
+
+    # 3. Evaluate and export, in the first process. The others end here: a collective's time limit is
+    # shorter than an evaluation.
     if not accelerator.is_main_process:
         return
     rows: list[Row] = []
@@ -112,11 +118,11 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         set_aside_evaluation(folder / "eval", list(settings))
         rows = evaluate(config.eval, target, tokenizer, list(settings), folder / "eval", settings)
         print_table(rows)
-    # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
+    # Written last: a run that fails because of another run's folder must not overwrite its config.yaml.
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
     if "export" in config.stages:
         export(config.export, config.drafter_runs(), target, folder)
-    log.info("the results lie in %s", folder)
+    log.info("results: %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
 
@@ -140,9 +146,9 @@ def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None
 
 
 def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
-    """Check before the distillation that each drafter can be trained, and exported as the recipe says.
+    """Check before the distillation that each drafter can be trained and exported.
 
-    Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper
+    Returns distinct warnings, on drafters that no format can hold, and on searches that go deeper
     than the labels train. Raises ValueError for sizes that don't fit the target.
     """
     warnings: list[str | None] = []
@@ -170,7 +176,7 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
 
 
 def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """Print what is left of the run, without the evaluation's prompts where they can't be read."""
+    """Print the plan of the unfinished stages. Prompts that can't be read are left out."""
     overlap: PromptOverlap | None = None
     suites: list[PromptSet] | None = None
     try:
@@ -178,12 +184,15 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
         overlap = prompt_overlap(config) if {"distill", "train"} & set(config.stages) else None
     except ValueError as error:
         if accelerator.is_main_process:
-            log.warning("planned without the evaluation and without its prompts kept out of the data: %s", error)
+            log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
     print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
-    """What finds the evaluation's prompts in the data, whichever of them are drawn; None where they may stay."""
+    """Return the search for evaluation prompts in the data; None without decontamination.
+
+    It has all prompts of the suites, also those that `limit` doesn't draw.
+    """
     num_words = config.data.overlap_words
     if num_words is None:
         return None
@@ -192,14 +201,17 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
         suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
     except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are kept out of the data, and can't be read: {error}; or train on every prompt "
-            "(data.overlap_words=null)"
+            f"the evaluation's prompts are needed to keep them out of the data, and can't be read: {error}. Or turn "
+            "this off: data.overlap_words=null"
         ) from error
     return PromptOverlap(suites, num_words)
 
 
 def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
-    """The configuration that the folder was made with: of the stages that weren't run this time, what an earlier run says."""
+    """Return the configuration that made the folder's files.
+
+    Sections of stages that don't run now come from the folder's earlier config.yaml.
+    """
     merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
     if path.is_file():
         try:
@@ -215,11 +227,11 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 
 def _check_inputs(config: RunConfig) -> None:
-    """Check the data, the evaluation's prompts, and what earlier stages left, before the target is loaded."""
+    """Check the data, the prompts, and earlier stages' files before the target is loaded."""
     if "distill" in config.stages:
         require_data(config.data)
     if config.plan:
-        return  # what is missing of earlier stages doesn't keep a plan from the others
+        return  # a plan doesn't need the files of earlier stages
     if "distill" in config.stages and config.distill.engine == "openai":
         require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():
@@ -241,4 +253,4 @@ def _configure_logging(is_main_process: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     level = logging.INFO if is_main_process else logging.WARNING
     logging.getLogger("outrider").setLevel(level)
-    logging.getLogger("openai").setLevel(level)  # the engine's client, which logs there that it retries a request
+    logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there

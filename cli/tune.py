@@ -1,4 +1,4 @@
-"""`outrider tune`: how is a drafter run best on this machine?"""
+"""`outrider tune`: find a drafter's fastest settings on this machine."""
 
 import json
 from collections.abc import Callable
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
     from ..eval.tune.search import Speed
 
-Settings = Annotated[list[str] | None, typer.Option(help="Try only these, and plain decoding: '{depth: 5, top_k: 8}'. Repeat.")]
+Settings = Annotated[list[str] | None, typer.Option(help="Try only this setting: '{depth: 5, top_k: 8}'. Repeat for several.")]
 NameOf = Callable[[dict[str, Any] | None], str]
-"""Puts a setting into words; None is plain decoding."""
+"""A function that names a setting in words; None is plain decoding."""
 SHOWN = 5
-"""Settings that the table has for each batch size, at least."""
+"""Minimum number of settings in the table of each batch size."""
 
 
 def tune_command(
     target: shared.Target,
-    drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice; a Hub id with --no-write.")],
-    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite of `outrider eval`, or FILE.jsonl.")] = "stdlib",
+    drafter: Annotated[Path, typer.Option(help="The drafter: its directory, or a Hub id with --no-write.")],
+    suite: Annotated[str, typer.Option(help="Prompts: a suite's name as in outrider eval, or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
-    suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
+    suite_revision: Annotated[str | None, typer.Option(help="Commit of the suite on the Hub.")] = None,
     limit: shared.Limit = 16,
     batch_sizes: shared.BatchSizes = None,
     setting: Settings = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_new_tokens: shared.MaxNewTokens = 128,
-    check: Annotated[bool, typer.Option(help="Decode with every setting, and print the regret of the choice.")] = False,
-    write: Annotated[bool, typer.Option(help="Write the choice beside the drafter, where eval --tuned reads it.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
+    check: Annotated[bool, typer.Option(help="Also decode with every setting, to check the choice.")] = False,
+    write: Annotated[bool, typer.Option(help="Write the choice to the drafter's directory, for eval --tuned.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for the predictions of all settings.")] = Path("outputs/tune"),
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
     quantization: shared.Quantization = None,
@@ -52,12 +52,13 @@ def tune_command(
     tokenizer_options: shared.TokenizerOptions = None,
     seed: shared.Seed = 0,
 ) -> None:
-    """Find the setting in which a drafter decodes fastest here, for each batch size.
+    """Find the setting in which a drafter decodes fastest on this machine, per batch size.
 
-    The target answers some prompts once; every setting drafts for those answers, and the target's
-    step is timed by the size of batch and tree. The few settings that come out fastest then decode
-    for real. Takes minutes, not the hours of measuring all.
+    The target answers some prompts once. Every setting drafts for these answers, and the target's
+    step is timed for each batch and tree size. The settings with the best predicted speed then
+    decode, and are measured. This takes minutes; measuring every setting takes hours.
     """
+    # 1. Check the options.
     options = take_paths({**locals()})
     suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     from ..eval.config import EvalConfig
@@ -67,18 +68,22 @@ def tune_command(
 
     sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
-        raise ValueError(f"--max-new-tokens is {max_new_tokens}; the first token is the prefill's, so it must be at least 2")
+        raise ValueError(
+            f"--max-new-tokens is {max_new_tokens}; it must be at least 2, because the prefill yields the first token"
+        )
     suites = [chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)]
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
     config = config_from(EvalConfig, options, suites=suites, **choices)
     if write and not drafter.is_dir() and HUB_ID.fullmatch(str(drafter)):
         raise ValueError(
-            f"there is no folder {drafter} here, and the choice is written beside the drafter: `outrider pull {drafter} "
-            "--output DIR` and tune that, or leave the choice unwritten (--no-write)"
+            f"--drafter is {drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
+            f"`outrider pull {drafter} --output DIR` and tune DIR, or add --no-write"
         )
     directory = resolve_drafter(drafter)
     check_inputs(config, [directory])
+
+    # 2. Tune, and print the choice.
     loaded = load_chosen_target(options)
     with starts_again("tuning"):
         tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
@@ -86,7 +91,7 @@ def tune_command(
 
 
 def setting_namer(directory: Path) -> NameOf:
-    """Return the function that puts settings of the drafter in a directory into words."""
+    """Return a function that names settings of this drafter in words."""
     from ..eval.records.method_names import PLAIN_DECODING, setting_words
     from ..models.drafters.saved.folder import read_drafter_config
 
@@ -106,59 +111,65 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
         console.print(tuning_table(tuning, size, name_of))
         console.print(escape(verdict(tuning, size, name_of)))
     if tuning.left_out:
-        names = "; ".join(f"{name_of(each.setting)} (batches of {each.batch_size})" for each in tuning.left_out)
-        console.print(escape(f"Left out, since memory ran out: {names}"), soft_wrap=True)
+        names = "; ".join(f"{name_of(speed.setting)} (batches of {speed.batch_size})" for speed in tuning.left_out)
+        console.print(escape(f"Not measured, because memory ran out: {names}"), soft_wrap=True)
     written = "" if written_to is None else f"; the choice to {written_to / 'tuned.json'}"
     console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
 
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
-    """Return the settings that are fastest for a batch size, and plain decoding.
+    """Return a table of the fastest settings for a batch size, and of plain decoding.
 
-    As predicted, and as measured where they were.
+    It has predicted speeds, and measured speeds of the settings that were measured.
     """
-    table = Table(title=f"Batches of {batch_size}: decoded tokens/s; own ms is a step's time beside the target's")
+    table = Table(title=f"Batches of {batch_size}: decoded tokens/s; drafter ms is a step's time without the target")
     table.add_column("setting", overflow="fold", min_width=15)
-    for column in ("tok/step", "nodes", "own ms", "predicted", "measured", "speedup"):
+    for column in ("tok/step", "nodes", "drafter ms", "predicted", "measured", "speedup"):
         table.add_column(column, justify="right")
-    of_size = [each for each in tuning.predictions if each.batch_size == batch_size]
-    measured = {_key(each): each.tokens_per_second for each in tuning.finals if each.batch_size == batch_size}
-    order = sorted(of_size, key=lambda each: (each.setting is not None, -measured.get(_key(each), 0), -each.tokens_per_second))
+
+    # 1. Plain decoding first, then measured settings by speed, then predicted ones by speed.
+    of_size = [speed for speed in tuning.predictions if speed.batch_size == batch_size]
+    measured = {_key(speed): speed.tokens_per_second for speed in tuning.finals if speed.batch_size == batch_size}
+    order = sorted(
+        of_size, key=lambda speed: (speed.setting is not None, -measured.get(_key(speed), 0), -speed.tokens_per_second)
+    )
     plain = measured[_key(order[0])]
-    for each in order[: 1 + max(SHOWN, len(measured) - 1)]:
-        speed = measured.get(_key(each))
+
+    # 2. A row for each.
+    for predicted in order[: 1 + max(SHOWN, len(measured) - 1)]:
+        speed = measured.get(_key(predicted))
         table.add_row(
-            name_of(each.setting),
-            f"{each.tokens_per_step:.2f}",
-            f"{each.num_nodes:.1f}",
-            f"{1000 * each.own_seconds:.1f}",
-            f"{each.tokens_per_second:,.1f}",
+            name_of(predicted.setting),
+            f"{predicted.tokens_per_step:.2f}",
+            f"{predicted.num_nodes:.1f}",
+            f"{1000 * predicted.own_seconds:.1f}",
+            f"{predicted.tokens_per_second:,.1f}",
             *(["-", "-"] if speed is None else [f"{speed:,.1f}", f"{speed / plain:.2f}x"]),
         )
     if len(order) > table.row_count:
-        table.caption = f"and {len(order) - table.row_count} that are predicted to be slower"
+        table.caption = f"{len(order) - table.row_count} more settings are predicted to be slower"
     return table
 
 
 def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """Return the choice for a batch size in a sentence, and what a check says of it in another."""
+    """Return a sentence on the choice for a batch size, and one on its check if there was one."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
-        tried = [each for each in tuning.finals if each.batch_size == batch_size and each.setting is not None]
-        best = max(tried, key=lambda each: each.tokens_per_second, default=None)
+        tried = [speed for speed in tuning.finals if speed.batch_size == batch_size and speed.setting is not None]
+        best = max(tried, key=lambda speed: speed.tokens_per_second, default=None)
         reason = "no setting fits into memory"
         if best is not None:
             loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
             reason = f"the best setting ({name_of(best.setting)}) loses {100 * loss:.0f} %"
         summary = f"speculation is off: {reason}"
     else:
-        summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
+        summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding (without the prefill)"
     if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
-        wrong = sorted(map(abs, tuning.errors(batch_size)))
+        errors = sorted(map(abs, tuning.errors(batch_size)))
         summary += (
-            f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (what was predicted to be best: "
-            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); predicted speedups are off by {100 * median(wrong):.0f} % "
-            f"(median), {100 * wrong[-1]:.0f} % at most"
+            f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (best predicted setting: "
+            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); error of predicted speedups: {100 * median(errors):.0f} % "
+            f"(median), {100 * errors[-1]:.0f} % (maximum)"
         )
     return f"Batches of {batch_size}: {summary}"
 

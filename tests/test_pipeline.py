@@ -127,7 +127,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert drafter["num_prompts"] == 2
     assert drafter["training"]["steps"] == 3
     assert drafter["training"]["parameters"] == drafter["parameters"]
-    assert f"the results lie in {folder}" in printed
+    assert f"results: {folder}" in printed
     assert printed.count("the first example, with what is trained on between [[ and ]]") == 1
     assert "ReDrafter" in printed
 

@@ -68,13 +68,11 @@ def label_continuations(
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
     """Return the target's greedy next `horizon` tokens after every wanted position.
 
-    Texts are right-padded. Entry [b, i, k] is the target's token k tokens after the one that
-    follows position i. It is UNKNOWN at positions that aren't wanted, and after a stop token, which
-    is itself a label.
+    Texts are right-padded. Entry [b, i, k] is the target's token k + 1 tokens after position i. It
+    is UNKNOWN at positions that aren't wanted, and after a stop token, which is itself a label.
 
-    Also returns the target's last hidden states, the inputs of its `feature_layers`, and its
-    `top_k` top tokens at the wanted positions and where their continuations may lead. `prune=False`
-    decodes every wanted position; the labels are the same.
+    Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
+    of every needed position. `prune=False` decodes every wanted position; the labels are the same.
     """
     # 1. Prefill: the first token after each position that a label may need.
     assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
@@ -83,8 +81,7 @@ def label_continuations(
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
     stopped = torch.isin(first, stop_ids)
-    # 2. Where the target agrees with the text, a position borrows its continuation from the next
-    # one.
+    # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     agrees = torch.zeros_like(wanted)
     agrees[:, :-1] = (first[:, :-1] == input_ids[:, 1:]) & attention_mask[:, 1:]
     borrows = agrees & ~stopped if prune else torch.zeros_like(wanted)
@@ -94,9 +91,8 @@ def label_continuations(
     continuations = torch.full((*input_ids.shape, horizon), UNKNOWN, dtype=torch.long, device=input_ids.device)
     continuations[:, :, 0] = first
     rows, positions = ((depth > 1) & ~borrows).nonzero(as_tuple=True)
-    tokens = first[rows, positions]
+    tokens, num_branch_tokens = first[rows, positions], 0
     branches = _make_branches(cache, rows, positions)
-    num_branch_tokens = 0
     with branch_attention(target.model):
         for step in range(1, horizon):
             live = (depth[branches.rows, branches.positions] > step) & ~torch.isin(tokens, stop_ids)

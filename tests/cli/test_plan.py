@@ -68,7 +68,7 @@ def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
     run_here("conf=demo", *overrides, "stages=[distill,train]", "plan=true")
     printed = capsys.readouterr().out
     assert titles(printed) == []
-    assert [line.split(":")[0] for line in printed.splitlines() if "nothing is left to do" in line] == ["distill", "train"]
+    assert [line.split(":")[0] for line in printed.splitlines() if ": finished in " in line] == ["distill", "train"]
 
 
 def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
@@ -78,7 +78,7 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
         run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
     assert titles(capsys.readouterr().out) == ["labels", "train", "export"]
     messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
-    (line,) = [message for message in messages if "planned without the evaluation" in message]
+    (line,) = [message for message in messages if "the plan has no evaluation" in message]
     assert "eval.suites=[{name: gsm8k, path: FILE}]" in line
 
 
