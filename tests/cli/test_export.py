@@ -58,7 +58,7 @@ def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target_dir, tmp_pa
         save_drafter(build_drafter(parse_drafter(config), target), tmp_path / kind, target.identity)
         output = tmp_path / f"{kind}-{engine}"
         arguments = ("export", tmp_path / kind, "--target", tiny_target_dir, "--to", engine, "--output", output)
-        assert f"as {name}" in call(*arguments)
+        assert f"in the format {name}" in call(*arguments)
         assert json.loads((output / "outrider.json").read_text())["format"] == name
 
 
