@@ -101,9 +101,9 @@ def test_without_a_recipe_the_demo_runs() -> None:
 
 
 def test_the_example_in_the_help_runs() -> None:
-    example = re.search(r"outrider run (conf=\w+) (train\.steps=\d+)", run_command.__doc__ or "")
+    example = re.search(r"outrider run (\w+) (train\.steps=\d+)", run_command.__doc__ or "")
     assert example is not None
-    assert run_config(*example.groups()).train.steps > 0
+    assert run_config(f"conf={example[1]}", example[2]).train.steps > 0
 
 
 def test_the_demo_has_the_settings_that_its_published_figures_were_measured_with() -> None:
