@@ -23,6 +23,8 @@ from .launch import launch
 from .recipe_file import RecipeFile, find_recipe_file, read_recipe_file, unknown_choice
 
 register()
+LIST_OPTIONS = ("stages", "export.formats", "eval.suites", "eval.temperatures", "eval.batch_sizes")
+"""Options whose lists may be written without brackets."""
 
 
 def main() -> None:
@@ -183,12 +185,16 @@ def _key(override: str) -> str:
 def _forced(override: str) -> str:
     """Put `++` before an override, so that Hydra accepts an unknown key.
 
-    All unknown keys are then reported at once, after composing.
+    All unknown keys are then reported at once, after composing. A list of texts needs no brackets,
+    which some shells expand: stages=distill,train.
     """
-    key = _key(override)
+    key, separator, value = override.partition("=")
+    key = key.lstrip("+~")
     if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
         return override
-    return "++" + override.lstrip("+")
+    if separator and key in LIST_OPTIONS and value and not value.startswith(("[", "{", "$", "null")):
+        value = f"[{value}]"
+    return f"++{key}{separator}{value}"
 
 
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")

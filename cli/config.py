@@ -136,7 +136,7 @@ class RunConfig:
         return problems
 
     def _export_problems(self) -> list[str]:
-        from ..models.export.registry import FORMATS  # imports torch and transformers
+        from ..models.export.registry import ENGINES, FORMATS, holds_kind  # imports torch and transformers
 
         problems = []
         if self.target.tensor_parallel and self.export.formats:
@@ -148,10 +148,11 @@ class RunConfig:
             )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
-            f"export.formats has {name}, which is for the kind {FORMATS[name].kind}, and the drafter is {', '.join(kinds)}; "
+            f"export.formats has {name}, which is for the kind "
+            f"{' or '.join(ENGINES[name]) if name in ENGINES else FORMATS[name].kind}, and the drafter is {', '.join(kinds)}; "
             f"remove {name}"
             for name in self.export.formats
-            if FORMATS[name].kind not in kinds
+            if not any(holds_kind(name, kind) for kind in kinds)
         ]
 
 

@@ -10,12 +10,13 @@ from ..data.files import finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
+from ..models.drafters.saved.build import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
-from ..models.export.registry import FORMATS, export_drafter
+from ..models.export.registry import export_drafter, formats_for
 from ..models.target.hf_target import HFTarget
 from .config import DrafterRun
 
@@ -24,12 +25,12 @@ log = logging.getLogger(__name__)
 PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
 
 
-def require_exportable(config: ExportConfig, refusals: Mapping[str, str | None]) -> None:
+def require_exportable(config: ExportConfig, spec: DrafterSpec, refusals: Mapping[str, str | None]) -> None:
     """Raise ValueError if a format of `export.formats` can't hold the drafter.
 
     `refusals` is the result of `refusals_after_training`.
     """
-    for name in config.formats:
+    for name in formats_for(config.formats, spec.kind, getattr(spec.config, "feature_layers", None)):
         if (reason := refusals.get(name)) is not None:
             raise ValueError(f"export.formats has {name}, and {reason}")
 
@@ -83,8 +84,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
 
         # 2. Write the formats of this kind of drafter.
-        kind = read_drafter_config(directory).kind
-        for name in (name for name in config.formats if FORMATS[name].kind == kind):
+        saved = read_drafter_config(directory)
+        for name in formats_for(config.formats, saved.kind, saved.drafter.get("feature_layers")):
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
             log.info("%s: the drafter in the format %s", home / FORMATS_FOLDER / name, name)
 

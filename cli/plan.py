@@ -35,7 +35,7 @@ from ..distill.regenerate.run import missing_conversations
 from ..eval.estimate import estimate_evaluation
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.saved.folder import WEIGHTS_FILE
-from ..models.export.registry import FORMATS
+from ..models.export.registry import holds_kind
 from ..models.target.hf_target import HFTarget
 from ..models.target.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, read_marker
@@ -226,7 +226,7 @@ def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget)
 
 def _plan_export(config: RunConfig, drafter_bytes: Mapping[Path, int]) -> StagePlan:
     num_bytes = sum(
-        drafter_bytes[run.drafter_dir] * (1 + sum(FORMATS[name].kind == run.drafter.kind for name in config.export.formats))
+        drafter_bytes[run.drafter_dir] * (1 + sum(holds_kind(name, run.drafter.kind) for name in config.export.formats))
         for run in config.drafter_runs()
     )
     rows = {"disk": f"{_size(num_bytes)} for the package and {len(config.export.formats)} format(s) (computed)"}

@@ -18,7 +18,8 @@ SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("path", "name_or_path", "chat_template", "start_from", "certificate")
 """Last parts of the options that may name a local file."""
 COMPLETE_WITH = {"target": "name_or_path", "data": "source", "drafter": "kind", "eval": "suites"}
-"""A section with this key is complete: nothing of the demo's choice of that group is below it."""
+"""A section with this key is complete: nothing of the demo's choice of that group is below it. Below a kind of drafter is
+the packaged choice of that name."""
 
 
 @dataclass(kw_only=True)
@@ -113,7 +114,7 @@ def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str])
                 overrides[f"override /{group}"] = value
     below = [*below, *(name for name in others if name != "_self_")]
     for group in _complete_sections(recipe.values, below):
-        overrides.setdefault(f"override /{group}", None)
+        overrides.setdefault(f"override /{group}", _base(group, recipe.values[group]))
     if "_self_" not in others:
         others.append("_self_")
     recipe.defaults = [*others, *({key: value} for key, value in overrides.items())]
@@ -132,6 +133,13 @@ def _complete_sections(values: Mapping[str, Any], below: Sequence[str]) -> Itera
         name = section.get(key) if isinstance(section, dict) else None
         if name is not None and (not below or (group == "drafter" and name not in kinds)):
             yield group
+
+
+def _base(group: str, section: Mapping[str, Any]) -> str | None:
+    """The packaged choice below a complete section: that of the drafter's kind, if its options aren't another drafter's."""
+    kind = section.get("kind")
+    is_new = section.get("start_from") is None and section.get("path") is None
+    return kind if group == "drafter" and is_new and kind in choices("drafter") else None
 
 
 def unknown_choice(group: str, name: Any) -> str | None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from yaml import YAMLError
 
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
-from ..data.files import atomic_write_text, locked
+from ..data.files import atomic_write_text, locked, sha256_file
 from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
 from ..data.sources import require_data
@@ -21,12 +23,14 @@ from ..data.suites import PromptSet
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
+from ..eval.records.names import RUN_FILE
+from ..eval.records.run_files import read_info
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
-from ..models.drafters.saved.folder import read_drafter_config
+from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
@@ -105,6 +109,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     rows: list[Row] = []
     if "eval" in config.stages:
         settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+        set_aside_evaluation(folder / "eval", list(settings))
         rows = evaluate(config.eval, target, tokenizer, list(settings), folder / "eval", settings)
         print_table(rows)
     # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
@@ -114,6 +119,24 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None:
+    """Rename the evaluation of earlier drafters, so that those that were trained since are evaluated anew.
+
+    A drafter changes in its folder where the training got more steps. An evaluation that has all of
+    today's drafters stays: it is resumed, or refused with the reason.
+    """
+    if not (evaluation / RUN_FILE).is_file():
+        return
+    recorded = {method["weights"] for method in read_info(evaluation / RUN_FILE).config["methods"].values()}
+    present = {sha256_file(directory / WEIGHTS_FILE) for directory in drafter_dirs}
+    if present <= recorded or recorded <= present:
+        return
+    names = (evaluation.with_name(f"{evaluation.name}_earlier_{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    evaluation.rename(aside)
+    log.warning("%s was of drafters that have been trained further since: it is now %s", evaluation, aside)
 
 
 def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
@@ -132,7 +155,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
-            require_exportable(config.export, refusals)
+            require_exportable(config.export, drafter.drafter, refusals)
         warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
         warnings.append(describe_untrained_depths(drafter.drafter, horizon))
     return [warning for warning in dict.fromkeys(warnings) if warning is not None]

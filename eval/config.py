@@ -1,4 +1,4 @@
-"""What to evaluate, and how."""
+"""Configuration of the evaluation stage."""
 
 import re
 from collections import Counter
@@ -18,32 +18,32 @@ TOO_LONG_POLICIES = ("skip", "error")
 
 @dataclass(kw_only=True, config=OPTIONS)
 class SuiteConfig:
-    """One set of prompts."""
+    """A set of prompts."""
 
     name: str
-    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k or stdlib; any other name for a file of
-    your own prompts."""
+    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k or stdlib; any other name stands for a
+    file of your own prompts."""
     path: str | None = None
     """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running
     Python)."""
     revision: str | None = None
-    """Commit of the data set on the Hub; None is the one that the suite is pinned to."""
+    """Commit of the data set on the Hub; None takes the commit that the suite is pinned to."""
     limit: PositiveInt | None = None
-    """At most this many prompts, drawn by the seed; None takes all."""
+    """At most this many prompts, sampled with the seed; None takes all."""
 
 
 def suite_of(text: str, **options: Any) -> SuiteConfig:
-    """Return the suite that a text names.
+    """Build the suite that a text names: a published suite, or a file of prompts.
 
-    A published one, or a file of prompts, which is named after the file. `options` are the suite's
-    others. A file of a published suite has that suite's name, such as `mt_bench.jsonl`. Raises
-    ValueError for a file named after `stdlib`, which is no file.
+    A suite from a file is named after the file. The file of a published suite, such as
+    `mt_bench.jsonl`, thus has the suite's name. `options` are the suite's other options. Raises
+    ValueError for a file named after `stdlib`, which has no file.
     """
     if not text.endswith(FILE_SUFFIXES):
         return SuiteConfig(name=text, **options)
     name = re.sub(r"(\.jsonl?|\.parquet)?(\.gz)?$", "", Path(text).name)
     if name == "stdlib":
-        raise ValueError(f"the suite {text!r} would be named stdlib, which is no file of prompts; give the file another name")
+        raise ValueError(f"the suite {text!r} would be named stdlib, which is a suite without a file; rename the file")
     return SuiteConfig(name=name, path=text, **options)
 
 
@@ -54,68 +54,68 @@ def _suite_of_text(value: Any) -> Any:
 _Suite = Annotated[SuiteConfig, BeforeValidator(_suite_of_text)]
 if TYPE_CHECKING:
     Suites = list[SuiteConfig]
-else:  # Hydra, which reads the first type, would take no text for a SuiteConfig; pydantic reads the second.
+else:  # Hydra reads the first type, and would accept no text for a SuiteConfig; pydantic reads the second.
     _pydantics = GetPydanticSchema(lambda _, handler: handler(list[_Suite]))
     Suites = Annotated[list[Any], list[_Suite], _pydantics, Field(min_length=1)]  # `outrider options` describes the second
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class EvalConfig:
-    """One evaluation: every suite with plain decoding and with every drafter in every setting."""
+    """One evaluation: every suite, with plain decoding and with every drafter in every setting."""
 
     suites: Suites
-    """The prompt sets, in the order of the table: mappings, or for a file of your own prompts its
-    path alone."""
+    """The prompt sets, in the order of the table. Each is a mapping, or the path of a file of your
+    own prompts."""
     settings: Annotated[list[dict[str, Any]], Field(min_length=1)] = field(default_factory=lambda: [{}])
-    """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}; each one is a
+    """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}. Each entry is a
     method of the table."""
     max_new_tokens: PositiveInt = 128
     """Tokens per answer, at most; a stop token ends it earlier."""
     temperatures: Distinct[NonNegativeFloat] = field(default_factory=lambda: [0.0])
-    """All methods decode at each of them: 0 is greedy decoding, above it the target's distribution
-    is sampled."""
+    """All methods decode at each temperature: 0 is greedy decoding, above 0 tokens are sampled from
+    the target's distribution."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
-    """`exact`: greedy acceptance, or speculative sampling, which change nothing. `typical`: above
-    temperature 0 keep what the target finds typical (arXiv 2401.10774, section 2.3.1), which is
-    faster and NOT lossless."""
+    """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
+    temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),
+    which is faster and NOT lossless."""
     batch_sizes: Distinct[PositiveInt] = field(default_factory=lambda: [1])
-    """Prompts decoded together. All methods decode at each of these sizes, and are held against
-    plain decoding at the same."""
+    """Prompts decoded together. All methods decode at each batch size, and are compared with plain
+    decoding at the same batch size."""
     warmup_prompts: NonNegativeInt = 1
-    """Prompts that every method answers, briefly and untimed, before the first measurement; in
-    batches, rounded up to whole ones."""
+    """Prompts that every method answers as a warm-up, briefly and untimed, before the first
+    measurement; rounded up to whole batches."""
     repeats: PositiveInt = 1
-    """Times that every prompt is measured with every method."""
+    """Number of times that every prompt is measured with every method."""
     profile_prompts: NonNegativeInt = 3
-    """Prompts per suite decoded once more with phase timers on, for the time split and the ceiling;
-    in batches, rounded up to whole ones; 0 is off."""
+    """Prompts per suite that are decoded once more with phase timers on, for the time split and the
+    ceiling; rounded up to whole batches; 0 is off."""
     too_long: Annotated[str, one_of(*TOO_LONG_POLICIES)] = "skip"
     """What to do with a prompt that leaves no room for the answer in the target's context window:
-    skip (counted) or error."""
+    skip (and count) it, or raise an error."""
     memory_bandwidth_gbs: PositiveFloat | None = None
     """Gigabytes per second that the roofline assumes; None measures it."""
     seed: Seed = 0
-    """Of the prompts that a limit draws, of what is sampled, and of the bootstrap."""
+    """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
     num_threads: PositiveInt | None = None
-    """CPU threads while measuring; None leaves torch's choice."""
+    """CPU threads during the measurement; None keeps torch's default."""
     pack_weights: bool = True
-    """On a CPU in float32: measure baseline and drafters with linear layers packed for few rows, as
-    a good CPU engine has them. Takes the weights' memory once more."""
+    """On a CPU in float32: pack the linear layers for few rows, as a good CPU engine does, for
+    baseline and drafters alike. This needs the weights' memory a second time."""
 
     def __post_init__(self) -> None:
         problems = []
         problems += _repeated_suites(self.suites)
         if self.acceptance == "typical" and not any(self.temperatures):
-            problems.append("acceptance is typical, which needs a temperature above 0; raise temperatures, or set exact")
+            problems.append("acceptance is typical, which needs a temperature above 0; add one, or set acceptance to exact")
         raise_problems(problems)
 
 
 def _repeated_suites(suites: list[SuiteConfig]) -> list[str]:
-    """Return a problem for each name that several suites have, with their files."""
+    """List a problem for each name that several suites share, with the suites' files."""
     problems = []
     for name, count in Counter(suite.name for suite in suites).items():
         files = [suite.path for suite in suites if suite.name == name and suite.path is not None]
         if count > 1:
-            which = f" ({', '.join(files)})" if files else ""
-            problems.append(f"{count} suites have the name {name!r}{which}; rename a file, or name each suite once")
+            where = f" ({', '.join(files)})" if files else ""
+            problems.append(f"{count} suites have the name {name!r}{where}; rename a file, or give each suite once")
     return problems

@@ -1,4 +1,7 @@
-"""What an evaluation will take, before it runs: its answers are counted, plain decoding is timed on a few of them."""
+"""Estimate of an evaluation's duration, before it runs.
+
+It counts the answers and times plain decoding on a few of them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +19,15 @@ from .measure.timing import time_generation
 from .run import cpu_threads
 
 MEASURED_TOKENS = 32
-"""New tokens of an answer that is timed."""
+"""New tokens of a timed answer."""
 WARMUP_TOKENS = 4
-"""New tokens before that, which find caches cold."""
+"""New tokens of the warm-up answer before it, which runs with cold caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEstimate:
-    """What an evaluation takes if each answer is as long as it may be, and each method as fast as plain decoding."""
+    """Upper estimate of an evaluation: all answers have full length, and no method beats plain
+    decoding."""
 
     num_prompts: int
     num_methods: int
@@ -31,14 +35,17 @@ class EvaluationEstimate:
     num_answers: int
     max_new_tokens: int
     tokens_per_second: dict[int, float]
-    """Measured with plain decoding, by batch size; all rows of a batch together."""
+    """Throughput of plain decoding by batch size, over all rows of a batch."""
     seconds: float
 
 
 def estimate_evaluation(
     config: EvalConfig, suites: Sequence[PromptSet], num_methods: int, target: HFTarget
 ) -> EvaluationEstimate:
-    """Time plain decoding at each batch size, and count the answers of all methods, temperatures and repeats."""
+    """Estimate an evaluation from timings of plain decoding at each batch size.
+
+    The estimate counts the answers of all methods, temperatures and repeats.
+    """
     times_repeated = num_methods * len(config.temperatures) * config.repeats
     seconds, speeds = 0.0, {}
     for size in config.batch_sizes:
@@ -62,7 +69,7 @@ def estimate_evaluation(
 
 
 def _measure(config: EvalConfig, suite: PromptSet, size: int, target: HFTarget) -> float:
-    """Return the seconds that a batch of answers of `max_new_tokens` takes with plain decoding."""
+    """Time a batch of plain decoding; return the seconds for answers of `max_new_tokens`."""
     room = target.context_length - config.max_new_tokens
     prompts = [
         encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer)[0, :room].to(target.device)

@@ -1,4 +1,4 @@
-"""The evaluation stage: measure, check, tell."""
+"""The evaluation stage: measure, check, and write the results."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ from ..models.target.hf_target import HFTarget
 from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
-from .measure.bench import Bench, answer_seed
+from .measure.bench import Bench
 from .measure.environment import describe_environment
 from .measure.memory import within_memory
 from .measure.methods import (
@@ -36,6 +36,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.roofline import measure_roofline
+from .measure.turns import answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -59,7 +60,7 @@ DIGESTS = {
     "target.config_sha256": "the target's config.json",
     "target.tokenizer_sha256": "the target's tokenizer",
 }
-"""What a change of a digest means, in place of two long numbers."""
+"""What a digest depends on; a message prints this in place of two long hexadecimal numbers."""
 
 
 def evaluate(
@@ -73,10 +74,11 @@ def evaluate(
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    Results are records, summary, tables, plots and answers. What `output_dir` already holds of the
-    same evaluation is not measured again. Raises ValueError for unusable input, and for an
-    `output_dir` with records of another evaluation.
+    Results are records, summary, tables, plots and answers. Answers that `output_dir` already holds
+    are not measured again. Raises ValueError for invalid input, and for an `output_dir` with
+    records of another evaluation.
     """
+    # 1. Load what is compared: prompts and drafters.
     suites = load_suites(config)
     specs = method_specs(config, drafter_dirs, settings, tuned)
     with ExitStack() as stack:
@@ -84,12 +86,14 @@ def evaluate(
         drafters = load_drafters(specs, target)
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model, *drafters.values()))
+        # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
         recorded = recorded_config(config, suites, target, tokenizer, specs)
         info = open_run(output_dir, recorded, environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
+        # 3. Measure the answers that the records lack.
         bench = Bench(
             target=target,
             tokenizer=tokenizer,
@@ -105,6 +109,7 @@ def evaluate(
         bench.measure(suites)
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
+        # 4. Audit answers that differ from the baseline's.
         audits, unaudited = audit_answers(bench, records, suites)
         facts = Facts(
             drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
@@ -114,6 +119,7 @@ def evaluate(
             without_profile=bench.without_profile,
             unaudited=unaudited,
         )
+    # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
@@ -122,9 +128,9 @@ def evaluate(
 
 
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
-    """Raise ValueError for all that is wrong without looking at a target.
+    """Check suites, drafters and their options, without a target.
 
-    The suites, the drafters and their options.
+    Raises ValueError for each problem that doesn't need the target to be detected.
     """
     load_suites(config)
     for spec in method_specs(config, drafter_dirs, settings).values():
@@ -132,20 +138,20 @@ def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Set
 
 
 def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
-    """Return what the tables say of a drafter as such."""
+    """Collect the facts about a drafter that tables show: its size and its training."""
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     training = read_training_facts(directory)
     return DrafterFacts(parameters=parameters, training=None if training is None else dataclasses.asdict(training))
 
 
 def context_length(target: HFTarget, drafters: Iterable[TrainableDrafter]) -> int:
-    """Tokens, prompt and answer together, that the target and all drafters can read."""
+    """Compute how many tokens of prompt and answer the target and all drafters can read."""
     limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
     return min([target.context_length, *limits])
 
 
 def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
-    """Return how drafts are accepted at a temperature (see `EvalConfig.acceptance`)."""
+    """Choose the acceptance rule at a temperature (see `EvalConfig.acceptance`)."""
     if temperature == 0:
         return GreedyAcceptance()
     sampling = Sampling(temperature=temperature)
@@ -153,11 +159,12 @@ def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:
-    """Return the suites' prompts.
+    """Load the suites' prompts.
 
-    Raises one ValueError that lists all suites that are unknown or can't be read, and one for an
-    empty suite.
+    Raises one ValueError that lists all suites that are unknown or can't be read. Raises ValueError
+    for an empty suite, and for one with fewer prompts than the largest batch size.
     """
+    # 1. Read all suites, and list all problems at once.
     suites, unreadable = [], {}
     for chosen in config.suites:
         try:
@@ -167,21 +174,23 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     if unreadable:
         problems = "; ".join(unreadable.values())
         raise ValueError(f"{problems}. Give local files: {with_files(config.suites, unreadable)}")
+    # 2. Check that each has enough prompts.
     for suite in suites:
         if not suite.prompts:
             raise ValueError(f"the suite {suite.name} has no prompts; check its file")
         if len(suite.prompts) < max(config.batch_sizes):
             raise ValueError(
-                f"a batch size is {max(config.batch_sizes)}, and {suite.name} has {len(suite.prompts)} prompts here, which "
-                "fill no such batch; raise the suite's limit, or lower the batch size"
+                f"the batch size {max(config.batch_sizes)} exceeds the {len(suite.prompts)} prompts of {suite.name}, so no "
+                "batch would be full; raise the suite's limit, or lower the batch size"
             )
     return suites
 
 
 def with_files(suites: Sequence[SuiteConfig], names: Collection[str]) -> str:
-    """The option eval.suites with a local file for each suite of `names`, as a user would type it.
+    """Format the option eval.suites with a local file for each suite of `names`.
 
-    For example `eval.suites=[{name: mt_bench, path: FILE, limit: 10}, {name: stdlib}]`.
+    The text is as a user would type it, for example `eval.suites=[{name: mt_bench, path: FILE,
+    limit: 10}, {name: stdlib}]`.
     """
     items = []
     for suite in suites:
@@ -199,9 +208,9 @@ def recorded_config(
     tokenizer: PreTrainedTokenizerBase,
     specs: Mapping[str, MethodSpec],
 ) -> dict[str, Any]:
-    """Everything that a record depends on, apart from the environment.
+    """Collect everything that a record depends on, except the environment.
 
-    No paths, so that a folder may be moved.
+    The result has no paths, so that a folder may move.
     """
     return {
         "suites": {suite.name: suite.revision for suite in suites},
@@ -215,9 +224,9 @@ def recorded_config(
 def open_run(
     output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget, config: EvalConfig
 ) -> RunInfo:
-    """Start a run's folder, or resume the one that is there.
+    """Start a run's folder, or resume an existing one.
 
-    A resumed run may have further suites, temperatures and batch sizes. Raises ValueError where it
+    A resumed run may add suites, temperatures and batch sizes. Raises ValueError if the folder
     belongs to another evaluation.
     """
     path = output_dir / RUN_FILE
@@ -226,14 +235,15 @@ def open_run(
         if differing := differences(info.config, info.within(recorded)):
             texts = "; ".join(name_digests(differing, DIGESTS))
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {texts}. Suites, "
-                "temperatures and batch sizes may be added to those of a folder; all else, and taking any away, needs another "
-                "output directory (or delete this one to measure anew)"
+                f"{output_dir} holds another evaluation's records; it differs in {texts}. You may add suites, "
+                "temperatures and batch sizes to a folder; to remove some, or to change anything else, give another "
+                "output directory (or delete this one to start over)"
             )
         info = dataclasses.replace(info, config=recorded)
     elif (output_dir / RECORDS_FILE).exists():
         raise ValueError(
-            f"{output_dir} holds records but no {RUN_FILE} to say how they were made; give another output directory"
+            f"{output_dir} holds records but no {RUN_FILE}, which describes how they were measured; give another output "
+            "directory"
         )
     else:
         roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
@@ -255,9 +265,9 @@ def require_own_records(file: RecordFile, info: RunInfo) -> None:
 
 
 def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
-    """Warn of a suite that has no room for any of its prompts.
+    """Warn of each suite whose prompts all exceed the context window.
 
-    Raises ValueError where none has, and where nothing fits into memory.
+    Raises ValueError if no prompt of any suite fits, and if nothing fits into memory.
     """
     measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
     if bench.out_of_memory and not records:
@@ -279,31 +289,35 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
 def audit_answers(
     bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]
 ) -> tuple[dict[str, Audit], list[str]]:
-    """Audit those answers that need it (see `to_audit`).
+    """Audit the answers that need it (see `to_audit`).
 
-    Return the audits by `EvalRecord.answer_digest`, and the digests of the answers in whose audit
-    memory ran out twice: before the second attempt all caches are given back.
+    Returns the audits by `EvalRecord.answer_digest`, and the digests of the unaudited answers. An
+    answer is unaudited if its audit runs out of memory twice; all caches are released before the
+    second attempt.
     """
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
     audits: dict[str, Audit] = {}
     unaudited: list[str] = []
     for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
+        # 1. Rebuild the prompt of the answer.
         turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
-        assert input_ids is not None  # it had room when it was measured
+        assert input_ids is not None  # it fitted when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
         options: dict[str, Any] = {
             "max_new_tokens": bench.config.max_new_tokens,
             "temperature": record.temperature,
             "seed": seed,
         }
+
+        # 2. Audit the answer, with a second attempt if memory runs out.
         work = partial(audit, bench.target, input_ids, record.token_ids, **options)
         result = within_memory(work, bench.target) or within_memory(work, bench.target)
         if result is None:
             unaudited.append(record.answer_digest)
             logger.warning(
-                "%s was not audited, since memory ran out: nothing proves it to be the target's own, so its row has no "
-                "speedup; run the same command again with more free memory, which audits it",
+                "%s was not audited, because memory ran out. It is not proven to be the target's answer, so its row has no "
+                "speedup. To audit it, run the same command again with more free memory",
                 record.name,
             )
             continue
@@ -315,7 +329,8 @@ def audit_answers(
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     """Write summary, tables and plots.
 
-    Each suite and batch size has a plot for each temperature, and one that compares the drafters.
+    For each suite and batch size there is a plot for each temperature, and one that compares the
+    drafters.
     """
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
@@ -324,16 +339,16 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     groups: dict[GroupKey, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
-    for key, own in groups.items():
-        plot_suite(own, output_dir / f"{group_name(key)}.png")
+    for key, group_rows in groups.items():
+        plot_suite(group_rows, output_dir / f"{group_name(key)}.png")
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
-        own = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
-        plot_comparison(own, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")
+        compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
+        plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")
 
 
 @contextmanager
 def cpu_threads(num_threads: int | None) -> Iterator[None]:
-    """torch's CPU threads for a while; None leaves them."""
+    """Set torch's CPU threads inside the `with` block; None leaves them unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:

@@ -242,20 +242,21 @@ def test_a_certificate_that_failed_or_is_of_other_weights_is_an_error(finished, 
         run_here("conf=demo", *overrides[1:], f"output_dir={copy}", stages, *options)
     assert (copy / "package").exists() == (stages == "stages=[export]")
     if (copy / "package").exists():
-        assert "The text stays the target's own" not in (copy / "package/README.md").read_text()
+        assert "The text is still the target's" not in (copy / "package/README.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("export.formats=[vllm]", r'export.formats\[0\]="vllm": must be one of .*eagle1-vllm'),
+        ("export.formats=[tgi]", r'export.formats\[0\]="tgi": must be one of .*eagle1-vllm'),
+        ("export.formats=[vllm]", "export.formats has vllm, which is for the kind eagle3 or eagle or .*redrafter"),
         ("export.formats=[eagle3]", "export.formats has eagle3, which is for the kind eagle3, and the drafter is redrafter"),
         ("export.formats=[apple]", "export.formats has apple, and .*initial_state"),
-        ("export.push=true", "repo is null; say where to"),
+        ("export.push=true", "repo is null; name the repository"),
         ("export.repo=drafter", "export.repo is 'drafter'; give a name on the Hub"),
         ("export.certificate=nowhere.json", "nowhere.json"),
         ("export.dtype=int8", 'export.dtype="int8"'),
-        ("export.licence='MIT License'", "export.licence is 'MIT License'; give the Hub's name of it"),
+        ("export.licence='MIT License'", "export.licence is 'MIT License'; give its name on the Hub"),
     ],
 )
 def test_a_drafter_that_cannot_be_exported_is_an_error_before_any_work(
@@ -336,6 +337,21 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
     with pytest.raises(ValueError, match=r"num_heads is 4 and distill\.horizon 3"):
         run_here("conf=demo", *overrides, "stages=[train]", "distill.horizon=5", medusa)
     assert digests(folder) == before
+
+
+def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
+    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    before, options = digests(folder / "eval"), [*overrides, f"output_dir={folder}"]
+    run_here("conf=demo", *options, "stages=[train,eval]")
+    assert digests(folder / "eval") == before
+    with caplog.at_level("WARNING", "outrider"):
+        run_here("conf=demo", *options, "stages=[train,eval]", "train.steps=4")
+    assert str(folder / "eval_earlier_1") in caplog.text
+    assert digests(folder / "eval_earlier_1") == before
+    assert digests(folder / "eval")["records.jsonl"] != before["records.jsonl"]
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Proves that decoding is lossless: rules exactly, targets with drafters on real prompts."""
+"""Proof that decoding is lossless: exact for rules, on real prompts for targets with drafters."""

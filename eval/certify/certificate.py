@@ -1,6 +1,6 @@
 """The losslessness certificate.
 
-Of the acceptance rules exactly, and of a target with a drafter on real prompts.
+It covers the acceptance rules exactly, and a target with drafters on real prompts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,12 +34,12 @@ from .gtest import g_test
 from .toy_models import TreeShape, joint, random_tables
 
 FALSE_ALARM_RATE = 1e-6
-"""Share of sound samplers that one G-test would call unsound."""
+"""Probability that one G-test rejects a sound sampler."""
 NUM_SAMPLES = 100_000
 NUM_TEXTS, SAMPLED_TOKENS, SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 1024, 4, 64, 4
-"""What is sampled from a target with each drafter."""
+"""Extent of the sampling test of a target with each drafter."""
 NUM_PLACES = 8
-"""Cells of the places of sampled tokens."""
+"""Number of cells that the quantiles of sampled tokens are counted in."""
 BATCH_SIZE = 4
 LARGE_VOCAB, LARGE_SHAPES = 6, ("chain of 4", "3 siblings")
 GREEDY = Sampling(temperature=0.0)
@@ -48,9 +48,9 @@ MakeRule = Callable[[Sampling], AcceptanceRule]
 
 
 def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[CertificateLine]:
-    """Enumerate the rules exactly, and test the sampler as it is.
+    """Enumerate the rules exactly, and test the real sampler.
 
-    A few minutes on a CPU.
+    This takes a few minutes on a CPU.
     """
     jobs: list[Callable[[], CertificateLine]] = []
     for drawing in DRAWINGS:
@@ -74,9 +74,10 @@ def _enumerate(
     lossless: bool = True,
     target_sampling: Sampling | None = None,
 ) -> CertificateLine:
-    """Return one rule on trees of one drawing.
+    """Enumerate one rule on trees with one way of drawing.
 
-    Of a rule that isn't meant to be `lossless` it is told how far from it it is.
+    For a rule that doesn't claim to be `lossless`, the line reports its distance from a lossless
+    one.
     """
     checks = list(
         check_rule(
@@ -95,7 +96,7 @@ def _enumerate(
         method="every outcome enumerated",
         num_cases=len(checks),
         result=worst if lossless else f"not lossless: {worst}",
-        # NaN is below nothing.
+        # NaN fails the comparison.
         passed=all(check.total_variation < EXACT for check in checks) if lossless else None,
     )
 
@@ -124,9 +125,10 @@ def certify_decoding(
     """Compare each drafter's answers with plain decoding's, and its samples with the target.
 
     Greedy answers are compared alone and in batches. In float32 and float64 the greedy tokens must
-    be the same. In narrower types every token must be the arg-max of plain decoding, fed with the
-    same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
+    be equal. In narrower types, plain decoding reads the same text, and every token must be its
+    arg-max or lie within twice the noise that the order of computation causes (see `Audit`).
     """
+    # 1. Encode the prompts that fit.
     prompts = [
         encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).to(target.device)
         for suite in suites
@@ -136,6 +138,8 @@ def certify_decoding(
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
+
+    # 2. Certify the target, then each drafter.
     jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
     for name, drafter in drafters.items():
         label = f"{name}, {_decoded_in(target)}"
@@ -165,21 +169,21 @@ def _certify_greedy(
 
 
 def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
-    """Trees with the right answer in them, in batches.
+    """Certify trees that contain the right answer, in batches.
 
-    Long accepted paths, whatever the drafters are worth.
+    Their accepted paths are long, however good the real drafters are.
     """
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), BATCH_SIZE):
         batch = prompts[start : start + BATCH_SIZE]
         plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
-        # Every row is drafted right to another depth.
+        # Each row's drafts are right up to a different depth.
         depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(len(batch))]
         oracle = OracleDrafter(plain, depths, target.vocab_size)
         steps = list(_greedy(target, oracle, batch, max_new_tokens))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         answers += _answers(steps, len(batch))
-    label = f"a drafter that knows the answers, {_decoded_in(target)}, greedy, {BATCH_SIZE} prompts at a time"
+    label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy, {BATCH_SIZE} prompts at a time"
     return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
 
 
@@ -214,14 +218,15 @@ def _certify_sampling(
 ) -> CertificateLine:
     """Test the first tokens of many samples against the target's probabilities.
 
-    These are from one plain forward pass. A token's place is the sum of all probabilities greater
-    than its own, and a random share of its own. If the tokens are draws from the target's
-    distributions, their places are uniform and independent of each other, whatever the texts
-    (Rosenblatt's transform). G-tests of each two neighbours' places, of all texts together.
+    The probabilities come from one plain forward pass. A token's quantile is the sum of all
+    probabilities greater than its own, plus a random share of its own. If the tokens are sampled
+    from the target's distributions, then their quantiles are uniform and independent for any texts
+    (Rosenblatt's transform). Each pair of neighbouring tokens has a G-test over all texts.
     """
+    # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
-    places, num_accepted = [], 0
+    quantiles, num_accepted = [], 0
     for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
         texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
         seeds = RowSeeds(range(first_seed, first_seed + SAMPLED_BATCH_SIZE))
@@ -230,10 +235,13 @@ def _certify_sampling(
         tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
         both = torch.cat([texts, tokens], dim=1)
         probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
-        own = probs.gather(2, tokens[..., None].cpu())
+        of_tokens = probs.gather(2, tokens[..., None].cpu())
         share = torch.rand(tokens.shape, generator=generator)
-        places.append((probs * (probs > own)).sum(-1) + share * (probs * (probs == own)).sum(-1))
-    cell = (torch.cat(places) * NUM_PLACES).long().clamp(max=NUM_PLACES - 1)  # [text, token]
+        greater, equal = probs * (probs > of_tokens), probs * (probs == of_tokens)
+        quantiles.append(greater.sum(-1) + share * equal.sum(-1))
+
+    # 2. Test each pair of neighbours.
+    cell = (torch.cat(quantiles) * NUM_PLACES).long().clamp(max=NUM_PLACES - 1)  # [text, token]
     pairs = (cell[:, :-1] * NUM_PLACES + cell[:, 1:]).unbind(1)
     even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
     values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
@@ -248,29 +256,29 @@ def _certify_sampling(
 
 
 def passes(lines: Sequence[CertificateLine]) -> bool:
-    """Return the verdict: every line that claims something holds."""
+    """Check that every line with a claim holds."""
     return all(line.passed is not False for line in lines)
 
 
 def false_alarm_rate(lines: Sequence[CertificateLine]) -> float:
-    """Probability, at most, that the verdict is negative although all is sound.
+    """Compute a bound on the probability of a negative verdict if everything is sound.
 
-    The sum over all tests (Bonferroni).
+    It is the sum over all tests (Bonferroni).
     """
     return sum(line.false_alarm_rate for line in lines)
 
 
 def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any], path: Path) -> None:
-    """The certificate as JSON.
+    """Write the certificate as JSON.
 
-    Verdict, its false-alarm rate, what was certified, and every line.
+    It has the verdict, its false-alarm rate, the certified subject, and every line.
     """
     verdict = {"passed": passes(lines), "false_alarm_rate": false_alarm_rate(lines)}
     write_json(path, {**verdict, **subject, "lines": [asdict(line) for line in lines]})
 
 
 def certificate_table(lines: Sequence[CertificateLine]) -> Table:
-    """Return the certificate for a terminal."""
+    """Format the certificate for a terminal."""
     table = Table("What", "How", "Cases", "Result", "Verdict")
     verdicts = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "none claimed"}
     for line in lines:
@@ -279,7 +287,7 @@ def certificate_table(lines: Sequence[CertificateLine]) -> Table:
 
 
 def _decoded_in(target: HFTarget) -> str:
-    """Return the target's type, and its form where it isn't the plain one."""
+    """Describe the target's type, and its form unless it is the plain one."""
     dtype = str(target.dtype).removeprefix("torch.")
     return dtype if target.form == "eager" else f"{dtype} {target.form}"
 

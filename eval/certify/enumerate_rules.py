@@ -1,14 +1,14 @@
-"""Is an acceptance rule lossless?
+"""Checks of whether an acceptance rule is lossless.
 
-Exactly, by playing every outcome of one step on toy models; and by samples of it. One step is
-enough: let J be the target's joint distribution of the next `depth + 1` tokens. A step emits some
-of them; complete every emission with the target's own conditional probabilities. If that gives J
-for every text before the step, then so does any number of steps, by induction, since the next step
-starts from a text that was drawn from J.
+One check enumerates every outcome of a step on toy models, another tests samples of it. A single
+step is enough. Let J be the target's joint distribution of the next `depth + 1` tokens. A step
+emits some of them. Complete every emission with the target's own conditional probabilities. If the
+result is J for every text before the step, then any number of steps gives J too, by induction: the
+next step starts from a text that was sampled from J.
 
-Other code can import this: `step_distributions` takes any rule that leaves its decisions to the
-`generator`, by `sampling.draw` and `sampling.flip`, as many as it likes; one that asks for none has
-one outcome.
+Other code can import this module. `step_distributions` accepts any rule that takes its decisions
+from the `generator`, with any number of calls of `sampling.draw` and `sampling.flip`. A rule
+without such calls has one outcome.
 """
 
 import itertools
@@ -35,24 +35,25 @@ from .toy_models import (
 )
 
 EXACT = 1e-12
-"""Total variation that float64's rounding may explain."""
+"""Largest total variation that float64's rounding explains."""
 
 
-def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Half the sum of all differences: the greatest difference in the probability of any event."""
-    return float((found - expected).abs().sum() / 2)
+def total_variation(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Compute half the sum of all differences: the largest difference in any event's
+    probability."""
+    return float((actual - expected).abs().sum() / 2)
 
 
 class ScriptedChance:
-    """Randomness that plays one outcome of all decisions and keeps its probability.
+    """Randomness that replays one outcome of all decisions and records its probability.
 
-    The outcome is the same in every row; the probability is that row's. The first decisions are the
-    script's, all later ones the first option.
+    The outcome is the same in every row; the probability is per row. The script sets the first
+    decisions. All later decisions take the first option.
     """
 
     def __init__(self, script: Sequence[int], batch: int) -> None:
         self._script = script
-        self._made: list[tuple[int, int]] = []  # what was decided, among how many options
+        self._decisions: list[tuple[int, int]] = []  # chosen option, number of options
         self.weight = torch.ones(batch, dtype=torch.float64)
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor:
@@ -69,16 +70,16 @@ class ScriptedChance:
         return coins
 
     def next_script(self) -> list[int] | None:
-        """Return the script of the next outcome, as an odometer counts; None after the last."""
-        script = list(self._made)
+        """Compute the script of the next outcome, as an odometer counts; None after the last."""
+        script = list(self._decisions)
         while script and script[-1][0] == script[-1][1] - 1:
             script.pop()
         return [*(option for option, _ in script[:-1]), script[-1][0] + 1] if script else None
 
     def _decide(self, num_options: int, times: int) -> list[int]:
-        made = len(self._made)
-        decided = [*self._script[made : made + times], *[0] * times][:times]
-        self._made += [(option, num_options) for option in decided]
+        start = len(self._decisions)
+        decided = [*self._script[start : start + times], *[0] * times][:times]
+        self._decisions += [(option, num_options) for option in decided]
         return decided
 
 
@@ -91,18 +92,20 @@ def step_distributions(
     *,
     draft_sampling: Sampling | None = None,
 ) -> list[Float[torch.Tensor, "..."]]:
-    """Return the exact joint distribution of the next depth + 1 tokens.
+    """Compute the exact joint distribution of the next depth + 1 tokens, for each shape.
 
-    The first of them come from one step with `rule`. One for each shape of tree. Every tree of any
-    of them that the drafter may draw (with `draft_sampling`, by default the target's) is a row of
-    one batch, the smaller ones padded; every outcome of the rule's decisions is played on all of
-    them.
+    The first tokens come from one step with `rule`. All trees of all shapes that the drafter can
+    draw (with `draft_sampling`, by default the target's) are rows of one batch, and the smaller
+    trees are padded. Every outcome of the rule's decisions is played on all rows.
     """
+    # 1. Enumerate the trees as one batch.
     tokens, drawn = zip(*(all_tokens(shape, drafter, draft_sampling or sampling) for shape in shapes), strict=True)
     tree = make_trees(shapes, tokens, drafter, draft_sampling or sampling)
     output = _target_output(target, shapes, tokens, tree.num_nodes)
     vocab, sizes = output.logits.shape[-1], [len(rows) for rows in drawn]
     emitted = [[torch.zeros(vocab**size, dtype=torch.float64) for size in range(shape.depth + 2)] for shape in shapes]
+
+    # 2. Play every outcome of the rule's decisions.
     script: list[int] | None = []
     while script is not None:
         chance = ScriptedChance(script, sum(sizes))
@@ -125,9 +128,9 @@ def sampled_tokens(
     num_samples: int,
     generator: torch.Generator,
 ) -> Int[torch.Tensor, "sample length"]:
-    """Return the next depth + 1 tokens, `num_samples` times, by the sampler as it is.
+    """Sample the next depth + 1 tokens `num_samples` times with the real sampler.
 
-    Trees, acceptance and bonus drawn at random.
+    Trees, acceptance and bonus tokens are all random.
     """
     drawn = drawn_tokens(shape, drafter, sampling, num_samples, generator)
     tree = make_trees([shape], [drawn], drafter, sampling)
@@ -137,16 +140,16 @@ def sampled_tokens(
     for position in range(length):
         drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0))[:, min(position, shape.depth - 1)]
         prefix = tuple(tokens[:, earlier] for earlier in range(position))
-        own = draw(warp(target[position][prefix].expand(num_samples, -1), sampling), generator)
-        kept = torch.where(acceptance.num_accepted == position, acceptance.bonus_token, own)
+        completed = draw(warp(target[position][prefix].expand(num_samples, -1), sampling), generator)
+        kept = torch.where(acceptance.num_accepted == position, acceptance.bonus_token, completed)
         tokens[:, position] = torch.where(position < acceptance.num_accepted, drafted, kept)
     return tokens
 
 
 def sequence_counts(tokens: Int[torch.Tensor, "sample length"], vocab: int) -> Int[torch.Tensor, " cell"]:
-    """Return how often each text occurs, in the order of a flattened `joint`."""
-    place = vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)
-    return torch.bincount((tokens * place).sum(1), minlength=math.prod([vocab] * tokens.shape[1]))
+    """Count how often each text occurs, in the order of a flattened `joint`."""
+    powers = vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)
+    return torch.bincount((tokens * powers).sum(1), minlength=math.prod([vocab] * tokens.shape[1]))
 
 
 def _target_output(target: Tables, shapes: Sequence[TreeShape], tokens: Sequence[torch.Tensor], num_nodes: int) -> TargetOutput:
@@ -161,8 +164,8 @@ def _add_emissions(
     for size in range(1, len(emitted)):
         rows = acceptance.num_accepted == size - 1
         new = torch.cat([drafted[rows, : size - 1], acceptance.bonus_token[rows, None]], dim=1)
-        place = vocab ** torch.arange(size - 1, -1, -1)
-        emitted[size].index_add_(0, (new * place).sum(1), weight[rows])
+        powers = vocab ** torch.arange(size - 1, -1, -1)
+        emitted[size].index_add_(0, (new * powers).sum(1), weight[rows])
 
 
 def _complete(emitted: Sequence[torch.Tensor], target: Tables, sampling: Sampling, length: int) -> torch.Tensor:
@@ -201,7 +204,7 @@ DRAWINGS = ("beam", "distinct", "independent")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleCheck:
-    """One exact enumeration: the rule's step against the target's joint distribution."""
+    """One exact enumeration: the rule's step compared with the target's joint distribution."""
 
     shape: str
     drawing: str
@@ -209,8 +212,8 @@ class RuleCheck:
     drafter: str
     vocab: int
     padded: bool
-    """Whether these were the rows with the first half of the shape's nodes, padded to those of the
-    others."""
+    """Whether these were the rows with the first half of the shape's nodes, padded to the size of
+    the others."""
     total_variation: float
 
 
@@ -226,20 +229,21 @@ def check_rule(
 ) -> Iterator[RuleCheck]:
     """Enumerate a rule on all shapes, ways of drawing, sampling parameters and drafters.
 
-    Lossless: all below `EXACT`. Rows of whole trees and of half trees share each batch. A rule that
-    samples from the target with parameters of its own says so in `target_sampling`; otherwise they
-    are the drafter's.
+    A rule is lossless if all results are below `EXACT`. Rows of whole trees and of half trees share
+    each batch. `target_sampling` is for a rule that samples from the target with other parameters
+    than the drafter's.
     """
     target = random_tables(vocab, 6, seed)
     drafters = adversarial_drafters(target, seed + 1)
     for shape_name, drawing in itertools.product(shapes, drawings):
         whole = TreeShape(parents=SHAPES[shape_name], drawing=drawing)
         for sampling_name, (drafter_name, drafter) in itertools.product(samplings, drafters.items()):
+            # One batch has the whole trees and the half trees.
             draft_sampling = SAMPLINGS[sampling_name]
             sampling = target_sampling or draft_sampling
             rule, pair = make_rule(sampling), (whole, whole.half)
-            found = step_distributions(rule, sampling, pair, target, drafter, draft_sampling=draft_sampling)
-            for shape, distribution in zip(pair, found, strict=True):
+            distributions = step_distributions(rule, sampling, pair, target, drafter, draft_sampling=draft_sampling)
+            for shape, distribution in zip(pair, distributions, strict=True):
                 yield RuleCheck(
                     shape=shape_name,
                     drawing=drawing,

@@ -1,21 +1,23 @@
-"""The G-test: were these counts drawn from that distribution?"""
+"""The G-test: a test of whether counts were sampled from a distribution."""
 
 import torch
 from jaxtyping import Float, Int
 
 MIN_EXPECTED = 10.0
-"""Cells where fewer counts are expected are pooled: below, the statistic is no longer near
+"""Cells with fewer expected counts are pooled, because below this number the statistic is not near
 chi-squared."""
 
 
 def g_test(counts: Int[torch.Tensor, " cell"], probs: Float[torch.Tensor, " cell"]) -> float:
-    """Probability of counts at least as unlikely as these, were `probs` right.
+    """Compute the p-value of these counts under `probs`.
 
-    Below `a` in a share `a` of all sound samplers. The likelihood-ratio statistic 2 sum O ln(O /
-    E), with Williams' correction for few counts, is chi-squared with as many degrees of freedom as
-    there are cells, less one. The rarest cells are pooled until at least `MIN_EXPECTED` counts are
-    expected in each; which ones, `probs` alone decides. A count where `probs` is 0 gives 0.
+    A sound sampler has a p-value below `a` with probability `a`. The likelihood-ratio statistic is
+    2 sum O ln(O / E), with Williams' correction for few counts. It is chi-squared with one degree
+    of freedom less than there are cells. The rarest cells are pooled until each has at least
+    `MIN_EXPECTED` expected counts. Only `probs` decides which cells are pooled. A count where
+    `probs` is 0 gives 0.
     """
+    # 1. Pool the rarest cells.
     if counts[probs == 0].any():
         return 0.0
     expected, order = (probs * counts.sum()).sort()
@@ -27,6 +29,8 @@ def g_test(counts: Int[torch.Tensor, " cell"], probs: Float[torch.Tensor, " cell
         expected, counts = (
             torch.cat([values[:num_rare].sum(0, keepdim=True), values[num_rare:]]) for values in (expected, counts)
         )
+
+    # 2. Compare the statistic with chi-squared.
     freedom = len(counts) - 1
     if not freedom:
         return 1.0

@@ -1,6 +1,6 @@
-"""Models so small that every text, tree and outcome can be counted.
+"""Toy models, so small that every text, tree and outcome can be enumerated.
 
-What acceptance rules are certified on.
+Acceptance rules are certified on them.
 """
 
 import itertools
@@ -16,21 +16,21 @@ from ...models.decoding.tree import DraftTree, Drawn
 from ...models.decoding.types import NO_NODE
 
 Tables = list[Float[torch.Tensor, "..."]]
-"""A toy model's logits in float64: entry k, of shape [vocab] * (k + 1), holds those after every
+"""Logits of a toy model in float64. Entry k, of shape [vocab] * (k + 1), has the logits after every
 text of k tokens."""
 
 
 def random_tables(vocab: int, length: int, seed: int, spread: float = 1.5) -> Tables:
-    """Return a toy model of texts of up to `length` tokens.
+    """Sample a toy model for texts of up to `length` tokens.
 
-    A larger spread makes it surer of itself.
+    A larger spread gives more certain predictions.
     """
     generator = torch.Generator().manual_seed(seed)
     return [spread * torch.randn([vocab] * (size + 1), generator=generator, dtype=torch.float64) for size in range(length)]
 
 
 def adversarial_drafters(target: Tables, seed: int) -> dict[str, Tables]:
-    """Drafters that break careless rules: each is a toy model too."""
+    """Build drafters that expose wrong rules; each is a toy model too."""
     noise = random_tables(target[0].shape[-1], len(target), seed)
     return {
         "unrelated": noise,
@@ -43,7 +43,7 @@ def adversarial_drafters(target: Tables, seed: int) -> dict[str, Tables]:
 
 
 def joint(tables: Tables, sampling: Sampling, length: int) -> Float[torch.Tensor, "..."]:
-    """Return the distribution of the first `length` tokens, of shape [vocab] * length."""
+    """Compute the distribution of the first `length` tokens, of shape [vocab] * length."""
     result = torch.ones((), dtype=torch.float64)
     for table in tables[:length]:
         result = result[..., None] * warp(table, sampling)
@@ -52,10 +52,11 @@ def joint(tables: Tables, sampling: Sampling, length: int) -> Float[torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """Which nodes a tree has (`parents`), and how its tokens come about.
+    """Shape of a tree (`parents`), and how its tokens are chosen (`drawing`).
 
-    `beam` (the likeliest children, a function of the text), `distinct` (siblings drawn without
-    replacement) or `independent` (drawn with it, so that there are twins).
+    `drawing` is `beam` (the likeliest children, a function of the text), `distinct` (siblings
+    sampled without replacement) or `independent` (sampled with replacement, so that siblings may be
+    equal).
     """
 
     parents: tuple[int, ...]
@@ -67,24 +68,25 @@ class TreeShape:
 
     @property
     def half(self) -> "TreeShape":
-        """The first half of the nodes: in a batch with the whole shape, such a row is padded."""
+        """The shape of the first half of the nodes; in a batch with the whole shape its rows are
+        padded."""
         return TreeShape(parents=self.parents[: len(self.parents) // 2], drawing=self.drawing)
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root's child to `node`."""
+        """List the nodes from the root's child to `node`."""
         return [] if node < 0 else [*self.path(self.parents[node]), node]
 
     def siblings(self, node: int) -> list[int]:
-        """Elder siblings of `node`."""
+        """List the siblings before `node`."""
         return [other for other in range(node) if self.parents[other] == self.parents[node]]
 
 
 def after_nodes(
     tables: Tables, shape: TreeShape, tokens: Int[torch.Tensor, "tree node"], num_nodes: int
 ) -> Float[torch.Tensor, "tree entry vocab"]:
-    """Return a toy model's logits at each entry of trees padded to `num_nodes`.
+    """Collect a toy model's logits at each entry of trees padded to `num_nodes`.
 
-    At padding, where it matters not, entry 0's.
+    Padding has the logits of entry 0; they are not used.
     """
     nodes = [node if node < len(shape.parents) else -1 for node in range(-1, num_nodes)]
     return torch.stack([_after_path(tables, shape, tokens, node) for node in nodes], dim=1)
@@ -93,9 +95,9 @@ def after_nodes(
 def make_trees(
     shapes: Sequence[TreeShape], tokens: Sequence[Int[torch.Tensor, "_ _"]], drafter: Tables, sampling: Sampling
 ) -> DraftTree:
-    """Return one batch of trees of several shapes and one drawing.
+    """Build one batch of trees of several shapes, with one way of drawing.
 
-    `tokens[i]` are those of shape i, a tree a row.
+    `tokens[i]` has the tokens of shape i, one row for each tree.
     """
     num_nodes = max(len(shape.parents) for shape in shapes)
     parents = [torch.tensor(shape.parents).long().expand(len(rows), -1) for shape, rows in zip(shapes, tokens, strict=True)]
@@ -117,7 +119,7 @@ def make_trees(
 def all_tokens(
     shape: TreeShape, drafter: Tables, sampling: Sampling
 ) -> tuple[Int[torch.Tensor, "tree node"], Float[torch.Tensor, " tree"]]:
-    """Return the tokens of every tree of a shape that can be drafted, with probabilities."""
+    """Enumerate the tokens of all possible trees of a shape, with probabilities."""
     vocab = drafter[0].shape[-1]
     if shape.drawing == "beam":
         return beam_tokens(shape, drafter), torch.ones(1, dtype=torch.float64)
@@ -128,8 +130,8 @@ def all_tokens(
         if shape.drawing == "distinct":
             for elder in shape.siblings(node):
                 probs = probs.scatter(1, tokens[:, elder, None], 0.0)
-            # With nothing left to draw, a drafter's tree still needs a token there; say the first,
-            # of probability 0 in q.
+            # If no token is left, the tree still needs one at this node: use token 0, whose draft
+            # probability is 0.
             left = probs.sum(1, keepdim=True)
             probs = torch.where(left > 0, probs / left, torch.eye(vocab, dtype=probs.dtype)[:1])
         weight = weight * probs.gather(1, tokens[:, node, None])[:, 0]
@@ -140,14 +142,14 @@ def all_tokens(
 def drawn_tokens(
     shape: TreeShape, drafter: Tables, sampling: Sampling, num_samples: int, generator: Randomness
 ) -> Int[torch.Tensor, "tree node"]:
-    """Return the tokens of trees as a drafter draws them."""
+    """Sample the tokens of trees as a drafter does."""
     if shape.drawing == "beam":
         return beam_tokens(shape, drafter).expand(num_samples, -1)
     tokens = torch.zeros(num_samples, len(shape.parents), dtype=torch.long)
     for node, parent in enumerate(shape.parents):
-        family = [other for other, its in enumerate(shape.parents) if its == parent]
+        family = [other for other, other_parent in enumerate(shape.parents) if other_parent == parent]
         if family[0] != node:
-            continue  # drawn with the eldest
+            continue  # sampled together with the first sibling
         probs = warp(_after_path(drafter, shape, tokens, parent), sampling)
         if shape.drawing == "distinct":
             tokens[:, family] = draw_several(probs, len(family), generator)
@@ -157,7 +159,7 @@ def drawn_tokens(
 
 
 def beam_tokens(shape: TreeShape, drafter: Tables) -> Int[torch.Tensor, "1 node"]:
-    """Return the likeliest children of every node."""
+    """Select the likeliest children of every node."""
     tokens = torch.zeros(1, len(shape.parents), dtype=torch.long)
     for node, parent in enumerate(shape.parents):
         logits = _after_path(drafter, shape, tokens, parent)
@@ -168,11 +170,13 @@ def beam_tokens(shape: TreeShape, drafter: Tables) -> Int[torch.Tensor, "1 node"
 def _after_path(
     tables: Tables, shape: TreeShape, tokens: Int[torch.Tensor, "tree node"], node: int
 ) -> Float[torch.Tensor, "tree vocab"]:
-    """Return a toy model's logits after the path to `node` (-1.
+    """Look up a toy model's logits after the path to `node`, in every tree.
 
-    After the text itself) of every tree.
+    `node` -1 stands for the text itself.
     """
     path = shape.path(node)
     if len(path) >= len(tables):
-        raise ValueError(f"the toy model knows texts of {len(tables) - 1} tokens, and the tree is {len(path)} deep")
+        raise ValueError(
+            f"the toy model has texts of up to {len(tables) - 1} tokens, but the tree is {len(path)} deep; give more tables"
+        )
     return tables[len(path)][tuple(tokens[:, earlier] for earlier in path)].expand(len(tokens), -1)

@@ -1,1 +1,1 @@
-"""Measures plain decoding and drafters, and describes where."""
+"""Measurement of plain decoding and drafters, and of the environment."""

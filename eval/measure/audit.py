@@ -1,6 +1,7 @@
-"""The audit of answers that differ.
+"""Audit of answers that differ from the baseline's.
 
-Forced through the plain model, are they its own within the noise of its arithmetic?
+The audit feeds such an answer to the plain model and checks whether the rounding noise of its
+arithmetic explains the difference.
 """
 
 import torch
@@ -14,10 +15,11 @@ from ...models.target.hf_target import HFTarget
 from ..records.run_files import Audit
 
 MAX_NOISE = 0.25
-"""Of the logits' standard deviation: rounding in bfloat16 makes a tenth of that."""
+"""Largest noise that may explain a difference, as a share of the logits' standard deviation.
+Rounding in bfloat16 causes a tenth of that."""
 ROUNDING = 8
-"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of
-sampled scores."""
+"""Noise that softmax and the division by the clocks add to sampled scores, in units of the
+sampler's precision."""
 
 
 @torch.inference_mode()
@@ -30,11 +32,12 @@ def audit(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Audit:
-    """Force an answer through the plain model, token by token and all at once.
+    """Feed an answer to the plain model, token by token and all at once.
 
-    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`,
-    of up to `max_new_tokens`.
+    The answer has up to `max_new_tokens`. It is greedy at temperature 0. Above 0 it was sampled
+    with `RowSeeds([seed])`.
     """
+    # 1. Token by token: the logits of plain decoding, step by step through the KV cache.
     num_tokens = len(token_ids)
     tokens = torch.tensor([token_ids], device=prompt.device)
     prompts = Prompts.of(prompt)
@@ -46,20 +49,23 @@ def audit(
     stepwise = torch.cat(plain)
     stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
 
-    # The model itself, without cache, mask or tree: what is audited has no part in its own
-    # yardstick.
+    # 2. All at once: the bare model without KV cache, mask or tree, so that the code under audit has no part in the check.
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
     at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
     logit_noise = float((stepwise - at_once).abs().max())
     noise, deficit, worst = logit_noise, 0.0, 0
+
+    # 3. The deficit: the largest distance between the best score and the score of the answer's token.
     if temperature > 0:
         noise = logit_noise / temperature + ROUNDING * torch.finfo(stepwise.dtype).eps
     for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
-        scores = logits.cpu().double()  # which adds no rounding of its own
+        scores = logits.cpu().double()  # float64 adds no rounding here
         if temperature > 0:
             scores = scores / temperature - wind_clocks(torch.empty_like(logits), seed, position).cpu().double().log()
         if (distance := float(scores.max() - scores[token])) > deficit:
             deficit, worst = distance, position
+
+    # 4. The verdict: noise must explain the deficit, and the answer must end at its first stop token or at the limit.
     explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
     stops = [position for position, token in enumerate(token_ids) if token in target.stop_ids]
     ends_rightly = stops == [num_tokens - 1] or (not stops and num_tokens == max_new_tokens)

@@ -1,4 +1,4 @@
-"""Timing of plain decoding and drafters, interleaved, through the same loop."""
+"""Timing of plain decoding and drafters: interleaved, through the same decode loop."""
 
 import hashlib
 import logging
@@ -22,13 +22,12 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.target import cuda_graphs
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
-from ..records.digests import digest_of
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
 from ..records.run_files import Environment, OutOfMemory, Place
 from .memory import within_memory
 from .timing import Generation, time_generation
-from .turns import Method, PromptTurn, TurnBatch
+from .turns import Method, PromptTurn, TurnBatch, answer_seed, evenly_spaced
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
@@ -36,17 +35,17 @@ logger = logging.getLogger(__name__)
 WARMUP_NEW_TOKENS = 32
 T = TypeVar("T")
 Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
-"""Suite, those of its prompts to answer, batch size, repeat, profiled: every method goes through
-them once."""
+"""One pass of every method over some prompts: suite, prompts to answer, batch size, repeat,
+profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What stays the same while a run measures, and the file that its records go to.
+    """Measurements of one run: the settings that stay fixed, and the file that records go to.
 
-    `rules` by temperature. `methods`, by temperature and batch size, include the baseline, whose
-    first answer to a turn there is part of the next turn's prompt for every method there: so a
-    lossy method can't change what it is asked.
+    `rules` are by temperature. `methods` are by temperature and batch size, and include the
+    baseline. The baseline's first answer to a turn becomes part of the next turn's prompt for every
+    method. So a lossy method can't change its own prompts.
     """
 
     target: HFTarget
@@ -60,20 +59,20 @@ class Bench:
     config_digest: str
     environment: Environment
     recorded_environment: Environment
-    """Where the run was begun; new records are made nowhere else."""
+    """The environment in which the run started. New records must come from the same one."""
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
-    """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there
-    is nothing to hold the others against, so all of them are here."""
+    """Methods that ran out of memory. This run doesn't try them again. Where plain decoding doesn't
+    fit, there is no baseline, so all methods are listed."""
     without_profile: list[OutOfMemory] = field(default_factory=list)
-    """What fits with the phase timers off and didn't with them: its figures stay, and its profile
-    isn't tried again."""
+    """Methods that fit with the phase timers off but not with them on. Their figures stay, and
+    their profile isn't tried again."""
     warnings: set[str] = field(default_factory=set)
-    """Warnings that are given once in a run, and have been."""
+    """Warnings that this run has already logged; each is logged once."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
-        """Measure whatever the records lack, but for what doesn't fit into memory.
+        """Measure all answers that the records lack, except those that don't fit into memory.
 
-        A KeyboardInterrupt passes on with the number of answers that are kept.
+        A KeyboardInterrupt is raised again, with the number of answers that are kept.
         """
         passes = self._passes(suites)
         num_answers = sum(
@@ -89,28 +88,30 @@ class Bench:
             raise KeyboardInterrupt(kept) from None
 
     def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
-        warm_length = 0  # of the longest texts that everything is warm for
+        warm_length = 0  # texts up to this length need no further warm-up
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):
                 progress.update(len(batch.turns))
                 if all(_key(turn, method.name, repeat, profiled) in self.file.records for turn in batch.turns):
                     continue
+                # 1. Warm up, when this batch's texts are longer than all before.
                 length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
                 if length > warm_length:
                     warm_length = self._prepare(suites, batch.turns[0].suite, length, profiled)
                     if not self._fits(batch.turns[0], method, profiled):
                         continue
+                # 2. Measure the batch, and write its records together.
                 answer = partial(self._records, batch, method, repeat, profiled)
                 if (records := self._within_memory(batch, method, answer, profiled)) is None:
-                    warm_length = 0  # all caches were given back
+                    warm_length = 0  # all caches were released
                 else:
                     self.file.append(*records)
-            progress.total = progress.n  # the others were too long, or too large
+            progress.total = progress.n  # the remaining answers were too long, or ran out of memory
 
     def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
-        """Return all that is to be measured.
+        """List the passes that measure everything.
 
-        What is profiled are whole batches, since a smaller one takes another time.
+        Profiled passes consist of whole batches only, since a smaller batch takes a different time.
         """
         sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
         passes: list[Pass] = [
@@ -126,11 +127,11 @@ class Bench:
         ]
 
     def _plan(self, passes: Iterable[Pass]) -> Iterator[tuple[TurnBatch, Method, int, bool]]:
-        """Every batch at every temperature with every method, interleaved.
+        """Yield every batch at every temperature with every method, interleaved.
 
-        The order of the methods moves on by one from group to group. Lazy: a second turn is built
-        when the baseline has answered the first; and what runs out of memory is left out of what
-        comes after.
+        The first method changes from group to group, in rotation. The plan is lazy for two reasons:
+        a second turn needs the baseline's answer to the first, and methods that ran out of memory
+        are skipped from then on.
         """
         for suite, prompts, size, repeat, profiled in passes:
             for index, group in enumerate(self._groups(suite, prompts, size)):
@@ -144,11 +145,11 @@ class Bench:
                                 yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
-        """Yield the prompts that have room for an answer, in groups of `size`.
+        """Yield groups of `size` prompts that have room for an answer.
 
-        The last one may be smaller.
+        The last group may be smaller.
         """
-        temperature = next(iter(self.rules))  # a first turn is the same at each
+        temperature = next(iter(self.rules))  # a first turn is the same at all temperatures
         fitting = (
             prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
         )
@@ -161,16 +162,16 @@ class Bench:
         """Yield a group's first turns, its second turns, and so on."""
         rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
         for together in zip_longest(*rows):
-            going_on = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
-            if going_on:
-                turns, input_ids = zip(*going_on, strict=True)
+            remaining = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
+            if remaining:
+                turns, input_ids = zip(*remaining, strict=True)
                 yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
 
     def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
         """Yield the turns of a prompt.
 
-        The baseline must have answered one at this temperature and batch size before the next is
-        asked for.
+        The caller must record the baseline's answer to a turn at this temperature and batch size
+        before it requests the next turn.
         """
         messages: list[Turn] = []
         fits = True
@@ -208,16 +209,17 @@ class Bench:
         return fits
 
     def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
-        """Before a measurement of texts of up to `length` tokens.
+        """Prepare to measure texts of up to `length` tokens.
 
-        Check the place, and let every method decode all that costs more the first time. Returns the
-        length of texts that everything is warm for. What runs out of memory is left out, and leaves
-        everything cold, so that it begins again without that.
+        Raises ValueError if the environment differs from the recorded one. Then every method
+        decodes everything that takes longer the first time (compilation, recording). Returns the
+        text length up to which no further warm-up is needed. A method that runs out of memory here
+        is left out. That also releases all caches, so the warm-up starts again without the method.
         """
         if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
             raise ValueError(
-                f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes.values())}. Times "
-                "of both can't be compared: finish the run where it was begun, or give another output directory"
+                f"{self.file.path} was started in another environment, which differs in {'; '.join(changes.values())}. Times "
+                "of both can't be compared: finish the run where it started, or give another output directory"
             )
         while True:
             warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length, profiled)
@@ -225,7 +227,7 @@ class Bench:
                 return warm_length
 
     def _answer_briefly(self, suite: PromptSet, profiled: bool) -> bool:
-        """Let every method answer the first prompts; return False where memory ran out."""
+        """Let every method answer the first prompts briefly; return False if memory runs out."""
         num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
         for size in self.config.batch_sizes:
             num_groups = math.ceil(self.config.warmup_prompts / size)
@@ -240,34 +242,37 @@ class Bench:
         return True
 
     def _visit_shapes(self, suites: Sequence[PromptSet], length: int, profiled: bool) -> int:
-        """Let every method take a step of each shape that its answers may have.
+        """Let every method run a step of each shape that its answers may have.
 
         The texts have `length` tokens, or as many as the prompts allow. Returns the length of the
         longest.
         """
+        # 1. The numbers of rows that each drafter's batches can have.
         rows: dict[Drafter[Any, Any], set[int]] = {}
         for (temperature, size), methods in self.methods.items():
             for method in methods:
                 for suite in suites:
                     if self._fits_at(suite, temperature, size, method.name, profiled):
                         rows.setdefault(method.drafter, set()).update(reachable_sizes(size, len(suite.prompts)))
+        # 2. The shapes that these batches have at all lengths of the texts.
         limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
-        foreseen = text_lengths(suites, self.tokenizer, **limits)
-        lengths = replace(foreseen, longest=max(foreseen.longest, length))
+        estimated = text_lengths(suites, self.tokenizer, **limits)
+        lengths = replace(estimated, longest=max(estimated.longest, length))
         shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.context_length)
         self._warn_of_dropped_recordings(num_recordings(shapes, self.target.extent_step))
+        # 3. One step of each shape.
         text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.tokenizer)[0]
         visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
         return lengths.longest
 
     def _warn_of_dropped_recordings(self, num_planned: int) -> None:
-        """Warn, once, where the target drops recordings before anything is measured."""
+        """Warn once if the target can't keep the recordings of all planned shapes."""
         subject = "recordings"
         if self.target.cuda_graphs and num_planned > cuda_graphs.MAX_RECORDINGS and subject not in self.warnings:
             self.warnings.add(subject)
             logger.warning(
-                "%d shapes are planned, and the target keeps %d recordings: some are recorded again while answers are "
-                "measured; give fewer settings or batch sizes, or each a folder of its own",
+                "%d shapes are planned, but the target keeps %d recordings: some will be recorded again during the "
+                "measurement; give fewer settings or batch sizes, or measure each in a separate output directory",
                 num_planned,
                 cuda_graphs.MAX_RECORDINGS,
             )
@@ -276,14 +281,14 @@ class Bench:
         return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name, profiled)
 
     def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str, profiled: bool = False) -> bool:
-        """Return whether a method (if `profiled`, its profile too) has not run out of memory."""
-        lost = [*self.out_of_memory, *(self.without_profile if profiled else ())]
-        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in lost}
+        """Check that a method (if `profiled`, also its profile) has not run out of memory."""
+        failures = [*self.out_of_memory, *(self.without_profile if profiled else ())]
+        return (suite.name, temperature, batch_size, method) not in {failure.cell for failure in failures}
 
     def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T], profiled: bool) -> T | None:
-        """Return what `work` returns for a batch.
+        """Run `work` for a batch and return its result, or None when memory runs out.
 
-        None where it runs out of memory, and the method is left out there from then on.
+        A method that runs out of memory is left out from then on.
         """
         result = within_memory(work, self.target)
         if result is None:
@@ -291,30 +296,33 @@ class Bench:
         return result
 
     def _leave_out(self, turn: PromptTurn, method: Method, profiled: bool) -> None:
-        """Note what ran out of memory, and with plain decoding all that would be held against it.
+        """Record which method ran out of memory; plain decoding takes all methods with it.
 
-        Profiles come after all other answers, so that what is lost in their pass is only the
-        method's profile.
+        Profiles come after all other answers. So a failure in their pass costs only the method's
+        profile.
         """
         where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        # 1. Log the consequences.
         left_out = [method]
         if profiled:
-            lost = "no row there has a ceiling" if method.name == BASELINE else "its row has no ceiling"
+            consequence = "no row there has a ceiling" if method.name == BASELINE else "its row has no ceiling"
             logger.warning(
                 "%s ran out of memory on %s when it was profiled: its row has no time split, and %s; all other figures stay",
                 method.name,
                 where,
-                lost,
+                consequence,
             )
         elif method.name == BASELINE:
             left_out = [*self.methods[turn.temperature, turn.batch_size]]
             logger.warning(
-                "plain decoding ran out of memory on %s: no method has a speedup there, so none is measured; for figures lower "
+                "plain decoding ran out of memory on %s: without it no method has a speedup, so none is measured there; lower "
                 "the batch size or max_new_tokens",
                 where,
             )
         else:
             logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
+
+        # 2. Record the methods that are left out.
         (self.without_profile if profiled else self.out_of_memory).extend(
             OutOfMemory(
                 suite=turn.suite.name,
@@ -322,10 +330,10 @@ class Bench:
                 prompt_set_source=turn.suite.source,
                 temperature=turn.temperature,
                 batch_size=turn.batch_size,
-                method=lost.name,
+                method=failed.name,
             )
-            for lost in left_out
-            if self._fits(turn, lost, profiled)
+            for failed in left_out
+            if self._fits(turn, failed, profiled)
         )
 
     def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:
@@ -341,9 +349,9 @@ class Bench:
         )
 
     def _records(self, batch: TurnBatch, method: Method, repeat: int, profiled: bool) -> list[EvalRecord]:
-        """Answer a batch: a record for each of its rows."""
+        """Answer a batch and return one record for each of its rows."""
         generation = self._time(batch, method, self.config.max_new_tokens, timed=profiled)
-        # Where nothing is drafted, every rule draws from the target's distribution.
+        # Plain decoding has no drafts, so every rule samples from the target's distribution.
         lossless_rule = method.name == BASELINE or self.rules[batch.turns[0].temperature].lossless
         records = []
         for row, (turn, input_ids) in enumerate(zip(batch.turns, batch.input_ids, strict=True)):
@@ -383,22 +391,6 @@ class Bench:
                 )
             )
         return records
-
-
-def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
-    """Return the seed of an answer.
-
-    The same for every method, repeat, temperature and batch size. So methods whose trees are
-    functions of the text must sample the very tokens of the baseline (see `RowSeeds`), and
-    temperatures differ by what they do, not by luck.
-    """
-    return int(digest_of([seed, suite, prompt_id, turn]), 16)
-
-
-def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
-    """Return up to `num` of the items, evenly spaced, so that categories are covered."""
-    num = min(num, len(items))
-    return [items[index * len(items) // num] for index in range(num)]
 
 
 def _key(turn: PromptTurn, method: str, repeat: int, profiled: bool) -> RecordKey:

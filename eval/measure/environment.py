@@ -1,4 +1,4 @@
-"""Where a measurement was made: numbers from different environments must not be mixed."""
+"""The environment of a measurement. Numbers from different environments must not be mixed."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ PACKAGES = ("outrider", "torch", "transformers")
 
 
 def describe_environment(device: torch.device) -> Environment:
-    """This process's environment; `num_threads` is torch's current setting."""
+    """Describe this process's environment; `num_threads` is torch's current setting."""
     return Environment(
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
@@ -32,15 +32,15 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"  # a checkout on the import path has no version of its own; `git_hash` names it
+        return "not installed"  # a checkout on the import path has no version; `git_hash` identifies it
 
 
 def _git_hash(directory: Path) -> str | None:
-    if not (directory / ".git").exists():  # an installed copy may lie inside somebody else's clone
+    if not (directory / ".git").exists():  # an installed copy may lie inside another project's clone
         return None
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # no git on this machine, or one that takes forever
+    except (OSError, subprocess.TimeoutExpired):  # no git on this machine, or git hangs
         return None
     return result.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Going on where something doesn't fit into memory."""
+"""Continuation after an out-of-memory error."""
 
 import logging
 from collections.abc import Callable
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
-    """Return what `work` returns, or None where it ran out of memory.
+    """Run `work` and return its result, or None when memory runs out.
 
-    The target's caches are then given back.
+    In that case the target's caches are released.
     """
     try:
         return work()
-    except Exception as error:  # of any type: memory may have run out behind it
+    except Exception as error:  # any type: an out-of-memory error may be its cause
         failed_allocation = str(find_out_of_memory(error) or "")
         if not failed_allocation:
             raise
         logger.warning("%s", failed_allocation.partition("\n")[0])
-    # Not before the error is gone: its traceback keeps the tensors of every frame that it went
-    # through.
+    # Release only after the `except` block: the error's traceback keeps the tensors of all its
+    # frames alive.
     target.release_cache()
     release_memory(target.device)
     return None

@@ -1,6 +1,6 @@
-"""What an evaluation compares.
+"""The methods that an evaluation compares.
 
-Drafters, each in its settings, under the names that the tables show.
+A method is a drafter in one setting, under the name that the tables show.
 """
 
 import os
@@ -24,11 +24,11 @@ from ..records.run_files import Place
 from .turns import Method
 
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
-"""Run-time options by drafter's directory, each one a method of the table: in place of the
-configuration's."""
+"""Run-time options by drafter's directory. Each one is a method of the table. They replace the
+configuration's settings."""
 TunedSettings = Mapping[Path, Mapping[Place, dict[str, Any] | None]]
-"""By drafter's directory the options for each temperature and batch size; None where it is to draft
-nothing."""
+"""The options for each temperature and batch size, by drafter's directory. None means that the
+drafter is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,27 +37,28 @@ class MethodSpec:
 
     path: Path
     setting: dict[str, Any] | None
-    """None where tuning has turned the drafter off: plain decoding in its place."""
+    """None where tuning has turned the drafter off: plain decoding replaces it."""
     places: tuple[Place, ...] | None = None
-    """Where it decodes; None is everywhere."""
+    """Temperatures and batch sizes at which it decodes; None means all."""
 
 
 def method_specs(
     config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None, tuned: TunedSettings | None = None
 ) -> dict[str, MethodSpec]:
-    """Return what is measured besides plain decoding, by the name that the table shows.
+    """Collect the methods besides plain decoding, by the name that the table shows.
 
-    The name is the drafter's kind and the setting, and between them what tells its directory from
-    the others', unless that is its kind; and that the setting was tuned. Raises ValueError for a
-    directory without a drafter, an option that it doesn't have, and for a drafter named twice.
+    A name has up to four parts: the drafter's kind; the part of its directory that differs from the
+    others', unless it equals the kind; "tuned" for a tuned setting; and the setting. Raises
+    ValueError for a directory without a drafter, for an option that the drafter doesn't have, and
+    for a drafter that is named twice.
     """
     specs: dict[str, MethodSpec] = {}
     paths = [directory.resolve() for directory in drafter_dirs]
-    for path, directory, place in zip(paths, drafter_dirs, _distinct_parts(paths), strict=True):
+    for path, directory, distinct_part in zip(paths, drafter_dirs, _distinct_parts(paths), strict=True):
         saved = read_drafter_config(path)
         if not (path / WEIGHTS_FILE).is_file():
             raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-        name = [saved.kind, *([place] if place not in ("", saved.kind) else [])]
+        name = [saved.kind, *([distinct_part] if distinct_part not in ("", saved.kind) else [])]
         if tuned is None:
             chosen = [MethodSpec(path=path, setting=setting) for setting in (settings or {}).get(directory, config.settings)]
         else:
@@ -67,16 +68,16 @@ def method_specs(
             saved_spec(saved, spec.setting)
             label = " ".join([*name, *_words(spec.setting)])
             if label in specs:
-                raise ValueError(f"{label} is to be evaluated twice; give each drafter and each setting once")
+                raise ValueError(f"{label} would be evaluated twice; give each drafter and each setting once")
             specs[label] = spec
     return specs
 
 
 def _by_setting(path: Path, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
-    """Return a method for each setting, for all places that it was chosen for."""
+    """Build a method for each setting, with all temperatures and batch sizes it was chosen for."""
     settings = [setting for index, setting in enumerate(tuned.values()) if setting not in list(tuned.values())[:index]]
     return [
-        MethodSpec(path=path, setting=setting, places=tuple(place for place, own in tuned.items() if own == setting))
+        MethodSpec(path=path, setting=setting, places=tuple(place for place, chosen in tuned.items() if chosen == setting))
         for setting in settings
     ]
 
@@ -86,20 +87,21 @@ def _words(setting: dict[str, Any] | None) -> list[str]:
 
 
 def _distinct_parts(paths: Sequence[Path]) -> list[str]:
-    """Return what tells each path from the others.
+    """Reduce each path to the part that differs from the others.
 
-    Without the folders above all of them, and without a last one that they share.
+    This drops the folders above all paths, and a last folder that all paths share.
     """
     if len(paths) == 1:
         return [""]
     parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]
-    if all(len(each) > 1 and each[-1] == parts[0][-1] for each in parts):
-        parts = [each[:-1] for each in parts]
-    return ["/".join(each) for each in parts]
+    if all(len(path_parts) > 1 and path_parts[-1] == parts[0][-1] for path_parts in parts):
+        parts = [path_parts[:-1] for path_parts in parts]
+    return ["/".join(path_parts) for path_parts in parts]
 
 
 def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any]]:
-    """Return what a record depends on of its method; no paths, so that a folder may be moved."""
+    """Describe the methods as far as records depend on them; no paths, so that a folder may
+    move."""
     return {
         name: {
             "config": read_drafter_config(spec.path).drafter,
@@ -112,14 +114,15 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
 
 
 def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, TrainableDrafter]:
-    """Return the drafters, by method; those that were turned off aren't among them."""
+    """Load the drafters, by method, without those that tuning turned off."""
     return {name: load_drafter(spec.path, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
 
 
 def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
-    """Return the drafter as it decodes beside this target.
+    """Prepare a drafter for decoding beside this target.
 
-    Replayed as a CUDA graph where the target is, if it can be recorded.
+    If the target replays CUDA graphs and the drafter can be recorded, the drafter is replayed as a
+    CUDA graph too.
     """
     if target.cuda_graphs and isinstance(drafter, RecordableDrafter):
         return GraphedDrafter(drafter)
@@ -129,7 +132,7 @@ def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
 def methods_by_place(
     config: EvalConfig, specs: Mapping[str, MethodSpec], drafters: Mapping[str, TrainableDrafter], target: HFTarget
 ) -> dict[Place, list[Method]]:
-    """Return the methods by temperature and batch size, plain decoding first."""
+    """Collect the methods by temperature and batch size, plain decoding first."""
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
     methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
     baseline = Method(name=BASELINE, drafter=NullDrafter())

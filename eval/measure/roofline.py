@@ -1,4 +1,4 @@
-"""How fast plain decoding could be at best: every step reads every weight once."""
+"""Upper bound on the speed of plain decoding: every step reads every weight once."""
 
 import time
 from collections.abc import Callable
@@ -12,19 +12,20 @@ from ...models.machine import is_out_of_memory, synchronize
 from ..records.run_files import Roofline
 
 MAX_BUFFER_BYTES, MAX_ACCELERATOR_BYTES = 1 << 30, 1 << 32
-"""An H100 reads a GiB in 0.3 ms, of which starting and ending a kernel would be a visible part."""
+"""The accelerator's buffer is larger because an H100 reads a GiB in 0.3 ms. Starting and ending a
+kernel would be a visible part of that."""
 LEAST_BUFFER_BYTES = 1 << 20
 COLUMNS = 1024
 NUM_READS, NUM_QUEUED_READS = 7, 10
-"""On a CPU one at a time, and on an accelerator one behind the other."""
+"""Number of timed reads: single ones on a CPU, queued ones on an accelerator."""
 
 Read = Callable[[], torch.Tensor]
 
 
 def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None) -> Roofline:
-    """Return the roofline of `model` on `device` with torch's current number of threads.
+    """Compute the roofline of `model` on `device` with torch's current number of threads.
 
-    `bandwidth_gbs` None measures it.
+    If `bandwidth_gbs` is None, the bandwidth is measured.
     """
     num_bytes = weight_bytes(model)
     return Roofline(
@@ -36,10 +37,10 @@ def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: floa
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that one plain decode step reads.
+    """Count the bytes of weights that one plain decode step reads.
 
-    All parameters, but of an embedding that is not also the head one row. For a mixture of experts
-    this counts every expert, though a step reads only a few.
+    All parameters count. An embedding that is not also the head counts one row only. For a mixture
+    of experts this counts every expert, though a step reads only a few.
     """
     embeddings = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     heads = {id(parameter) for module in model.modules() if isinstance(module, nn.Linear) for parameter in module.parameters()}
@@ -48,11 +49,12 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Gigabytes per second of reading a buffer of `num_bytes` again and again, at best.
+    """Measure the best bandwidth of repeated reads of `num_bytes`, in gigabytes per second.
 
-    On a CPU the buffer has at most MAX_BUFFER_BYTES, on an accelerator MAX_ACCELERATOR_BYTES and
-    what fits into its memory. Two kernels read it: a norm, and the matrix-vector product that
-    decoding consists of. The better one counts, since a bound is wanted.
+    On a CPU the buffer has at most MAX_BUFFER_BYTES. On an accelerator it has at most
+    MAX_ACCELERATOR_BYTES, and no more than its memory holds. Two kernels read the buffer: a norm,
+    and the matrix-vector product that decoding consists of. The faster one counts, since the result
+    serves as a bound.
     """
     on_cpu = device.type == "cpu"
     matrix = _buffer(min(num_bytes, MAX_BUFFER_BYTES if on_cpu else MAX_ACCELERATOR_BYTES), device)
@@ -63,7 +65,7 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def _buffer(num_bytes: int, device: torch.device) -> Float[torch.Tensor, "row column"]:
-    """Return a matrix of about so many bytes, halved until it fits into memory."""
+    """Allocate a matrix of about `num_bytes`, halved until it fits into memory."""
     try:
         return torch.ones(max(1, num_bytes // (4 * COLUMNS)), COLUMNS, device=device)
     except RuntimeError as error:
@@ -73,11 +75,11 @@ def _buffer(num_bytes: int, device: torch.device) -> Float[torch.Tensor, "row co
 
 
 def _seconds_alone(read: Read) -> float:
-    """Seconds of the fastest of NUM_READS single reads, by the host's clock.
+    """Time NUM_READS single reads by the host's clock; return the seconds of the fastest.
 
-    A CPU has read when the call returns.
+    A CPU has finished the read when the call returns.
     """
-    read()  # not timed: the first call sets things up
+    read()  # not timed: the first call initializes the kernel
     best = float("inf")
     for _ in range(NUM_READS):
         start = time.perf_counter()
@@ -87,11 +89,11 @@ def _seconds_alone(read: Read) -> float:
 
 
 def _seconds_in_a_row(read: Read, device: torch.device) -> float:
-    """Seconds of one of NUM_QUEUED_READS reads, by the accelerator's own clock.
+    """Time NUM_QUEUED_READS reads by the accelerator's clock; return the seconds of one.
 
-    Events before the first and after the last. The host launches ahead meanwhile, so neither
-    launches nor a wait are in the time, unless the buffer is so small (some ten MB) that it is read
-    faster than the next read is launched.
+    One event is recorded before the first read, one after the last. The host launches reads ahead,
+    so neither launches nor waits are in the time. The exception is a buffer so small (some ten MB)
+    that the device reads it faster than the host launches the next read.
     """
     stream = torch.accelerator.current_stream(device)
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
@@ -102,13 +104,13 @@ def _seconds_in_a_row(read: Read, device: torch.device) -> float:
         read()
     end.record(stream)
     synchronize(device)
-    return start.elapsed_time(end) / 1e3 / NUM_QUEUED_READS  # it is in milliseconds
+    return start.elapsed_time(end) / 1e3 / NUM_QUEUED_READS  # elapsed_time is in milliseconds
 
 
 def cache_bytes(device: torch.device) -> int | None:
-    """Size of the last-level cache of the first CPU, or of the GPU.
+    """Read the size of the last-level cache of the first CPU, or of the GPU.
 
-    None where it can't be told.
+    Returns None where the system doesn't report it.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -20,9 +20,9 @@ from ..records.records import TreeTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Steps of one run of the decode loop, with its seconds of prefill and of decoding.
+    """Steps of one run of the decode loop, with the seconds of its prefill and of its decoding.
 
-    The seconds are the batch's: all its rows were answered in them.
+    The seconds are those of the whole batch: all rows were answered within them.
     """
 
     steps: list[Step]
@@ -30,20 +30,20 @@ class Generation:
     decode_seconds: float
 
     def answer(self, row: int) -> "TimedAnswer":
-        """Return what the run did for one row of its batch."""
-        own = [(step, step.rows.index(row)) for step in self.steps if row in step.rows]
-        accepted = [step.num_accepted[place] for step, place in own if not step.is_prefill]
+        """Extract one row's answer from the batch."""
+        row_steps = [(step, step.rows.index(row)) for step in self.steps if row in step.rows]
+        accepted = [step.num_accepted[index] for step, index in row_steps if not step.is_prefill]
         return TimedAnswer(
-            token_ids=[token for step, place in own for token in step.tokens[place]],
+            token_ids=[token for step, index in row_steps for token in step.tokens[index]],
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
-            num_draft_tokens=sum(step.num_nodes for step, _ in own),
-            drawn=any(step.drawn for step, _ in own),
-            tree_tokens=_tree_tokens(own),
+            num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
+            drawn=any(step.drawn for step, _ in row_steps),
+            tree_tokens=_tree_tokens(row_steps),
         )
 
     @property
     def phase_seconds(self) -> PhaseSeconds:
-        """Summed over the verify steps; these must have been timed."""
+        """Seconds of each phase, summed over the verify steps. The steps must have been timed."""
         phases = [step.seconds for step in self.steps if step.seconds is not None]
         assert len(phases) == sum(not step.is_prefill for step in self.steps)
         return PhaseSeconds(
@@ -55,29 +55,26 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAnswer:
-    """A row's tokens, and the steps that it took part in.
-
-    `accepted_histogram[k]` counts the verify steps that accepted k draft tokens.
-    """
+    """One row's tokens, and counts over the steps it took part in."""
 
     token_ids: list[int]
     accepted_histogram: list[int]
     num_draft_tokens: int
-    """That the target read for this row, padding included."""
+    """Draft tokens that the target read for this row, padding included."""
     drawn: bool
     tree_tokens: TreeTokens
-    """Of each verify step, where phases were timed."""
+    """Counts for each verify step; empty unless phases were timed."""
 
 
-def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
-    """Return what merging shared prefixes saved a row, and what padding cost it.
+def _tree_tokens(row_steps: Sequence[tuple[Step, int]]) -> TreeTokens:
+    """Count the draft tokens that merged prefixes save and padding adds, for one row.
 
-    Each pair has a step and the row's index in it.
+    Each pair of `row_steps` has a step and the row's index in it.
     """
-    counts = [(tree_tokens(*step.links), place, step.num_nodes) for step, place in own if step.links is not None]
+    counts = [(tree_tokens(*step.links), index, step.num_nodes) for step, index in row_steps if step.links is not None]
     return TreeTokens(
-        shared=[int(shared[place]) for (shared, _), place, _ in counts],
-        separate=[int(separate[place]) for (_, separate), place, _ in counts],
+        shared=[int(shared[index]) for (shared, _), index, _ in counts],
+        separate=[int(separate[index]) for (_, separate), index, _ in counts],
         read=[num_read for _, _, num_read in counts],
     )
 
@@ -93,17 +90,17 @@ def time_generation(
     seeds: Sequence[int],
     timed: bool = False,
 ) -> Generation:
-    """Decode a batch of prompts and take its wall time.
+    """Decode a batch of prompts and measure its wall time.
 
-    What a rule leaves to chance is decided by `seeds`, one for each row. `timed` takes the phases
-    too, which slows an accelerator down.
+    `seeds` has one seed for each row; random decisions of the rule depend on it. `timed` also times
+    the phases, which slows an accelerator down.
     """
     device = prompts[0].device
     synchronize(device)
     start = time.perf_counter()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
     stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
-    first_step = next(stream)  # its tokens have been read by the host, so an accelerator has finished
+    first_step = next(stream)  # the host has read its tokens, so an accelerator has finished
     first_token = time.perf_counter()
     steps = [first_step, *stream]
     synchronize(device)

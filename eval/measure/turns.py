@@ -1,22 +1,22 @@
-"""What a measurement consists of.
-
-Methods, and the turns of prompts that each of them answers.
-"""
+"""Parts of a measurement: methods, and the turns of prompts that each method answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
+from ..records.digests import digest_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to decode: a drafter in one setting.
+    """A drafter in one setting.
 
     The baseline's drafter proposes nothing.
     """
@@ -27,10 +27,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTurn:
-    """A turn of a prompt as the target reads it, earlier turns and their answers included.
+    """A turn of a prompt as the target reads it: earlier turns and their answers included.
 
-    Those of plain decoding at this temperature and batch size. `input_ids` is None where it, or an
-    earlier turn, leaves no room for an answer in the target's context window.
+    The earlier answers are those of plain decoding at this temperature and batch size. `input_ids`
+    is None where this turn or an earlier one leaves no room for an answer in the context window.
     """
 
     suite: PromptSet
@@ -43,13 +43,29 @@ class PromptTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBatch:
-    """Turns that are answered together, in the order of the suite.
+    """A batch of turns that are decoded together, in the order of the suite.
 
-    The same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a pass:
-    later turns of a group have the same one. A prompt leaves its group where it has no further
+    It holds the same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a
+    pass; all turns of a group have the same index. A prompt leaves its group when it has no further
     turn, or no room for one.
     """
 
     index: int
     turns: Sequence[PromptTurn]
     input_ids: Sequence[Int[torch.Tensor, " _"]]
+
+
+def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
+    """Compute the seed of an answer.
+
+    The seed is the same for every method, repeat, temperature and batch size. So a method whose
+    trees depend only on the text must sample exactly the baseline's tokens (see `RowSeeds`). And
+    the difference between two temperatures doesn't come from the seed.
+    """
+    return int(digest_of([seed, suite, prompt_id, turn]), 16)
+
+
+def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
+    """Select up to `num` items, evenly spaced, so that all categories are represented."""
+    num = min(num, len(items))
+    return [items[index * len(items) // num] for index in range(num)]

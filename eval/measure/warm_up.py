@@ -1,4 +1,4 @@
-"""Shapes that a warm-up visits, so that nothing is compiled while answers are measured."""
+"""Shapes of steps that a warm-up runs, so that nothing is compiled during a measurement."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from .memory import within_memory
 from .timing import Generation, time_generation
 
 NEW_TOKENS = 2
-"""Of an answer to a shape: the prefill's, and those of the one step that is wanted."""
+"""New tokens of a warm-up answer: one of the prefill, and those of the one step that it is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens that the texts of an evaluation have when they are answered.
+    """Lengths of an evaluation's texts in tokens.
 
-    At least, and at most with their answers.
+    `shortest` is a prompt without its answer, `longest` is a prompt with its answer.
     """
 
     shortest: int
@@ -38,19 +38,17 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """So many texts of one length, behind which a drafter takes a step.
-
-    That step's tensors have shapes of their own.
-    """
+    """Shape of one step: a drafter's step behind `num_rows` texts of `length` tokens."""
 
     drafter: Drafter[Any, Any]
     num_rows: int
     length: int
     num_nodes: int
-    """Of the tree. `length` is such that the extent is the same for trees of all sizes."""
+    """Nodes of the tree. `length` is chosen such that the extent is the same for trees of all
+    sizes."""
 
     def needs_as_much_as(self, other: "Shape") -> bool:
-        """Return whether it can't fit into memory where the other one doesn't."""
+        """Check whether this shape needs at least as much memory as another one."""
         return (
             self.drafter is other.drafter
             and self.num_rows >= other.num_rows
@@ -60,9 +58,9 @@ class Shape:
 
 
 def reachable_sizes(batch_size: int, num_prompts: int) -> set[int]:
-    """Return the numbers of rows that batches come to.
+    """Collect the numbers of rows that batches can have.
 
-    Full ones, the last one, and then those that `kept_places` lets a batch shrink to.
+    These are a full batch, the last batch, and the sizes that `kept_places` lets a batch shrink to.
     """
     return {batch_size, num_prompts % batch_size or batch_size, *(1 << power for power in range(batch_size.bit_length()))}
 
@@ -70,11 +68,11 @@ def reachable_sizes(batch_size: int, num_prompts: int) -> set[int]:
 def text_lengths(
     suites: Iterable[PromptSet], tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, context_length: int
 ) -> Lengths:
-    """Return the lengths of all turns that have room for an answer.
+    """Compute the shortest and the longest text of all turns that have room for an answer.
 
-    Answers to earlier turns, which aren't known yet, count as `max_new_tokens`. An answer's text
-    may be read back as more tokens than it was written with (a byte that is no character becomes
-    three), so that a later turn can be longer than is foreseen here.
+    Answers to earlier turns aren't known yet; they count as `max_new_tokens`. A later turn can be
+    longer than this estimate: an answer's text may encode to more tokens than it was decoded from
+    (a byte that is no character becomes three).
     """
     shortest, longest = context_length, 0
     for suite in suites:
@@ -83,7 +81,7 @@ def text_lengths(
             for index, text in enumerate(prompt.turns):
                 length += encode_prompt([Turn(role="user", content=text)], tokenizer).shape[1]
                 if index == 0 and length + max_new_tokens > context_length:
-                    break  # left out, with all its turns
+                    break  # the prompt is skipped, with all its turns
                 shortest = min(shortest, length)
                 length += max_new_tokens
                 longest = max(longest, min(length, context_length))
@@ -93,17 +91,17 @@ def text_lengths(
 def shapes_of(
     rows: Mapping[Drafter[Any, Any], Collection[int]], lengths: Lengths, *, extent_step: int, context_length: int
 ) -> list[Shape]:
-    """List the shapes of the steps that these drafters take in batches of so many rows.
+    """List the shapes of the steps that these drafters take, for given numbers of rows.
 
-    There is one for each size of a drafter's trees and each extent of the KV cache that a step
-    behind such texts reads. The largest come first, so that caches get their size at once: one that
-    grows drops what was recorded.
+    There is one shape for each size of a drafter's trees and each extent of the KV cache that such
+    a step reads. The largest come first, so that caches get their final size at once: a cache that
+    grows drops its recordings.
     """
     shapes = []
     last = _rounded_up(lengths.longest + 1 + max((drafter.max_nodes for drafter in rows), default=0), extent_step)
     for drafter, sizes in rows.items():
         for num_nodes in tree_sizes(drafter):
-            num_read = 1 + num_nodes  # behind the text: the token that the target has chosen, and the tree
+            num_read = 1 + num_nodes  # behind the text: the target's last token, and the tree
             for extent in range(_rounded_up(lengths.shortest + num_read, extent_step), last + 1, extent_step):
                 length = min(extent - num_read, context_length - NEW_TOKENS)
                 shape = partial(Shape, drafter=drafter, length=length, num_nodes=num_nodes)
@@ -112,10 +110,10 @@ def shapes_of(
 
 
 def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
-    """Return how many recordings of the target these shapes make, at least.
+    """Count the recordings of the target that these shapes make, at least.
 
-    Drafters share a recording where their trees have one size (and one depth, which isn't known
-    here) and they read the same layers.
+    Drafters share a recording if they read the same layers and their trees have one size. (Their
+    trees must also have one depth, which isn't known here.)
     """
     return len(
         {
@@ -131,9 +129,9 @@ def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
 
 
 def tree_sizes(drafter: Drafter[Any, Any]) -> Sequence[int]:
-    """Return the numbers of nodes that a drafter's trees come in.
+    """List the sizes (numbers of nodes) of a drafter's trees.
 
-    Its largest, unless it says more.
+    By default this is its largest size only.
     """
     return drafter.tree_sizes if isinstance(drafter, SizedDrafter) else (drafter.max_nodes,)
 
@@ -160,12 +158,12 @@ class Resized:
 
 
 def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule) -> None:
-    """Take a step of each shape, behind texts that repeat `text`.
+    """Run one step of each shape, behind texts that repeat `text`.
 
-    So none is compiled or recorded in the middle of a measured answer. (But where prompts of a
-    batch have different numbers of turns, its later turns may begin with a number of rows that
-    isn't visited.) What doesn't fit into memory is left out, and leaves all caches cold: then
-    everything else begins again.
+    So no step is compiled or recorded in the middle of a measurement. There is one exception. Where
+    the prompts of a batch have different numbers of turns, its later turns may start with a number
+    of rows that isn't covered. A shape that doesn't fit into memory is left out. That also releases
+    all caches, so the warm-up starts again with the other shapes.
     """
     step = partial(_take_step, text, target, rule)
     while shapes:
@@ -176,7 +174,7 @@ def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTa
 
 
 def _take_step(text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule, shape: Shape) -> Generation:
-    """Return the first step of an answer to a batch of this shape."""
+    """Answer a batch of this shape up to its first step."""
     row = text.repeat(-(-shape.length // len(text)))[: shape.length]
     limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_ids": ()}
     drafter = Resized(shape.drafter, shape.num_nodes)

@@ -1,1 +1,1 @@
-"""The files of a run: one JSON line an answer, and what they depend on."""
+"""Files of a run: one JSON line for each answer, and the settings that the answers depend on."""

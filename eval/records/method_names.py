@@ -1,8 +1,8 @@
-"""Names of methods as readers see them: the kind of drafter and its setting.
+"""Names of methods as users read them: the kind of drafter and its setting.
 
-Records keep their own keys, such as `redrafter beam_width=4 beam_length=3 tree_nodes=5`. Tables,
-plots and reports show `ReDrafter, 4 beams of 3, 5 nodes`. Two drafters of one kind are told apart
-by the options in which they differ, else by their training, else by their folders.
+Records keep their keys, such as `redrafter beam_width=4 beam_length=3 tree_nodes=5`. Tables, plots
+and reports show `ReDrafter, 4 beams of 3, 5 nodes`. The names of two drafters of one kind add the
+options in which they differ, else their training, else their folders.
 """
 
 import json
@@ -23,7 +23,7 @@ TITLES = {
 }
 PLAIN_DECODING = "plain decoding"
 SHAPE_OPTIONS = ("beam_width", "beam_length", "depth", "length", "top_k", "tree_nodes", "tree_paths", "share_prefixes")
-"""Options of the draft tree. They are a part of the setting, and never tell two drafters apart."""
+"""Options of the draft tree. They belong to the setting, and never distinguish two drafters."""
 MAX_VALUE_CHARS = 24
 """Longest value of an option that a name quotes. An option with a longer value is left out."""
 TRAINING_WORDS = {"labels": {"distilled": "distilled", "text": "not distilled"}}
@@ -31,7 +31,7 @@ TRAINING_WORDS = {"labels": {"distilled": "distilled", "text": "not distilled"}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFacts:
-    """What is known of a method: its key in the records, and how its run describes it."""
+    """Facts about a method: its key in the records, and its description in the run's files."""
 
     key: str
     described: Mapping[str, Any] | None = None
@@ -39,7 +39,8 @@ class MethodFacts:
     training: Mapping[str, Any] | None = None
     """The drafter's TrainingFacts."""
     run: str = ""
-    """Name of the evaluation's folder, where methods of several are named together."""
+    """Name of the evaluation's folder, where the methods of several evaluations are named
+    together."""
 
     @property
     def kind(self) -> str:
@@ -47,7 +48,7 @@ class MethodFacts:
 
     @property
     def folder(self) -> str:
-        """The words of the key between kind and setting: what its directory is called."""
+        """The words of the key between kind and setting: the name of the drafter's directory."""
         words = _words_before_setting(self.key)[1:]
         words = words[:-1] if words[-1:] == ["off"] and self.setting is None else words
         words = words[:-1] if words[-1:] == ["tuned"] and self.is_tuned else words
@@ -73,7 +74,7 @@ class MethodFacts:
 
     @property
     def drafter(self) -> tuple[str, str, str]:
-        """What makes it the same drafter as another method's."""
+        """The drafter's identity: two methods with the same value decode with the same drafter."""
         weights = self.described["weights"] if self.described else ""
         return self.kind, weights, "" if weights else self.folder
 
@@ -92,7 +93,7 @@ class MethodName:
 
 
 def method_names(methods: Sequence[MethodFacts]) -> list[MethodName]:
-    """Name methods that are shown together, each differently."""
+    """Name methods that appear together, each differently."""
     # 1. The drafters, by the difference between those of one kind.
     drafters = {method.drafter: method for method in methods if method.key != BASELINE}
     labels = _drafter_labels(drafters)
@@ -103,8 +104,8 @@ def method_names(methods: Sequence[MethodFacts]) -> list[MethodName]:
         else MethodName(drafter=labels[method.drafter], setting=_setting_of(method))
         for method in methods
     ]
-    # 3. What is still alike: a copy in another folder, or a setting that repeats what the drafter
-    # has anyway.
+    # 3. Names that are still equal: from a copy in another folder, or from a setting that repeats
+    # the drafter's defaults.
     keys: dict[tuple[str, MethodName], set[str]] = defaultdict(set)
     for method, name in zip(methods, names, strict=True):
         keys[method.run, name].add(method.key)
@@ -123,14 +124,15 @@ def _longer_name(method: MethodFacts, name: MethodName, keys: Iterable[str]) -> 
 
 
 def name_of_key(key: str) -> str:
-    """Return the name of a method of which only the key is known."""
+    """Name a method of which only the key is known."""
     return str(method_names([MethodFacts(key=key)])[0])
 
 
 def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, Any] | None) -> str:
-    """Put a setting into words: `4 beams of 3, 5 nodes`.
+    """Describe a setting in words: `4 beams of 3, 5 nodes`.
 
-    `options` are all options of the drafter in this setting, `setting` those that were set for it.
+    `options` are all options of the drafter in this setting; `setting` has those that were set for
+    it.
     """
     if setting is None:
         return "turned off by tuning"
@@ -144,7 +146,7 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
 
 
 def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
-    """Return the shape of the draft tree, in the words of its kind."""
+    """Describe the shape of the draft tree in the terms of the drafter's kind."""
     width, length = options.get("beam_width"), options.get("beam_length")
     if width is not None:
         yield _counted(width, "beam") + (f" of {length}" if length is not None else "")
@@ -160,9 +162,9 @@ def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
 
 
 def setting_of_key(key: str) -> dict[str, Any] | None:
-    """Read the setting that a key ends with.
+    """Parse the setting at the end of a key.
 
-    None where tuning turned the drafter off.
+    Returns None where tuning turned the drafter off.
     """
     words = _words_before_setting(key)
     if words[-1] == "off":
@@ -173,7 +175,7 @@ def setting_of_key(key: str) -> dict[str, Any] | None:
 
 
 def _value(text: str) -> Any:
-    """Return a value as Python writes it in a key."""
+    """Parse a value as Python writes it in a key."""
     literals = {"None": None, "True": True, "False": False}
     if text in literals:
         return literals[text]
@@ -194,7 +196,7 @@ def _setting_of(method: MethodFacts) -> str:
 
 
 def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], str]:
-    """Return each drafter's title, in brackets its difference from others of its kind."""
+    """Label each drafter: its title, and in brackets its difference from others of its kind."""
     labels = {}
     for kind in dict.fromkeys(method.kind for method in drafters.values()):
         title = TITLES.get(kind, kind)
@@ -205,9 +207,9 @@ def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dic
 
 
 def _differences(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], list[str]]:
-    """Return what tells each drafter from the others.
+    """Collect the words in which each drafter differs from the others.
 
-    Options, then training, then folder, until all differ.
+    Options come first, then training, then the folder, until all drafters differ.
     """
     words: dict[tuple[str, str, str], list[str]] = {identity: [] for identity in drafters}
     for words_of in (_differing_options, _differing_training, _folders):
@@ -230,7 +232,7 @@ def _differing_options(methods: Sequence[MethodFacts]) -> list[list[str]]:
 
 
 def _differing_training(methods: Sequence[MethodFacts]) -> list[list[str]]:
-    """Return the labels and the steps of their trainings, where these are known and differ."""
+    """List labels and steps of the drafters' trainings, where these are known and differ."""
     facts = [method.training for method in methods]
     if not all(facts):
         return [[] for _ in methods]
@@ -238,8 +240,8 @@ def _differing_training(methods: Sequence[MethodFacts]) -> list[list[str]]:
     for name in ("labels", "steps"):
         values = [training[name] for training in facts if training]
         if len(set(values)) > 1:
-            for each, value in zip(words, values, strict=True):
-                each.append(TRAINING_WORDS[name].get(value, value) if name in TRAINING_WORDS else f"{value:,} steps")
+            for method_words, value in zip(words, values, strict=True):
+                method_words.append(TRAINING_WORDS[name].get(value, value) if name in TRAINING_WORDS else f"{value:,} steps")
     return words
 
 
@@ -255,7 +257,7 @@ def _option_words(name: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as YAML has it: `true`, `null`, `[1, 2]`."""
+    """Format a value as YAML writes it: `true`, `null`, `[1, 2]`."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

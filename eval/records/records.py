@@ -1,4 +1,4 @@
-"""One line per measured answer: everything that tables, plots and a resumed run need."""
+"""Records of measured answers, one line each: the input of tables, plots and resumed runs."""
 
 import dataclasses
 import errno
@@ -19,43 +19,43 @@ from .names import BASELINE as BASELINE
 logger = logging.getLogger(__name__)
 
 RecordKey = tuple[str, str, int, float, str, int, bool, int]
-"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a
-run."""
+"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: identifies one answer
+of a run."""
 BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
-"""The same with the batch in the prompt's place: what was decoded together."""
+"""Like RecordKey with the batch in place of the prompt: identifies answers that were decoded
+together."""
 Cell = tuple[str, float, int, str]
-"""Suite, temperature, batch size and method: what a row of the table is about."""
+"""Suite, temperature, batch size and method: identifies a row of the table."""
 GroupKey = tuple[str, float, int]
-"""Suite, temperature, batch size: methods are held against each other within these."""
+"""Suite, temperature, batch size: methods are compared only within such a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeTokens:
     """Draft tokens of each verify step.
 
-    What merging shared prefixes saves, and what padding costs.
+    They show what merging shared prefixes saves, and what padding costs.
     """
 
     separate: list[int]
-    """Were every path of the tree read by itself, without padding."""
+    """Tokens if every path of the tree were read by itself, without padding."""
     shared: list[int]
-    """As the tree has them, without padding."""
+    """Tokens of the tree, without padding."""
     read: list[int]
-    """What the target read for this row, padding included: a row is padded to the largest tree of
-    its batch, or to the one shape that trees have in all steps."""
+    """Tokens that the target read for this row, padding included. A row is padded to the largest
+    tree of its batch, or to the one shape that trees have in all steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """One answer: a prompt's turn, answered by a method, once.
+    """One answer: a prompt's turn, answered once by a method.
 
-    The tokens and steps are this answer's own. The seconds are those of the batch that it was a row
-    of: the records of one `batch_key` share them, so count them once.
+    Tokens and steps are those of this answer. Seconds are those of its whole batch: the records of
+    one `batch_key` share them, so count them once.
 
     `accepted_histogram[k]` counts the verify steps that accepted k draft tokens (before a cut at a
-    stop token or at the limit). The prefill is no verify step and its token is not among
-    `num_verify_tokens`, so tokens per step is `num_verify_tokens / num_steps`, bonus tokens
-    included.
+    stop token or at the limit). The prefill is not a verify step, and `num_verify_tokens` excludes
+    its token. So tokens per step is `num_verify_tokens / num_steps`, bonus tokens included.
     """
 
     suite: str
@@ -69,21 +69,21 @@ class EvalRecord:
     method: str
     repeat: int
     profiled: bool
-    """Whether the phase timers were on. Such a record never counts for speed."""
+    """Whether the phase timers were on. Such a record is never used for speed."""
     prompt_set_source: str | None
-    """The data set of the Hub (ID@COMMIT) that the prompts were read from; None for a file or the
+    """The data set of the Hub (ID@COMMIT) that the prompts come from; None for a file or the
     running Python."""
     batch_size: int
-    """Prompts decoded together, at most: the setting."""
+    """Prompts decoded together, at most (the setting)."""
     batch: int
-    """Counts the groups of prompts that a method goes through in turn; all turns of a group's
-    prompts have its number."""
+    """Index of the group of prompts that a method decodes together; all turns of a group share
+    it."""
     num_rows: int
-    """Answers that were decoded together, this one included: fewer than `batch_size` where prompts
-    ran out."""
+    """Answers that were decoded together, this one included; fewer than `batch_size` for the last
+    prompts of a suite."""
     context_from: str | None
-    """The method whose answers to the earlier turns, at the same temperature, stand in this prompt;
-    None for a first turn."""
+    """The method that answered the earlier turns in this prompt, at the same temperature; None for
+    a first turn."""
     prompt_sha256: str
     """Digest of the prompt's token ids."""
     num_prompt_tokens: int
@@ -94,17 +94,17 @@ class EvalRecord:
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included, over all steps."""
     drawn: bool
-    """Whether the drafter drew them at random."""
+    """Whether the drafter sampled its draft tokens at random."""
     lossless_rule: bool
-    """Whether the rule that accepts them leaves the target's distribution as it is."""
+    """Whether the acceptance rule preserves the target's distribution."""
     truncated: bool
-    """Ended by the token limit, not by a stop token."""
+    """Whether the token limit ended the answer, not a stop token."""
     prefill_seconds: float
-    """Until the first token of every row."""
+    """Seconds until the first token of every row."""
     decode_seconds: float
-    """From the first token to the last of all rows."""
+    """Seconds from the first token to the last of all rows."""
     phase_seconds: PhaseSeconds | None
-    """Summed over the verify steps; None unless profiled."""
+    """Seconds of each phase, summed over the verify steps; None unless profiled."""
     environment_digest: str
     config_digest: str
     seed: int
@@ -141,26 +141,26 @@ class EvalRecord:
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """The answer's description in messages."""
         at = f"turn {self.turn + 1}, temperature {self.temperature:g}, batch size {self.batch_size}, repeat {self.repeat}"
         return f"{self.method}'s answer to prompt {self.prompt_id!r} of {self.suite} ({at}{', profiled' * self.profiled})"
 
     @property
     def answer_digest(self) -> str:
-        """Of the prompt and the answer, so that what was found out about it holds for nothing else."""
+        """Digest of key, prompt and answer, so that an audit applies to exactly this answer."""
         return digest_of([self.key, self.prompt_sha256, self.token_ids])
 
     @property
     def unit(self) -> str | int:
-        """The smallest part of a suite that has times of its own.
+        """The smallest part of a suite that is timed separately.
 
-        A prompt, or the batch that it is in.
+        This is a prompt, or the batch that contains it.
         """
         return self.prompt_id if self.batch_size == 1 else self.batch
 
     @property
     def batch_key(self) -> BatchKey:
-        """What the answers have in common that were decoded together, and with no others."""
+        """Key that is shared by exactly the answers that were decoded together."""
         return (self.suite, self.unit, self.turn, self.temperature, self.method, self.repeat, self.profiled, self.batch_size)
 
     @property
@@ -173,66 +173,65 @@ class EvalRecord:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is the answer that all others to the same turn are compared with."""
+        """Whether all other answers to the same turn are compared with this one."""
         return self.method == BASELINE and self.repeat == 0 and not self.profiled
 
     @property
     def is_other_sample(self) -> bool:
-        """Whether it is another sample than the baseline's by design.
+        """Whether the answer is a different sample than the baseline's by design.
 
-        Random drafts decide with other coins what is emitted, and a rule that isn't lossless emits
-        something else.
+        With random drafts, different random numbers decide about the tokens. A rule that isn't
+        lossless emits other tokens anyway.
         """
         return self.temperature > 0 and (self.drawn or not self.lossless_rule)
 
     @property
     def num_steps(self) -> int:
-        """Verify steps."""
+        """Number of verify steps."""
         return sum(self.accepted_histogram)
 
     @property
     def seconds(self) -> float:
-        """The batch's whole decoding, prefill included."""
+        """Seconds of the batch's whole decoding, prefill included."""
         return self.prefill_seconds + self.decode_seconds
 
     def to_json(self) -> str:
-        """Return a line of JSON."""
+        """Format the record as a line of JSON."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
 def group_name(key: GroupKey) -> str:
-    """Return what the files of a group are named after.
+    """Build the name of a group's files.
 
-    The suite, a batch size above 1, and a temperature above 0.
+    It consists of the suite, a batch size above 1, and a temperature above 0.
     """
     suite, temperature, batch_size = key
     return suite + (f"-b{batch_size}" if batch_size > 1 else "") + (f"-t{temperature:g}" if temperature > 0 else "")
 
 
 class RecordFile:
-    """The records of a run.
+    """Records of a run, in a JSON-lines file that grows by a batch at a time.
 
-    A JSON-lines file that grows batch by batch and survives being killed. A last line without its
-    newline was torn by a kill: it is dropped. A batch of which some records are missing is dropped
-    too, since its answers are measured together or not at all. Any other line that cannot be read
-    is a ValueError.
+    The file survives a killed run. A last line without its newline is incomplete, and is dropped. A
+    batch with missing records is dropped too, since its answers are measured together. Any other
+    line that can't be read raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         content = path.read_bytes() if path.exists() else b""
         if torn := content.rpartition(b"\n")[2]:
-            logger.warning("%s: dropping the last line, torn when the run was killed", path)
+            logger.warning("%s: dropping the last line, which is incomplete because the run was killed", path)
             os.truncate(path, len(content) - len(torn))
         self.records = read_records(path)
-        if num_torn := content.count(b"\n") - len(self.records):
-            logger.warning("%s: dropping %d records of batches of which others are missing", path, num_torn)
+        if num_dropped := content.count(b"\n") - len(self.records):
+            logger.warning("%s: dropping %d records of incomplete batches", path, num_dropped)
             atomic_write_bytes(path, _lines(self.records.values()))
-        # Unbuffered: what a full disk refused is not tried again when the file is closed.
+        # Unbuffered: after a write to a full disk fails, closing the file doesn't try it again.
         self._file = path.open("ab", buffering=0)
 
     def append(self, *records: EvalRecord) -> None:
-        """Add the records of a batch, in one piece."""
+        """Append the records of a batch in one write."""
         with naming_full_disk(self.path, "The records before this one are kept"):
             lines = _lines(records)
             if self._file.write(lines) < len(lines):
@@ -252,7 +251,7 @@ def _lines(records: Iterable[EvalRecord]) -> bytes:
 
 
 def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
-    """Read the records of whole lines and batches; the file is left as it is.
+    """Read the records of complete lines and batches, without changing the file.
 
     Raises ValueError as `RecordFile` does.
     """
@@ -262,7 +261,7 @@ def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
         try:
             record = parse_json(EvalRecord, line, path)
         except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
-            raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run measures it again") from error
+            raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run will measure it again") from error
         records[record.key] = record
     num_rows = Counter(record.batch_key for record in records.values())
     return {key: record for key, record in records.items() if num_rows[record.batch_key] == record.num_rows}

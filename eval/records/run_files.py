@@ -1,7 +1,4 @@
-"""What a run leaves beside its records.
-
-How they were made, and what only the run could find out.
-"""
+"""Files of a run beside its records: how the records were measured, and facts about them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,32 +23,36 @@ RECORDED_OPTIONS = (
     "seed",
     "pack_weights",
 )
-"""Options of EvalConfig that a record depends on, besides suites and settings; threads are part of
-the environment."""
+"""Options of EvalConfig that a record depends on, besides suites and settings. The number of
+threads is part of the environment."""
 GROWING = ("suites", "temperatures", "batch_sizes", "methods")
-"""What a finished run may get more of. (Of its methods only those that are tuned to a temperature
-and a batch size.)"""
+"""Parts of the configuration that a finished run may extend. (Among its methods, only those tuned
+to a temperature and a batch size.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """Deviation of an answer from plain decoding, in scores.
 
-    Plain decoding emits the token with the best score. Greedy, a score is a logit; sampling with a
-    seed, it is logit / temperature - log(clock), with the clocks that the seed gives to this token
-    of the answer (see `RowSeeds`). `deficit`: over all tokens, the largest distance between the
-    plain model's best score and that of the token emitted. `noise`: the largest difference between
-    a score computed token by token and the same one computed by the bare model over the whole text
-    at once (the clocks are the same, so it is that of logits / temperature), and the sampler's own
-    `ROUNDING`. Two scores that are each off by `noise` may change order while they are `2 * noise`
-    apart: `within_noise`. Noise of more than a share of the logits' spread explains nothing: then
-    something is broken. And so it is where an answer doesn't end as plain decoding ends: with its
-    first stop token, or at the limit.
+    Plain decoding emits the token with the best score. For greedy decoding a score is a logit. For
+    sampling with a seed it is logit / temperature - log(clock), with the clocks that the seed gives
+    to this token of the answer (see `RowSeeds`).
+
+    `deficit` is the largest distance between the plain model's best score and the score of the
+    emitted token, over all tokens. `noise` is the largest difference between scores computed in two
+    ways: token by token, and by the bare model over the whole text at once. (The clocks are equal,
+    so this is the difference of logits / temperature.) `noise` also includes the sampler's own
+    `ROUNDING`.
+
+    Two scores that are each off by `noise` may change order if they are at most `2 * noise` apart:
+    `within_noise`. Noise above a certain share of the logits' spread explains nothing, because then
+    something is broken. The same holds for an answer that doesn't end as plain decoding ends: with
+    its first stop token, or at the limit.
     """
 
     deficit: float
     position: int
-    """Of the token that has it, from 0."""
+    """Index of the token with the deficit, from 0."""
     noise: float
     ends_rightly: bool
     within_noise: bool
@@ -59,7 +60,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Software and hardware that a speed depends on."""
+    """Software and hardware that speed depends on."""
 
     python: str
     packages: dict[str, str]
@@ -69,7 +70,7 @@ class Environment:
     num_threads: int
     device: str
     git_hash: str | None
-    """Commit of the library's own clone, with `-dirty` where files differ from it; None outside a
+    """Commit of the library's clone, with `-dirty` if files differ from it; None outside a
     clone."""
 
     @property
@@ -81,16 +82,16 @@ class Environment:
 class Roofline:
     """Upper bound on plain decoding's speed, set by reading the weights.
 
-    The KV cache's bytes are left out, so the bound is a little high. The bandwidth is that of
-    reading a buffer as large as the weights, unless it was `given`: so for weights that fit into
-    the cache it is the cache's bandwidth, and the bound holds nevertheless.
+    The bound ignores the bytes of the KV cache, so it is a little high. The bandwidth is measured
+    with a buffer as large as the weights, unless it was `given`. For weights that fit into the
+    cache this is the cache's bandwidth, and the bound still holds.
     """
 
     weight_bytes: int
     bandwidth_gbs: float
     given: bool
     cache_bytes: int | None
-    """The processor's last-level cache; None where it is not known."""
+    """Size of the processor's last-level cache; None if it is unknown."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,9 +108,9 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """`run.json`: what all records of a folder have in common.
+    """`run.json`: the configuration and environment that all records of a folder share.
 
-    They are never mixed with others.
+    Records of different runs are never mixed.
     """
 
     config: dict[str, Any]
@@ -119,7 +120,7 @@ class RunInfo:
 
     def __post_init__(self) -> None:
         if missing := sorted({"suites", "target", "methods", *RECORDED_OPTIONS} - self.config.keys()):
-            raise ValueError(f"config lacks {', '.join(missing)}; restore the file, or measure anew elsewhere")
+            raise ValueError(f"config lacks {', '.join(missing)}; restore the file, or give another output directory")
 
     @property
     def dtype(self) -> str:
@@ -127,24 +128,26 @@ class RunInfo:
 
     @property
     def config_digest(self) -> str:
-        """Of what each record depends on, whatever else the run is asked for later."""
+        """Digest of everything that each record depends on; it stays the same when the run is
+        extended."""
         methods = self.config["methods"]
         fixed: dict[str, Any] = {name: value for name, value in self.config.items() if name not in GROWING}
         fixed["methods"] = {name: method for name, method in methods.items() if "places" not in method}
         fixed["weights"] = sorted({method["weights"] for method in methods.values()})
         return digest_of(fixed)
 
-    def within(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Cut another run's config to the suites, temperatures and batch sizes of this one.
+    def within(self, requested: dict[str, Any]) -> dict[str, Any]:
+        """Restrict another run's config to this run's suites, temperatures and batch sizes.
 
-        Where it then is this one's config, it asks for the same, or for more of it.
+        If the result equals `self.config`, the other run requests the same, or only extends this
+        one.
         """
         mine = self.config
         temperatures, sizes = (
-            [value for value in mine[name] if value in asked[name]] for name in ("temperatures", "batch_sizes")
+            [value for value in mine[name] if value in requested[name]] for name in ("temperatures", "batch_sizes")
         )
         methods = {}
-        for name, method in asked["methods"].items():
+        for name, method in requested["methods"].items():
             if "places" in method:
                 method = {
                     **method,
@@ -152,16 +155,17 @@ class RunInfo:
                 }
             if method.get("places") != []:
                 methods[name] = method
-        suites = {name: revision for name, revision in asked["suites"].items() if name in mine["suites"]}
-        return {**asked, "suites": suites, "temperatures": temperatures, "batch_sizes": sizes, "methods": methods}
+        suites = {name: revision for name, revision in requested["suites"].items() if name in mine["suites"]}
+        return {**requested, "suites": suites, "temperatures": temperatures, "batch_sizes": sizes, "methods": methods}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterFacts:
-    """What a method's drafter took to make; `training` is None where nobody wrote it down."""
+    """Size and training of a method's drafter; `training` is None if the folder has no record of
+    it."""
 
     parameters: int
-    """Its own; those of the target are not counted."""
+    """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """TrainingFacts."""
 
@@ -170,8 +174,8 @@ class DrafterFacts:
 class OutOfMemory:
     """A method that ran out of memory on a suite, at a temperature and a batch size.
 
-    It has no figures there. What it had answered until then stays among the records, where a run
-    that is taken up again goes on.
+    It has no figures there. Its answers up to that point stay in the records, and a resumed run
+    continues from them.
     """
 
     suite: str
@@ -192,29 +196,29 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """`facts.json`.
+    """`facts.json`: facts that only the run can compute.
 
-    What only the run could find out, since it takes the target, the drafters or the prompts.
+    They need the target, the drafters or the prompts.
     """
 
     drafters: dict[str, DrafterFacts]
-    """By method."""
+    """Facts about each method's drafter, by method."""
     num_turns: dict[str, int]
-    """Of each suite, those included that were left out as too long."""
+    """Turns of each suite, including those that were skipped as too long."""
     audits: dict[str, Audit]
-    """Of the answers that noise may explain, by `EvalRecord.answer_digest`."""
+    """Audits of the answers that noise may explain, by `EvalRecord.answer_digest`."""
     out_of_memory: list[OutOfMemory]
-    """In the order in which it happened."""
+    """Methods that ran out of memory, in the order in which it happened."""
     without_profile: list[OutOfMemory]
-    """What ran out of memory with the phase timers on, after all its figures had been measured."""
+    """Methods that ran out of memory with the phase timers on, after all their figures were
+    measured."""
     unaudited: list[str]
-    """The answers in whose audit memory ran out, by `EvalRecord.answer_digest`: nothing proves
-    them."""
+    """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
 
 
 def read_info(path: Path) -> RunInfo:
-    """Return a run's `run.json`.
+    """Read a run's `run.json`.
 
-    Raises ValueError for a malformed one.
+    Raises ValueError if it is malformed.
     """
     return read_dataclass(RunInfo, path)

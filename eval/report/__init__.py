@@ -1,1 +1,1 @@
-"""The report of finished evaluations as one HTML page, and the model card."""
+"""Report of finished evaluations as one HTML page, and the model card."""

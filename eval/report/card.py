@@ -1,8 +1,8 @@
-"""A drafter's model card.
+"""Model card of a drafter.
 
-The page that the Hub shows, with the figures of its evaluations and what is known besides. Every
-figure comes from a file of the run that made it, and only from runs with these very weights. What
-no file tells is left out, or said to be unknown.
+This is the page that the Hub shows, with the figures of evaluations and other facts. Every figure
+comes from a file of the run that measured it, and only from runs with exactly these weights. Facts
+without a file are left out, or reported as unknown.
 """
 
 import json
@@ -31,7 +31,7 @@ from .card_code import quantization_code, quantization_option
 from .runs import Run, cell_of, read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
-"""Of a target that isn't on the Hub."""
+"""Valid name of a target that isn't on the Hub."""
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
@@ -39,20 +39,20 @@ TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardOptions:
-    """What a card says beside the drafter's own files."""
+    """Sources of a card beside the drafter's own files."""
 
     evaluations: Sequence[Path] = ()
     """Folders of finished evaluations."""
     run: Path | None = None
-    """Folder of the training run: its data, and what labelling took."""
+    """Folder of the training run, for facts about data and labelling."""
     certificate: Path | None = None
-    """What `outrider certify` wrote."""
+    """Certificate that `outrider certify` wrote."""
     licence: str | None = None
-    """The Hub's name of the licence, such as apache-2.0."""
+    """Name of the licence on the Hub, such as apache-2.0."""
     base_model: str | None = None
-    """Hub id of the target; None is the name that it was trained with, where that is one."""
+    """Hub id of the target; None takes the target's name in training, if that is a Hub id."""
     quantization: Mapping[str, Any] | None = None
-    """How the card loads the target; None is as it was for the training."""
+    """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
 
@@ -63,12 +63,12 @@ class CardOptions:
 def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
-    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its
+    Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
     target.
     """
-    # 1. What the drafter's folder holds.
+    # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    count_tensors(drafter / WEIGHTS_FILE)  # raises where the file was cut
+    count_tensors(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
@@ -76,8 +76,8 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     quantization = options.quantization or (json.loads(saved.target.quantization) if saved.target.quantization else None)
     imports, argument = quantization_code(quantization)
     title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
-    # 2. What was measured with these weights, and certified.
-    folders = {path.resolve(): path for path in options.evaluations}  # each once
+    # 2. Read evaluations and certificate of exactly these weights.
+    folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
     certificate = _read_certificate(options.certificate, saved, weights)
@@ -86,7 +86,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
     run_data = None if options.run is None else {"chat_template": None, **_run_sections(options.run / "config.yaml", "")[0]}
-    # 3. The page, and what the Hub reads of it.
+    # 3. Write the page, and the metadata that the Hub reads.
     data = ModelCardData(
         base_model=base_model,
         license=options.licence,
@@ -129,52 +129,54 @@ def model_card(drafter: Path, options: CardOptions) -> str:
 
 
 def _require_rows(run: Run, weights: str) -> list[Row]:
-    """Return the rows of one evaluation that are of these weights.
+    """Select the rows of one evaluation that were measured with these weights.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are none.
     """
     rows, methods = _rows_of(run, weights), run.info.config["methods"]
     if not rows and weights in (method["weights"] for method in methods.values()):
         raise ValueError(
-            f"this drafter ran out of memory everywhere in {run.directory}, so it has no figures there; leave it out"
+            f"this drafter ran out of memory everywhere in {run.directory}, so it has no figures there; omit this evaluation"
         )
     if not rows:
         raise ValueError(
-            f"{run.directory} has measured other weights ({', '.join(methods) or 'no drafter'}); give an evaluation of this "
-            "drafter as it is"
+            f"{run.directory} measured other weights ({', '.join(methods) or 'no drafter'}); give an evaluation of this "
+            "drafter with its present weights"
         )
     return rows
 
 
 def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
-    """Return the rows of an evaluation that are of this drafter's weights."""
+    """Read the rows of an evaluation that were measured with this drafter's weights."""
     return _rows_of(read_run(evaluation, evaluation.name), sha256_file(drafter / WEIGHTS_FILE))
 
 
 def _rows_of(run: Run, weights: str) -> list[Row]:
-    """Rows with figures of these weights; where memory ran out there is nothing to tell."""
+    """Select rows with figures of these weights; rows that ran out of memory have none."""
     methods = run.info.config["methods"]
     return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
 def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
-    """Return the figures of one evaluation, and where they were measured."""
-    place, config = run.info.environment, run.info.config
+    """Collect the figures of one evaluation, and the environment of the measurement."""
+    environment, config = run.info.environment, run.info.config
     return {
         "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Lossless")),
-        "device": escape_markdown(f"{place.cpu}, {place.num_threads} threads" if place.device == "cpu" else place.device),
+        "device": escape_markdown(
+            f"{environment.cpu}, {environment.num_threads} threads" if environment.device == "cpu" else environment.device
+        ),
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
-        "packed": ", linear layers packed for few rows" if config["pack_weights"] and place.device == "cpu" else "",
+        "packed": ", linear layers packed for few rows" if config["pack_weights"] and environment.device == "cpu" else "",
         "max_new_tokens": config["max_new_tokens"],
-        "python": escape_markdown(place.python),
-        "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in place.packages.items())),
+        "python": escape_markdown(environment.python),
+        "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in environment.packages.items())),
     }
 
 
 def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
     (plain,) = [
-        each for each in run.rows if each["method"] == BASELINE and cell_of(each)[:-1] == cell_of(row)[:-1]
+        other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
@@ -188,9 +190,9 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
 
 
 def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
-    """Return a row's figures as the Hub shows them.
+    """Convert a row's figures to the Hub's format.
 
-    None where the answers weren't the target's.
+    The list is empty if the answers weren't the target's.
     """
     if is_broken(row):
         return []
@@ -213,7 +215,7 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
 
 
 def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Return the setting of a measurement, and options that were changed since."""
+    """Describe the setting of a measurement, and options that changed after it."""
     method = run.info.config["methods"][row["method"]]
     if method["setting"] is None:
         return setting_words(saved.kind, {}, None)
@@ -229,17 +231,19 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, unit: 
 
 
 def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
-    """Return a certificate of this drafter and its target.
+    """Read a certificate of this drafter and its target.
 
-    Raises ValueError for another one.
+    Raises ValueError for another drafter's or target's certificate.
     """
     if path is None:
         return None
     certificate = read_certificate(path)
     if (drafters := certificate.drafters) and weights not in drafters.values():
-        raise ValueError(f"{path} certifies decoding with other drafters ({', '.join(drafters)}); make one with this drafter")
+        raise ValueError(f"{path} certifies decoding with other drafters ({', '.join(drafters)}); give one of this drafter")
     if certificate.weights_sha256 not in (None, saved.target.weights_sha256):
-        raise ValueError(f"{path} certifies decoding with another target ({certificate.target}); make one with this drafter's")
+        raise ValueError(
+            f"{path} certifies decoding with another target ({certificate.target}); give one of this drafter's target"
+        )
     return certificate
 
 
@@ -249,7 +253,7 @@ def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
     return [dict(zip(CERTIFICATE_HEADS, line, strict=True)) for line in texts]
 
 
-# --- what it is and what it took
+# --- the drafter, its data and its cost
 
 
 def _options(drafter: dict[str, Any]) -> str:
@@ -259,28 +263,32 @@ def _options(drafter: dict[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Write a text as code in Markdown, on one line: nothing in it is markup or HTML."""
+    """Format a text as Markdown code on one line, so that it can't contain markup or HTML."""
     return f"`{' '.join(str(text).replace('`', '').split())}`"
 
 
 def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
-    """Return the data of a training run.
+    """Describe the data of a training run.
 
-    Raises ValueError for a run that made another drafter.
+    Raises ValueError for a run that trained another drafter.
     """
+    # 1. Find the run, or its variant, that trained this drafter.
     config_path, homes = run / "config.yaml", [run, *sorted(run.glob("variants/*"))]
     weights_of_home = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
     if not config_path.is_file() or not weights_of_home:
-        raise ValueError(f"{run} is no folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
+        raise ValueError(f"{run} is not the folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
     home = next((home for home, path in weights_of_home.items() if sha256_file(path) == weights), None)
     if home is None:
-        raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
+        raise ValueError(f"the drafter of {run} has other weights than this one; give the run that trained it")
     data, drafter = _run_sections(config_path, "" if home == run else home.name)
-    # A path of somebody's machine tells readers nothing; a data set of the Hub does.
+
+    # 2. Describe the texts. A data set of the Hub is named; a path of the user's machine is not.
     source = _public(data["path"], run)
     form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form {_code(data['source'])}")
     lines = [f"Data: {source or form}, cut at {data['max_length']} tokens"]
     lines.append(f"Chat template: {_template_name(data.get('chat_template'))}")
+
+    # 3. Describe the labels and the initial weights.
     if (run / "distill" / MANIFEST_FILE).is_file():
         manifest = label_store(run / "distill").load()
         manifest.require_target(saved.target)
@@ -293,29 +301,30 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
         seconds = read_json(stats).get("process_seconds")
         lines += [f"Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
     if (start := drafter.get("start_from") or drafter.get("path")) is not None:
-        lines.append(f"Started from: the weights of {_public(start, run) or 'a trained model'}, not from fresh ones")
+        lines.append(f"Started from: the weights of {_public(start, run) or 'a trained model'}, not from random ones")
     return lines
 
 
 def _template_name(template: str | None) -> str:
-    """Return what a card calls a run's chat template: no path of the machine."""
+    """Name a run's chat template, without paths of the user's machine."""
     return "the target's own" if template is None else escape_markdown(Path(template).name)
 
 
 def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the data and the drafter of a run's configuration, or of one of its variants."""
+    """Read the data and drafter sections of a run's configuration, or of one of its variants."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         changes = config["variants"][variant].get("drafter", {}) if variant else {}
         return dict(config["data"]), {**config["drafter"], **changes}
     except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no configuration of a run ({type(error).__name__}: {error}); restore it") from error
+        raise ValueError(f"{path} is not the configuration of a run ({type(error).__name__}: {error}); restore it") from error
 
 
 def _public(name: str | None, run: Path) -> str | None:
-    """Return a name on the Hub.
+    """Return a name if it is on the Hub.
 
-    None for a path of somebody's machine, told to the run in one of the folders that it lies in.
+    Returns None for a path of the user's machine: one that exists relative to the working directory
+    or to a parent folder of the run.
     """
     if not name or HUB_ID.fullmatch(name) is None or Path(name).suffix in DATA_SUFFIXES:
         return None

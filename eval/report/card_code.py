@@ -1,6 +1,6 @@
 """Lines of code in a model card.
 
-How its target is loaded, quantised where the drafter was trained for that.
+They load the target, quantised if the drafter was trained for a quantised one.
 """
 
 import json
@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 CLASSES = {"bitsandbytes": "BitsAndBytesConfig", "gptq": "GPTQConfig", "awq": "AwqConfig"}
-"""transformers' configuration by method. That of torchao holds one of torchao's own."""
+"""Configuration class of transformers by method. torchao's configuration wraps a class of
+torchao."""
 
 
 def quantization_code(options: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the import lines of a quantisation and its argument of `from_pretrained`.
+    """Write the import lines of a quantisation and its argument of `from_pretrained`.
 
-    Both empty without one.
+    Both are empty without a quantisation.
     """
     if not options:
         return "", ""
@@ -28,5 +29,5 @@ def quantization_code(options: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def quantization_option(options: Mapping[str, Any] | None) -> str:
-    """Return the --quantization option of a command; empty without one."""
+    """Write the --quantization option of a command; empty without a quantisation."""
     return f" --quantization '{json.dumps(options)}'" if options else ""

@@ -1,6 +1,6 @@
-"""What distillation is worth.
+"""Effect of distillation.
 
-Two drafters that differ in their labels alone (the ReDrafter paper's table 4).
+The tables compare two drafters that differ only in their labels (the ReDrafter paper's table 4).
 """
 
 import json
@@ -16,12 +16,16 @@ from .sections import speedup
 
 
 def distillation(group: Group) -> list[Table]:
-    """Compare one drafter trained on the target's labels and on the texts, in one run."""
+    """Compare drafters trained on the target's labels with ones trained on the texts, within a
+    run."""
     tables = []
     for caption, entries in group.settings():
+        # 1. Find the pairs of drafters to compare.
         pairs, notes = _pairs(entries)
         if not pairs:
             continue
+
+        # 2. Two lines for each pair.
         runs = {distilled.run for distilled, _ in pairs}
         lines, steps, ratios = [], [], []
         for pair in sorted(pairs, key=lambda pair: pair[0].options.get("beam_width") or 0):
@@ -41,9 +45,9 @@ def distillation(group: Group) -> list[Table]:
 
 
 def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
-    """Return pairs of drafters that differ in their labels alone, and notes on the others.
+    """Find pairs of drafters that differ only in their labels, and write notes on the others.
 
-    Both drafters of a pair are of one run. A note names drafters that form no clear pair.
+    Both drafters of a pair come from one run. A note lists drafters that have several partners.
     """
     alike: dict[str, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
@@ -57,10 +61,11 @@ def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[st
             pairs.append((distilled[0], text[0]))
         elif distilled and text:
             names = "; ".join(method_name(entry.row) for entry in [*distilled, *text])
-            notes.append(f"Left out, since several drafters of one run are alike but for their labels: {names}.")
+            notes.append(f"Left out, because several drafters of one run differ only in their labels: {names}.")
     return pairs, notes
 
 
 def _labels(entry: Entry) -> str | None:
-    """Return what its drafter learned, as its training noted; None where nothing noted it."""
+    """Look up the labels that the drafter was trained on; None if its training didn't record
+    them."""
     return entry.row["training"]["labels"] if entry.row["training"] else None

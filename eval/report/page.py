@@ -1,4 +1,4 @@
-"""The report of finished evaluations: one page and PNGs, of what their folders hold."""
+"""Report of finished evaluations: one HTML page and PNGs, from the files in their folders."""
 
 import logging
 import re
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 PAGE_FILE, FIGURES_DIR = "report.html", "figures"
 FIGURE = re.compile(r"\d+-[a-z]+-\d+\.png")
-"""A figure's name: its chapter, section and table."""
+"""File name of a figure: chapter, section and table."""
 NUM_OPEN = 4
-"""Tables of a section that the page shows at once; those after them are folded, and have no PNG."""
+"""Tables of a section that the page shows at once. Later ones are folded, and have no PNG."""
 SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "speedup": results,
     "categories": categories,
@@ -39,12 +39,12 @@ SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "time": time_split,
     "roofline": roofline,
 }
-"""What a report may hold, in its order; the texts are in `templates/sections.yaml`."""
+"""Sections of a report, in order; their texts are in `templates/sections.yaml`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chapter:
-    """All that is told of one group of comparable runs."""
+    """One chapter of the page: a group of comparable runs."""
 
     title: str
     subtitle: str
@@ -55,9 +55,9 @@ class Chapter:
 
 
 def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool = True) -> Path:
-    """Write the page, and with `figures` its PNGs; return the page's path.
+    """Write the page, and with `figures` also its PNGs; return the page's path.
 
-    Raises ValueError for folders that hold no finished evaluation (see `read_groups`).
+    Raises ValueError for folders without a finished evaluation (see `read_groups`).
     """
     chapters = [_chapter(group) for group in read_groups(directories)]
     atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories]))
@@ -67,9 +67,9 @@ def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool
 
 
 def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
-    """Return the page.
+    """Render the page as HTML.
 
-    Whatever comes from records is escaped.
+    All texts from records are escaped.
     """
     loader = PackageLoader("outrider.eval", "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -143,7 +143,7 @@ def _facts(group: Group) -> list[tuple[str, str]]:
 
 
 def _left_out(row: Row) -> str:
-    """Return what a reader of the row's figures should know of its answers."""
+    """Describe which of the row's turns were skipped or truncated."""
     reasons = []
     if row["num_skipped"]:
         reasons.append(f"{row['num_skipped']} turns skipped as too long")
@@ -153,7 +153,7 @@ def _left_out(row: Row) -> str:
 
 
 def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:
-    """A PNG for each table that isn't folded, and none that an earlier report left."""
+    """Write a PNG for each table that isn't folded, and delete those of an earlier report."""
     written = set()
     for chapter_number, chapter in enumerate(chapters, start=1):
         for section in chapter.sections:
@@ -163,5 +163,5 @@ def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:
                 written.add(path.name)
     for stale in folder.glob("*.png"):
         if FIGURE.fullmatch(stale.name) and stale.name not in written:
-            logger.info("removing %s, which an earlier report left", stale)
+            logger.info("deleting %s, a figure of an earlier report", stale)
             stale.unlink()

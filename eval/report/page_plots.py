@@ -1,4 +1,4 @@
-"""A report's tables as PNGs, for papers and slides: the same values as on the page."""
+"""PNGs of a report's tables, for papers and slides, with the same values as the page."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ DPI = 130
 
 
 def plot_table(table: Table, title: str, path: Path) -> None:
-    """Write a PNG of the table: a panel for each column that is drawn, or one coloured grid."""
+    """Write a PNG of the table: a panel for each column of bars, or one colored grid."""
     names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
     inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
     drawn = [index for index, column in enumerate(table.columns) if column.kind == "bar"]
@@ -29,7 +29,7 @@ def plot_table(table: Table, title: str, path: Path) -> None:
             panels[0].set_yticks(range(len(names)), names)
             panels[0].set_ylim(len(names) - 0.45, -0.55)
         figure.suptitle("\n".join(textwrap.wrap(title, int(width * 13))), x=0.01, ha="left", fontsize=10)
-        for axes in figure.axes:  # what lies inside needs no room, and asking each costs seconds
+        for axes in figure.axes:  # these lie inside the axes; computing their layout takes seconds
             for artist in (*axes.texts, *axes.patches, *axes.lines):
                 artist.set_in_layout(False)
 
@@ -42,41 +42,41 @@ def _panel(axes: Any, column: Column, values: Sequence[Value]) -> None:
     axes.set_title(column.name, loc="left", fontweight="bold")
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
-    for place, value in enumerate(values):
-        _bar(axes, place, value)
+    for line, value in enumerate(values):
+        _bar(axes, line, value)
     axes.set_xlim(0, 1.65 * column.top)  # room for the texts
     if column.parity:
         axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
-def _bar(axes: Any, place: int, value: Value) -> None:
+def _bar(axes: Any, line: int, value: Value) -> None:
     text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
     if value.number is None:
-        axes.annotate(value.text, (0, place), (4, 0), color=BAD if value.tone == "bad" else "0.3", **text)
+        axes.annotate(value.text, (0, line), (4, 0), color=BAD if value.tone == "bad" else "0.3", **text)
         return
-    axes.barh(place, value.number, 0.55, color=BAR)
+    axes.barh(line, value.number, 0.55, color=BAR)
     end = value.number
     if value.low is not None and value.high is not None:
-        axes.plot([value.low, value.high], [place, place], color=WHISKER, linewidth=1.1, marker="|", markersize=5)
+        axes.plot([value.low, value.high], [line, line], color=WHISKER, linewidth=1.1, marker="|", markersize=5)
         end = max(end, value.high)
     label = f"{value.text}  ({value.note})" if value.note else value.text
-    axes.annotate(label, (end, place), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
+    axes.annotate(label, (end, line), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
 
 
 def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("heat", ["white", "#8fb8d8"])
-    for place, line in enumerate(table.lines):
+    for row, line in enumerate(table.lines):
         for index, (value, column) in enumerate(zip(line.values, table.columns, strict=True)):
             share = 0.0 if value.number is None else min(1.0, value.number / column.top)
-            axes.add_patch(_square(index, place, colors(share)))
+            axes.add_patch(_square(index, row, colors(share)))
             text = value.text + (f"\n{value.note}" if value.note else "")
             style = {
                 "fontweight": "bold" if value.tone == "best" else "normal",
                 "color": BAD if value.tone == "bad" else "black",
             }
-            axes.text(index, place, text, ha="center", va="center", fontsize=7, **style)
+            axes.text(index, row, text, ha="center", va="center", fontsize=7, **style)
     axes.set_xlim(-0.5, len(table.columns) - 0.5)
     axes.set_ylim(len(table.lines) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)

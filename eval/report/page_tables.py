@@ -1,6 +1,6 @@
-"""What a report shows, as values: sections of tables, whose cells know how they are drawn.
+"""Contents of a report: sections of tables, whose cells hold all that a drawing needs.
 
-Page and PNGs are made of these.
+The page and the PNGs are made from them.
 """
 
 from collections.abc import Sequence
@@ -9,34 +9,35 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell.
+    """One cell of a table.
 
-    Without a `number` nothing is drawn, and `text` says why.
+    Without a `number` nothing is drawn, and `text` gives the reason.
     """
 
     text: str
     number: float | None = None
     low: float | None = None
-    """End of the 95 % interval, as `high`."""
+    """Lower end of the 95 % interval; `high` is its upper end."""
     high: float | None = None
     note: str = ""
     """Small print beside the text."""
     tone: str = ""
-    """`bad` where it is a refusal, `best` where it is the best of its line."""
+    """`bad` for a cell that reports an error or a wrong result, `best` for the best cell of its
+    line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column, drawn as its kind says.
+    """Column of a table, drawn according to its kind.
 
-    `text`, `bar` (from 0 to `top`) or `heat` (a colour from 0 to `top`).
+    Kinds are `text`, `bar` (from 0 to `top`) and `heat` (a color from 0 to `top`).
     """
 
     name: str
     kind: str = "text"
     top: float = 1.0
     parity: float | None = None
-    """Where a bar would be as good as plain decoding."""
+    """Value of plain decoding, where the bar's column has a mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +51,16 @@ class Line:
 class Table:
     caption: str
     corner: str
-    """What the lines are."""
+    """Title of the column with the lines' labels."""
     columns: list[Column]
     lines: list[Line]
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_grid(self) -> bool:
-        """Whether it is coloured, so that a narrow screen scrolls it.
+        """Whether the table is a colored grid, which scrolls on a narrow screen.
 
-        Otherwise each line becomes a card.
+        Each line of other tables becomes a card there.
         """
         return self.columns[0].kind == "heat"
 
@@ -73,7 +74,7 @@ class Section:
 
 
 def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
-    """Return a number and its interval; "-" where there is none."""
+    """Build the cell of a number and its interval; "-" for None."""
     if value is None:
         return Value(text="-")
     low, high = ci95 or (None, None)
@@ -82,7 +83,7 @@ def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequenc
 
 
 def column(name: str, kind: str, values: Sequence[Value], parity: float | None = None) -> Column:
-    """Return a column whose scale holds all its values, their intervals and the parity."""
+    """Build a column whose scale includes all its values, their intervals and the parity."""
     ends = [end for value in values for end in (value.number, value.high) if end is not None]
     return Column(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
 

@@ -1,4 +1,4 @@
-"""Savings of reading a shared prefix once, in tokens and in time.
+"""Savings from reading a shared prefix once, in tokens and in time.
 
 (See figure 6 of the ReDrafter paper.)
 """
@@ -13,15 +13,16 @@ from .runs import Entry, Group, decoding
 from .sections import NO_MEMORY
 
 VARIED = ("beam_width", "share_prefixes")
-"""Options in which the settings of one table differ."""
+"""Options that vary within one table."""
 SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": "Tokens read"}
-"""Columns by their names in `stats.tree_tokens`."""
+"""Titles of the columns, by their names in `stats.tree_tokens`."""
 
 
 def prefixes(group: Group) -> list[Table]:
-    """Make the tables of draft tokens and speed with and without merged prefixes."""
+    """Build the tables of draft tokens and speed, with and without merged prefixes."""
     sizes = _sizes(group)
-    # Sizes hardly change with the batch; speeds do.
+    # Tree sizes hardly change with the batch size, but speeds do. So one table of sizes comes
+    # first.
     return [*sizes[:1], *_speeds(group), *sizes[1:]]
 
 
@@ -46,9 +47,9 @@ def _sizes(group: Group) -> list[Table]:
 
 
 def _saved(counts: dict[str, list[float]]) -> Value:
-    """Return the share of the tokens before merging that the target didn't read.
+    """Compute the share of the tokens before merging that the target didn't read.
 
-    Padding, which it reads, saves nothing.
+    Padding is read, so it saves nothing.
     """
     before, read = counts["separate"][1], counts["read"][1]
     return Value(text=f"{1 - read / before:.0%}" if before else "-")
@@ -62,20 +63,23 @@ def _percentiles(values: list[float]) -> Value:
 
 
 def _speeds(group: Group) -> list[Table]:
-    """For each drafter, suite and temperature.
+    """Build a table of tokens/s for each drafter, suite and temperature.
 
-    Tokens/s over batch size x beam width, with tree attention and without.
+    Its grid is batch size x beam width, with tree attention and without.
     """
-    ways: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
+    # 1. Group the entries by drafter, options, suite and temperature.
+    grids: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
     for entry in group.entries:
         if "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:
             continue
         rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name not in VARIED))
         key = (entry.label, entry.weights, rest, group.suite_name(entry), entry.row["temperature"])
-        place = (entry.row["batch_size"], entry.options["beam_width"], entry.options.get("share_prefixes", True))
-        ways[key][place] = entry
+        cell = (entry.row["batch_size"], entry.options["beam_width"], entry.options.get("share_prefixes", True))
+        grids[key][cell] = entry
+
+    # 2. Make a table of the cells that were measured both ways.
     tables = []
-    for (label, _, rest, suite, temperature), entries in ways.items():
+    for (label, _, rest, suite, temperature), entries in grids.items():
         pairs = [(batch, width) for batch, width, shared in entries if not shared and (batch, width, True) in entries]
         if not pairs:
             continue
@@ -89,14 +93,17 @@ def _speeds(group: Group) -> list[Table]:
                 lines.append(Line(label="with" if shared else "without", detail=f"batch size {batch}", values=values))
         top = column("", "heat", [value for line in lines for value in line.values]).top
         columns = [Column(name=f"width {width}", kind="heat", top=top) for width in widths]
-        what = ", ".join(filter(None, (label, setting_words("redrafter", {"beam_length": dict(rest).get("beam_length")}, {}))))
-        caption = f"{what}; {suite}, {decoding(temperature)}: tokens/s"
+        subject = ", ".join(
+            filter(None, (label, setting_words("redrafter", {"beam_length": dict(rest).get("beam_length")}, {})))
+        )
+        caption = f"{subject}; {suite}, {decoding(temperature)}: tokens/s"
         tables.append(table(f"{caption} with and without tree attention", "", columns, lines))
     return tables
 
 
 def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
-    """Tokens/s of the whole batch; with tree attention also by what it is faster."""
+    """Build the cell of a batch's tokens/s; with tree attention it adds the speedup over
+    without."""
     entry, other = entries[batch, width, shared], entries[batch, width, not shared]
     speed, other_speed = entry.row["tokens_per_second"], other.row["tokens_per_second"]
     if speed is None:

@@ -1,6 +1,6 @@
 """Finished evaluations as a report reads them.
 
-Side by side where they may be compared, apart where they may not.
+Comparable runs are shown side by side, others in chapters of their own.
 """
 
 import json
@@ -23,22 +23,22 @@ VARIES_WITHIN_A_TABLE = frozenset(
         *("repeats", "warmup_prompts", "profile_prompts"),
     }
 )
-"""Options of a run in which comparable runs may differ: what they change is shown with each
-number."""
+"""Options in which comparable runs may differ, because each number is shown with their values."""
 
 Cell = tuple[str, str, float, int, str]
-"""Suite, its prompts' revision, temperature, batch size and method: one row of a summary."""
+"""Suite, its prompts' revision, temperature, batch size and method: identifies a row of a
+summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A row of a run's summary, and what a reader calls it."""
+    """Row of a run's summary, with its names in the report."""
 
     run: str
-    """Name of its folder."""
+    """Name of the run's folder."""
     row: Row
     label: str
-    """The drafter's name; the folder too, where another run measured a method of that name."""
+    """Name of the drafter, and of the folder if another run measured a method of that name."""
     detail: str
     """The method's setting."""
     options: dict[str, Any]
@@ -62,11 +62,11 @@ class Run:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What must be the same for numbers to be comparable."""
+        """Conditions that must be equal for numbers to be comparable."""
         options = {name: value for name, value in self.info.config.items() if name not in VARIES_WITHIN_A_TABLE}
         environment = asdict(self.info.environment)
         if environment["device"] != "cpu":
-            del environment["num_threads"]  # which launchers set as they like
+            del environment["num_threads"]  # launchers set it arbitrarily
         return {**options, "environment": environment}
 
 
@@ -77,16 +77,16 @@ class Group:
     runs: list[Run]
     entries: list[Entry]
     differs_in: list[str]
-    """Conditions in which it differs from the first group."""
+    """Conditions in which this group differs from the first one."""
 
     @property
     def title(self) -> str:
         return f"{self.runs[0].info.config['target']['name']} in {self.entries[0].row['dtype']}"
 
     def settings(self) -> Iterator[tuple[str, list[Entry]]]:
-        """Yield the rows that one table can hold.
+        """Yield the rows of one table each, with its caption.
 
-        Of one suite, temperature and batch size; with a caption that says so.
+        A table has one suite, temperature and batch size.
         """
         tables: dict[tuple[str, str, float, int], list[Entry]] = defaultdict(list)
         for entry in self.entries:
@@ -96,9 +96,9 @@ class Group:
             yield caption, sorted(entries, key=lambda entry: not entry.is_baseline)
 
     def suite_name(self, entry: Entry) -> str:
-        """Return the suite's name.
+        """Name an entry's suite.
 
-        The revision is added where the suite was measured with other prompts too.
+        The revision is added if the group also measured other prompts of this suite.
         """
         suite, revision = entry.row["suite"], entry.row["prompt_set_revision"]
         revisions = {other.row["prompt_set_revision"] for other in self.entries if other.row["suite"] == suite}
@@ -106,7 +106,7 @@ class Group:
 
 
 def decoding(temperature: float) -> str:
-    """In a reader's words."""
+    """Describe the decoding: greedy, or its temperature."""
     return f"temperature {temperature:g}" if temperature > 0 else "greedy"
 
 
@@ -115,13 +115,13 @@ def cell_of(row: Row) -> Cell:
 
 
 def read_groups(directories: Sequence[Path]) -> list[Group]:
-    """Return the runs of these folders, by what may be compared, in the order given.
+    """Read the runs of these folders, grouped by comparability, in the given order.
 
-    Raises ValueError for a folder given twice, and for one that holds no finished run.
+    Raises ValueError for a folder that is given twice, and for one without a finished run.
     """
     resolved = [directory.resolve() for directory in directories]
-    if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
-        raise ValueError(f"{', '.join(twice)} is given twice; give each folder once")
+    if repeated := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
+        raise ValueError(f"{', '.join(repeated)} is given twice; give each folder once")
     runs = [read_run(path, name) for path, name in zip(resolved, short_names(resolved), strict=True)]
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -142,33 +142,33 @@ def read_run(directory: Path, name: str) -> Run:
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as tell them apart.
+    """Shorten each path to its last parts, as many as make the paths distinct.
 
-    `eval`, which every run has, tells nothing.
+    A last folder `eval` is ignored, since every run has one.
     """
     parts = [path.parts[:-1] if path.name == "eval" and len(path.parts) > 2 else path.parts for path in directories]
     length = 1
-    while len({each[-length:] for each in parts}) < len(parts) and length < max(map(len, parts)):
+    while len({path_parts[-length:] for path_parts in parts}) < len(parts) and length < max(map(len, parts)):
         length += 1
-    names = ["/".join(each[-length:]) for each in parts]
+    names = ["/".join(path_parts[-length:]) for path_parts in parts]
     return names if len(set(names)) == len(names) else [str(path) for path in directories]
 
 
 def _entries(runs: Sequence[Run]) -> list[Entry]:
-    """Return the rows of comparable runs.
+    """Build the entries of comparable runs' rows.
 
-    What several runs measured has the name of its folder as well.
+    If several runs measured a method, the entry's label includes the run's folder.
     """
-    # 1. Name all methods beside each other.
+    # 1. Name the methods of all runs together.
     methods = {(run.name, row["method"]): _facts(run, row) for run in runs for row in run.rows}
     names = dict(zip(methods, method_names(list(methods.values())), strict=True))
-    # 2. Find the names that stand for rows of several runs.
+    # 2. Find the names that several runs share in one table.
     runs_of: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for run in runs:
         for row in run.rows:
             runs_of[*cell_of(row)[:4], names[run.name, row["method"]]].add(run.name)
     repeated = {cell[-1] for cell, run_names in runs_of.items() if len(run_names) > 1}
-    # 3. Make the entries.
+    # 3. Build the entries.
     entries = []
     for run in runs:
         for row in run.rows:
@@ -189,10 +189,10 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
 
 
 def _facts(run: Run, row: Row) -> MethodFacts:
-    described = run.info.config["methods"].get(row["method"])  # plain decoding isn't among them
+    described = run.info.config["methods"].get(row["method"])  # None for plain decoding
     return MethodFacts(key=row["method"], described=described, training=row["training"], run=run.name)
 
 
 def _options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a drafter's options as the run tells them; none where tuning turned it off."""
+    """Collect a drafter's options from the run's description; none if tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}

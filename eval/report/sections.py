@@ -1,6 +1,6 @@
-"""The tables of a report's sections, from rows alone.
+"""Tables of a report's sections, computed from rows alone.
 
-None of a section whose figures the rows lack: nothing is filled in.
+A section without figures in the rows has no table.
 """
 
 from collections import defaultdict
@@ -17,17 +17,17 @@ from .runs import Entry, Group
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
-"""Accepted lengths shown one by one; longer ones are added up in the last."""
+"""Number of accepted lengths shown separately; longer ones are summed in the last."""
 MAX_METHODS = 5
-"""Methods that fit the page side by side."""
+"""Number of methods that fit the page side by side."""
 NO_MEMORY = Value(text=OOM, tone="bad")
 
 
 def speedup(entry: Entry) -> Value:
-    """Over plain decoding, as the evaluation's table has it.
+    """Build the cell of a speedup over plain decoding, as in the evaluation's table.
 
-    Where answers aren't the target's own by mistake, a refusal in its place, and a mark where a
-    lossy rule makes them. (Samples that can't be compared are lossless by their rule.)
+    Where answers differ from the target's by mistake, the cell shows the fault instead. A lossy
+    rule's speedup is marked. (Samples that can't be compared are lossless by their rule.)
     """
     row = entry.row
     if row["out_of_memory"]:
@@ -39,7 +39,7 @@ def speedup(entry: Entry) -> Value:
 
 
 def results(group: Group) -> list[Table]:
-    """Tokens per step and speedup by method and suite."""
+    """Build tables of tokens per step and speedup by method and suite."""
     tables = _overviews(group)
     for caption, entries in group.settings():
         steps = [number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]) for entry in entries]
@@ -60,37 +60,39 @@ def results(group: Group) -> list[Table]:
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
-    """Return what a reader of the results must know to judge them."""
+    """Write the notes that explain the results."""
     notes = []
     if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
         first = measured[0].row
         notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
     if len(measured) < len(entries):
-        notes.append(f"{OOM}: memory ran out, so that there are no figures; of no method where plain decoding ran out of it.")
+        notes.append(f"{OOM}: memory ran out, so there are no figures. If it ran out in plain decoding, no method has figures.")
     looping = max(measured, key=lambda entry: loop_share(entry.row), default=None)
     if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
         notes.append(loop_note(looping.row))
     notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
-        notes.append("From several folders: each speedup is over the plain decoding of its own.")
+        notes.append("From several folders: each speedup is over plain decoding in the same folder.")
     return notes
 
 
 def _interval_note(entries: Sequence[Entry]) -> str:
-    """Return what the intervals of a table are drawn over, and whether that is enough."""
+    """Describe the units of a table's intervals, and warn if there are too few."""
     row = entries[0].row
     if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
     if row["batch_size"] == 1:
         return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
     if row["num_batches"] == 1:
-        return " Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch."
+        return " Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch."
     batches = f"{row['num_batches']} batches{too_few(row['num_batches'])}"
     return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
 
 
 def _overviews(group: Group) -> list[Table]:
-    """Methods by suites, where there are several suites, for each temperature and batch size."""
+    """Build tables of methods by suites, for each temperature and batch size with several
+    suites."""
+    # 1. Group the tables by temperature and batch size.
     groups: dict[tuple[float, int], dict[str, list[Entry]]] = defaultdict(dict)
     for caption, entries in group.settings():
         row = entries[0].row
@@ -99,6 +101,8 @@ def _overviews(group: Group) -> list[Table]:
     for by_caption in groups.values():
         if len(by_caption) < 2:
             continue
+
+        # 2. The cell of each method and suite.
         methods: dict[tuple[str, str], dict[str, Value]] = defaultdict(dict)
         for caption, entries in by_caption.items():
             for entry in entries:
@@ -110,6 +114,8 @@ def _overviews(group: Group) -> list[Table]:
                     note="" if entry.row["out_of_memory"] else f"{steps} a step",
                     tone=value.tone,
                 )
+
+        # 3. The table.
         suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
         shown = [value for values in methods.values() for value in values.values()]
         scale = column("", "heat", shown)
@@ -125,9 +131,9 @@ def _overviews(group: Group) -> list[Table]:
 
 
 def categories(group: Group) -> list[Table]:
-    """Speedup and tokens per step by category.
+    """Build tables of speedup and tokens per step by category.
 
-    A line for each category, a column for each method.
+    There is a line for each category, and a column for each method.
     """
     tables = []
     for caption, entries in group.settings():
@@ -172,16 +178,19 @@ def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
 
 
 def heat_maps(group: Group) -> list[Table]:
-    """Tokens/s and tokens/s x batch over batch x beam width."""
+    """Build grids of tokens/s and tokens/s x batch over batch size x beam width."""
+    # 1. Group the entries that differ only in batch size and beam width.
     families: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     plain: dict[tuple[Any, ...], dict[int, Entry]] = defaultdict(dict)
     for entry in group.entries:
-        place = (group.suite_name(entry), entry.row["temperature"])
+        conditions = (group.suite_name(entry), entry.row["temperature"])
         if entry.is_baseline:
-            plain[*place, entry.run][entry.row["batch_size"]] = entry
+            plain[*conditions, entry.run][entry.row["batch_size"]] = entry
         elif "beam_width" in entry.options and entry.options.get("share_prefixes", True):
             rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "beam_width"))
-            families[*place, entry.label, entry.weights, rest].append(entry)
+            families[*conditions, entry.label, entry.weights, rest].append(entry)
+
+    # 2. Make two grids for each group; width 0 is plain decoding.
     tables = []
     for (suite, temperature, label, _, _), entries in families.items():
         widths = sorted({entry.options["beam_width"] for entry in entries})
@@ -193,22 +202,22 @@ def heat_maps(group: Group) -> list[Table]:
             for batch in batches:
                 if (other := plain[suite, temperature, entry.run].get(batch)) is not None:
                     cells[batch, 0] = other
-        what = ", ".join(part for part in (label, _fixed_options(entries)) if part)
-        from_caption = f"{what}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+        subject = ", ".join(part for part in (label, _fixed_options(entries)) if part)
+        start = f"{subject}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
         for name, speed_of in (("tokens/s of each answer", answer_speed), ("tokens/s x batch, of all answers", batch_speed)):
-            tables.append(_heat_map(f"{from_caption}: {name}", cells, batches, [0, *widths], speed_of))
+            tables.append(_heat_map(f"{start}: {name}", cells, batches, [0, *widths], speed_of))
     return tables
 
 
 def answer_speed(entry: Entry) -> float | None:
-    """Tokens per second of one answer: its tokens over the time that its batch took."""
+    """Look up the tokens per second of one answer: its tokens over the time of its batch."""
     return entry.row["answer_tokens_per_second"]
 
 
 def batch_speed(entry: Entry) -> float | None:
-    """Tokens per second of the batch.
+    """Look up the tokens per second of the batch.
 
-    The tokens of all its answers over the time that it took (see `Row`).
+    These are the tokens of all its answers over its time (see `Row`).
     """
     return entry.row["tokens_per_second"]
 
@@ -237,7 +246,7 @@ def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Va
     if entry.row["out_of_memory"]:
         return NO_MEMORY
     value = number(speed_of(entry), ".1f")
-    # A speed stays a speed, but who reads it must know.
+    # A wrong method's speed is still shown, but marked.
     return value if not is_wrong(entry.row) else replace(value, note=fault(entry.row), tone="bad")
 
 
@@ -247,7 +256,7 @@ def _fixed_options(entries: Sequence[Entry]) -> str:
 
 
 def accepted_lengths(group: Group) -> list[Table]:
-    """Return how many draft tokens each verify step accepted."""
+    """Build tables of the number of draft tokens that each verify step accepted."""
     tables = []
     for caption, entries in group.settings():
         drafted = [entry for entry in entries if not entry.is_baseline and any(entry.row["accepted_histogram"])]
@@ -273,7 +282,7 @@ def accepted_lengths(group: Group) -> list[Table]:
 
 
 def time_split(group: Group) -> list[Table]:
-    """Make the tables of how the decode time is split."""
+    """Build tables of the phases' shares of the decode time."""
     tables = []
     for caption, entries in group.settings():
         lines = []
@@ -290,7 +299,7 @@ def time_split(group: Group) -> list[Table]:
 
 
 def roofline(group: Group) -> list[Table]:
-    """Decode speed beside the bound that reading the weights sets on plain decoding."""
+    """Build tables of decode speed beside plain decoding's bound from reading the weights."""
     tables = []
     for caption, entries in group.settings():
         entries = [entry for entry in entries if entry.row["roofline_fraction"]]
@@ -309,10 +318,10 @@ def roofline(group: Group) -> list[Table]:
 
 
 def _bound(entry: Entry) -> float:
-    """Return the roofline's tokens per second, for as many answers as a step decodes."""
+    """Compute the roofline's tokens per second, for as many answers as a step decodes."""
     decoded, fraction = entry.row["decode_tokens_per_second"], entry.row["roofline_fraction"]
     assert decoded is not None
-    assert fraction is not None  # nor are there lines without
+    assert fraction is not None  # `roofline` skips entries without it
     return decoded / fraction
 
 

@@ -1,1 +1,1 @@
-"""Computes rows from records, and writes them as tables and plots."""
+"""Computation of table rows from records, and the tables and plots of them."""

@@ -1,6 +1,6 @@
-"""A finished run's rows.
+"""Rows of a finished run.
 
-Made from its records when it ends, and read from its summary later.
+They are computed from its records when it ends, and read from its summary later.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ from .rows import Row, build_rows
 def complete(
     records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory], without_profile: Iterable[OutOfMemory] = ()
 ) -> list[EvalRecord]:
-    """Return the records of methods that did not run out of memory.
+    """Select the records of methods that did not run out of memory.
 
-    A method without memory for its profile loses its profiled records alone.
+    A method that ran out of memory only in its profile loses only its profiled records.
     """
-    left_out, unprofiled = ({missing.cell for missing in lost} for lost in (out_of_memory, without_profile))
+    left_out, unprofiled = ({failure.cell for failure in failures} for failures in (out_of_memory, without_profile))
     return [record for record in records if record.cell not in left_out and not (record.profiled and record.cell in unprofiled)]
 
 
 def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
-    """Make the rows of a run, in its order of suites, temperatures and batch sizes."""
+    """Build the rows of a run, in its order of suites, temperatures and batch sizes."""
     config = info.config
     order = list(config["suites"])
     records = complete(records, facts.out_of_memory, facts.without_profile)
@@ -60,7 +60,7 @@ def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
 
 
 def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) -> dict[GroupKey, int]:
-    """Count the turns that were left out as too long.
+    """Count the turns that were skipped as too long.
 
     The key is suite, temperature and batch size.
     """
@@ -71,13 +71,13 @@ def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) ->
 def read_rows(directory: Path) -> list[Row]:
     """Read the summary of a finished run.
 
-    Raises ValueError where there is none, and for one that isn't rows.
+    Raises ValueError if the summary is missing or malformed.
     """
     path = directory / SUMMARY_FILE
     if not path.is_file():
         raise ValueError(
-            f"{directory} has no {path.name}: it is no finished evaluation. Give the `eval/` folder of a run, or finish it "
-            "with the command that began it"
+            f"{directory} has no {path.name}: it is not a finished evaluation. Give the `eval/` folder of a run, or finish "
+            "the run with the command that started it"
         )
     rows = read_dataclass(list[Row], path)
     if not rows:

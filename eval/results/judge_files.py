@@ -1,8 +1,8 @@
-"""The answers as text, in the formats of their suites' judges.
+"""Files of answers as text, in the formats of the suites' judges.
 
-So that others can verify that they are the same. A file for each method, the baseline's among them,
-in a folder for each suite, temperature and batch size. Each answer is a method's first one to that
-turn.
+They let others verify that the answers are equal. There is one file for each method, the baseline
+included, in a folder for each suite, temperature and batch size. A file has the method's first
+answer to each turn.
 """
 
 import json
@@ -24,7 +24,7 @@ from ..records.records import EvalRecord, GroupKey, group_name
 logger = logging.getLogger(__name__)
 
 LONGEST_NAME = 120
-"""Characters of a file's name: file systems take 255 bytes."""
+"""Longest file name in characters; file systems allow 255 bytes."""
 NOT_IN_FILE_NAMES = re.compile(r"[^\w.=-]+")
 
 
@@ -39,15 +39,18 @@ class PromptAnswers:
 def write_answers(
     records: Iterable[EvalRecord], suites: Sequence[PromptSet], tokenizer: PreTrainedTokenizerBase, directory: Path, time: float
 ) -> None:
-    """Write `directory/GROUP/METHOD.json(l)`.
+    """Write the answers to `directory/GROUP/METHOD.json(l)`.
 
-    `time`, in seconds since 1970, is when the answers were given. A prompt of which a turn was
-    skipped as too long is left out, since judges expect all of them.
+    `time` is when the answers were generated, in seconds since 1970. A prompt with a skipped turn
+    is left out, since judges expect all turns.
     """
+    # 1. Select the first answer of each method to each turn.
     firsts = [record for record in records if record.repeat == 0 and not record.profiled]
     by_key = {record.key: record for record in firsts}
     prompts = {suite.name: suite.prompts for suite in suites}
     names = file_names(dict.fromkeys(record.method for record in firsts))
+
+    # 2. Write a file for each group and method.
     groups = dict.fromkeys(record.group_key for record in firsts)
     for group in groups:
         suffix, to_text = FORMATS.get(group[0], (".jsonl", plain_answers))
@@ -60,8 +63,8 @@ def write_answers(
             ]
             if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
                 logger.info(
-                    "the answers to mt_bench have the Hub's numbers of questions; for FastChat's judge, evaluate its own "
-                    "question.jsonl (--suite-path mt_bench=question.jsonl)"
+                    "the answers to mt_bench have the question numbers of the Hub's data set; for FastChat's judge, evaluate "
+                    "FastChat's question.jsonl (--suite-path mt_bench=question.jsonl)"
                 )
             path = directory / group_name(group) / f"{name}{suffix}"
             atomic_write_text(path, to_text(answered, name, time))
@@ -70,47 +73,47 @@ def write_answers(
 
 
 def mt_bench_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Return a model_answer file of FastChat's llm_judge.
+    """Format a model_answer file for FastChat's llm_judge.
 
-    It identifies models by the names of their files.
+    FastChat identifies models by the names of their files.
     """
     return _json_lines(
         {
-            "question_id": int(each.prompt.id) if each.prompt.id.isdecimal() else each.prompt.id,
-            "answer_id": digest_of([name, each.prompt.id, each.answers]),
+            "question_id": int(item.prompt.id) if item.prompt.id.isdecimal() else item.prompt.id,
+            "answer_id": digest_of([name, item.prompt.id, item.answers]),
             "model_id": name,
-            "choices": [{"index": 0, "turns": each.answers}],
+            "choices": [{"index": 0, "turns": item.answers}],
             "tstamp": time,
         }
-        for each in answered
+        for item in answered
     )
 
 
 def alpaca_eval_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Return a file for alpaca_eval's `--model_outputs`."""
+    """Format a file for alpaca_eval's `--model_outputs`."""
     outputs = [
         {
-            "instruction": each.prompt.turns[0],
-            "output": each.answers[0],
+            "instruction": item.prompt.turns[0],
+            "output": item.answers[0],
             "generator": name,
-            "dataset": each.prompt.category,
+            "dataset": item.prompt.category,
         }
-        for each in answered
+        for item in answered
     ]
     return json.dumps(outputs, indent=2, ensure_ascii=False) + "\n"
 
 
 def plain_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Return a line for each prompt: what was asked and answered, turn by turn."""
+    """Format a line for each prompt, with its turns and their answers."""
     return _json_lines(
         {
-            "id": each.prompt.id,
-            "category": each.prompt.category,
-            "turns": list(each.prompt.turns),
-            "answers": each.answers,
+            "id": item.prompt.id,
+            "category": item.prompt.category,
+            "turns": list(item.prompt.turns),
+            "answers": item.answers,
             "generator": name,
         }
-        for each in answered
+        for item in answered
     )
 
 
@@ -118,11 +121,11 @@ FORMATS: dict[str, tuple[str, Callable[[Sequence[PromptAnswers], str, float], st
     "mt_bench": (".jsonl", mt_bench_answers),
     "alpaca_eval": (".json", alpaca_eval_answers),
 }
-"""Suffix and form of a suite's files; the others have plain ones."""
+"""Suffix and format of a suite's files; other suites have plain files."""
 
 
 def file_names(methods: Iterable[str]) -> dict[str, str]:
-    """Return a distinct file name for each method, valid on every file system."""
+    """Choose a distinct file name for each method, valid on every file system."""
     names: dict[str, str] = {}
     for method in methods:
         name = plain = NOT_IN_FILE_NAMES.sub("_", method).strip("._")[:LONGEST_NAME] or "method"
@@ -135,12 +138,12 @@ def file_names(methods: Iterable[str]) -> dict[str, str]:
 
 
 def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
-    """Return whether the questions are numbered as in FastChat's file, from 81 to 160."""
+    """Check whether the questions are numbered as in FastChat's file, from 81 to 160."""
     return all(prompt.id.isdecimal() and 81 <= int(prompt.id) <= 160 for prompt in prompts)
 
 
 def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:
-    """Return the records of all turns of a prompt; none where one is missing."""
+    """Look up the records of all turns of a prompt; empty if one is missing."""
     suite, temperature, batch_size = group
     keys = [(suite, prompt.id, turn, temperature, method, 0, False, batch_size) for turn in range(len(prompt.turns))]
     return [by_key[key] for key in keys] if all(key in by_key for key in keys) else []

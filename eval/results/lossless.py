@@ -1,6 +1,6 @@
-"""Is every answer the one that plain decoding gives?
+"""Comparison of every answer with plain decoding's.
 
-And where it isn't, is arithmetic noise the reason?
+Where an answer differs, an audit checks whether arithmetic noise is the reason.
 """
 
 from collections import defaultdict
@@ -15,45 +15,47 @@ from ..records.run_files import Audit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A generation whose tokens are not the baseline's.
+    """Answer whose tokens differ from the baseline's.
 
-    `position` is the first such token of the answer, from 0.
+    `position` is the index of the first different token, from 0.
     """
 
     record: EvalRecord
     position: int
     within_noise: bool = False
     unaudited: bool = False
-    """Whether memory ran out in its audit, so that nobody knows whether noise explains it."""
+    """Whether its audit ran out of memory, so that it is unknown whether noise explains the
+    mismatch."""
 
 
 NUM_AUDITED = 3
-"""Prompts of a suite and temperature whose plain answers in batches are audited where nothing else
-vouches for them."""
+"""Number of prompts per suite and temperature whose plain answers in batches are audited. The audit
+replaces the comparison with answers at batch size 1, if there are none."""
 
 
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     """Compare every record with the baseline's first answer to the same turn.
 
-    Temperature and batch size are the same. The baseline's repeats and profiles are compared too;
-    records that are other samples by design are not. What the baseline answers in batches is
-    compared with its answer at the smallest batch size, where the prompts are the same: so a
-    mistake that all methods of a batch share is seen as well. Raises ValueError where the prompts
-    of the two differ or the baseline has no answer: such records prove nothing.
+    Both have the same temperature and batch size. The baseline's repeats and profiled answers are
+    compared too. Records that are different samples by design are not compared.
+
+    The baseline's answers in batches are compared with its answers at the smallest batch size, if
+    the prompts are equal. This detects a mistake that all methods of a batch share. Raises
+    ValueError if the baseline has no answer to a turn, or had another prompt.
     """
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
     smallest = min((record.batch_size for record in by_key.values()), default=1)
     mismatches = []
     for record in by_key.values():
-        place = (record.suite, record.prompt_id, record.turn, record.temperature)
-        reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
+        turn_key = (record.suite, record.prompt_id, record.turn, record.temperature)
+        reference = by_key.get((*turn_key, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(
                 f"{record.name} has no baseline record of the same prompt; delete the lines of both, and run the evaluation's "
                 "command again"
             )
         if record.method == BASELINE:
-            alone = by_key.get((*place, BASELINE, 0, False, smallest))
+            alone = by_key.get((*turn_key, BASELINE, 0, False, smallest))
             reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
         if not record.is_other_sample and record.token_ids != reference.token_ids:
             pairs = zip_longest(record.token_ids, reference.token_ids)
@@ -63,19 +65,21 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
 
 
 def is_exact(dtype: str, temperature: float = 0.0, batch_size: int = 1) -> bool:
-    """Return whether decoding in `dtype` (its name) is held to the baseline's very tokens.
+    """Check whether decoding must give exactly the baseline's tokens.
 
-    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as
-    close as its rounding. Nor are batches: a row's last digits depend on how many rows are beside
-    it, and these leave earlier with one method than with another.
+    `dtype` is the type's name. This holds neither for sampling nor for batches. In sampling, the
+    two best candidates of a token can be closer than rounding, in any precision. In batches, a
+    row's last digits depend on the number of other rows, which finish at different steps with
+    different methods.
     """
     return dtype.removeprefix("torch.") in ("float32", "float64") and temperature == 0 and batch_size == 1
 
 
 def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtype: str) -> list[EvalRecord]:
-    """Return the answers that must be audited.
+    """Select the answers that must be audited.
 
-    Mismatches that noise may explain, and a few of those that nothing is held against.
+    These are the mismatches that noise may explain, and a sample of the answers that no other
+    answer can confirm.
     """
     doubtful = [mismatch.record for mismatch in mismatches]
     return [
@@ -85,10 +89,10 @@ def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtyp
 
 
 def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
-    """Return plain answers to audit where no prompt was answered alone.
+    """Select plain answers to audit, if no prompt was answered at batch size 1.
 
     They are the answers to NUM_AUDITED prompts of each suite and temperature: the first, the middle
-    and the last of a batch, so that different rows are audited.
+    and the last. So different rows of a batch are audited.
     """
     smallest = min((record.batch_size for record in records), default=1)
     if smallest == 1:
@@ -100,18 +104,18 @@ def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
     chosen = []
     for prompts in groups.values():
         names, last = list(prompts), len(prompts) - 1
-        places = dict.fromkeys(last * number // (NUM_AUDITED - 1) for number in range(NUM_AUDITED))
-        chosen += [record for place in places for record in prompts[names[place]]]
+        indexes = dict.fromkeys(last * number // (NUM_AUDITED - 1) for number in range(NUM_AUDITED))
+        chosen += [record for index in indexes for record in prompts[names[index]]]
     return chosen
 
 
 def judged(
     records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit], unaudited: Collection[str] = ()
 ) -> list[Mismatch]:
-    """Return every answer that differs from the target's, and whether noise explains it.
+    """List every answer that differs from the target's, with the verdict of its audit.
 
-    The audits, by `answer_digest`, decide that. An answer of `unaudited`, in whose audit memory ran
-    out, counts as a mismatch: nothing proves it.
+    `audits` are by `answer_digest`; they decide whether noise explains the difference. An answer of
+    `unaudited` counts as a mismatch, because its audit ran out of memory and nothing proves it.
     """
     mismatches = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
     for record in to_audit(records, list(mismatches.values()), dtype):
@@ -128,24 +132,23 @@ def judged(
 
 
 LOSSY = "no, by rule"
-"""What tables say of a rule that doesn't claim to be lossless."""
+"""Text in tables for a rule that doesn't claim to be lossless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A method's mismatches on a suite at a temperature, counted in prompts.
+    """Mismatches of a method on a suite at a temperature, counted in prompts.
 
-    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with
-    drafts that are drawn at random, or by such a rule, so that its answers can't be compared, and
-    only the rule says what it is. `first` says where to look: an unexplained mismatch if there is
-    any.
+    `lossy`: its acceptance rule doesn't claim to be lossless. `by_rule`: it samples with random
+    drafts or with a lossy rule. Then its answers can't be compared, and only the rule itself can be
+    verified. `first` is the first example: an unexplained mismatch if there is one.
     """
 
     num_prompts: int
     num_mismatched: int
     num_within_noise: int
     num_unaudited: int
-    """Those of which no answer is known to be wrong, and not all were audited."""
+    """Prompts whose answers have no known error, but were not all audited."""
     by_rule: bool
     lossy: bool
     first: dict[str, Any] | None
@@ -156,7 +159,7 @@ class Verdict:
 
     @property
     def unproven(self) -> bool:
-        """Whether nothing is wrong but that memory ran out in audits."""
+        """Whether the only problem is that audits ran out of memory."""
         return self.broken and self.num_mismatched - self.num_within_noise == self.num_unaudited
 
     @property
@@ -173,7 +176,7 @@ class Verdict:
 
 
 def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verdict:
-    """Sum up the mismatches among the records of one method on one suite at one temperature."""
+    """Summarize the mismatches of one method on one suite at one temperature."""
     mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
     unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
     wrong = [mismatch for mismatch in unexplained if not mismatch.unaudited]

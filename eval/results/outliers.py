@@ -1,6 +1,6 @@
-"""Answers that took far longer than usual, mostly on a busy machine.
+"""Outliers: answers that took far longer than usual, mostly because the machine was busy.
 
-Summaries name them, and every figure includes them.
+Summaries list them, and every figure includes them.
 """
 
 from collections.abc import Sequence
@@ -11,32 +11,30 @@ from ..records.records import EvalRecord
 from .stats import batches
 
 MIN_BATCHES = 5
-"""Fewest batches that show what is usual."""
+"""Fewest batches from which a usual time can be computed."""
 NUM_DEVIATIONS = 5
-"""An outlier lies more than so many robust standard deviations above the median."""
+"""An outlier lies more than this number of robust standard deviations above the median."""
 MIN_RATIO = 1.5
-"""And above so many times the median: a long text takes somewhat longer than a short one."""
+"""An outlier also exceeds this multiple of the median: a long text takes somewhat longer than a
+short one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlier:
-    """An answer, or a batch of them, with far more seconds per step than usual.
-
-    The other answers of the same method show what is usual.
-    """
+    """Answer, or batch of answers, with far more seconds per step than the method's others."""
 
     prompt_ids: list[str]
     turn: int
     """0 for a prompt's first turn."""
     repeat: int
     seconds_per_step: float
-    """Of decoding, the prefill excluded."""
+    """Seconds of decoding per step, prefill excluded."""
     ratio: float
-    """Over the median of the method on this suite, at this temperature and batch size."""
+    """Ratio to the median of the method on this suite, at this temperature and batch size."""
 
 
 def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
-    """Outliers among one method's answers under one setting, the worst first.
+    """Find the outliers among one method's answers under one setting, the worst first.
 
     A setting is a suite, a temperature and a batch size. Records with phase timers are left out.
     """

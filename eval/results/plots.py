@@ -1,6 +1,6 @@
-"""Speedup and tokens per step as pictures.
+"""Plots of speedup and tokens per step.
 
-Of one temperature by category, and of all drafters side by side.
+One plot shows a single temperature by category, the other compares all drafters.
 """
 
 import textwrap
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
-"""One per method, or per temperature; a seventh takes the first again."""
+"""Colors of methods or of temperatures; the seventh repeats the first."""
 OVERALL = "all"
 PLAIN_TEXT: dict[Any, Any] = {"font.family": "DejaVu Sans", "text.parse_math": False}
-"""Names may hold any letters, dollars too."""
+"""Settings of matplotlib that print names with any characters, such as dollar signs."""
 NOT_LOSSLESS = " (not lossless)"
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
 LINE_INCHES, DOT_INCHES = 0.2, 0.2
 NAME_WIDTH = 34
-"""Characters of a method's name in a line."""
+"""Longest line of a method's name, in characters."""
 PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
 @contextmanager
 def drawing(path: Path, width: float, height: float, *, font_size: int = 9, dpi: int = 150) -> "Iterator[Figure]":
-    """Give a figure of so many inches to draw on, and write it as a PNG."""
+    """Yield a figure of `width` by `height` inches, and write it as a PNG afterwards."""
     import matplotlib as mpl  # heavy, and only plots need it
     from matplotlib.figure import Figure
 
@@ -46,15 +46,18 @@ def drawing(path: Path, width: float, height: float, *, font_size: int = 9, dpi:
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG of the rows of one suite, temperature and batch size.
 
-    A bar per category and method, labelled with its number; whiskers are 95 % intervals. "-" stands
-    for a number that doesn't exist or must not be shown (see `Row`), OOM for those of a method that
-    ran out of memory. Nothing is written where only the baseline was measured.
+    There is a bar for each category and method, labelled with its number. Whiskers are 95 %
+    intervals. "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for
+    a method that ran out of memory. Nothing is written if only the baseline was measured.
     """
+    # 1. The methods besides the baseline.
     rows = [row for row in rows if row["method"] != BASELINE]
     measured = [row for row in rows if not row["out_of_memory"]]
     if not measured:
         return
     categories = [*_sorted_categories(measured[0]), OVERALL]
+
+    # 2. Tokens per step on the left, speedup on the right.
     height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
     with drawing(path, 9.0, height) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -68,17 +71,18 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         right.axvline(1.0, zorder=3, **PARITY_LINE)
         right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
         figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
-        # Two columns, since the name of a method can be long.
+        # Two columns, since a method's name can be long.
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
 
 
 def plot_comparison(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG that compares the drafters of one suite at one batch size.
 
-    A line per method, and on it a dot per temperature. The methods are sorted by their tokens per
-    step at the first temperature. A number that doesn't exist has no dot. Nothing is written for
-    fewer than two methods.
+    There is a line for each method, with a dot for each temperature. Methods are sorted by tokens
+    per step at the first temperature. A number that doesn't exist has no dot. Nothing is written
+    for fewer than two methods.
     """
+    # 1. The methods besides the baseline, best first.
     rows = [row for row in rows if row["method"] != BASELINE]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
     first = sorted(
@@ -88,7 +92,9 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
     )
     if len(first) < 2 or all(row["out_of_memory"] for row in first):
         return
-    places = {row["method"]: place for place, row in enumerate(first)}
+
+    # 2. A dot for each method and temperature.
+    lines = {row["method"]: line for line, row in enumerate(first)}
     names = [_wrapped(method_name(row)) for row in first]
     inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
     with drawing(path, 10.0, inches * len(first) + 1.8) as figure:
@@ -96,7 +102,9 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         for row in rows:
             index = temperatures.index(row["temperature"])
             offset = (index - (len(temperatures) - 1) / 2) * DOT_INCHES / inches
-            _dots(left, right, row, places[row["method"]] + offset, COLORS[index % len(COLORS)])
+            _dots(left, right, row, lines[row["method"]] + offset, COLORS[index % len(COLORS)])
+
+        # 3. Axes, titles and legend.
         for axes in (left, right):
             axes.axvline(1.0, zorder=1, **PARITY_LINE)
             axes.grid(axis="x", color="0.92", linewidth=0.6)
@@ -104,8 +112,8 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
             axes.margins(x=0.1)
             axes.spines[["top", "right", "left"]].set_visible(False)
             axes.tick_params(left=False)
-            for place in range(1, len(first), 2):  # every other method on grey, so that the eye stays in its line
-                axes.axhspan(place - 0.5, place + 0.5, color="0.965", linewidth=0, zorder=0)
+            for line in range(1, len(first), 2):  # a grey background for every other method, for easier reading
+                axes.axhspan(line - 0.5, line + 0.5, color="0.965", linewidth=0, zorder=0)
         left.set_title("Tokens per step", loc="left", fontweight="bold")
         right.set_title(_speedup_title(first[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(first)), names)
@@ -115,10 +123,10 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
 
 
-def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
-    """One method at one temperature.
+def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
+    """Draw one method at one temperature.
 
-    Its dots, labelled with their numbers, its interval, and its ceiling as a tick.
+    It has dots labelled with their numbers, an interval, and the ceiling as a tick.
     """
     from matplotlib.patheffects import withStroke
 
@@ -126,17 +134,17 @@ def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
     style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
     for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
         if value is not None:
-            axes.plot(value, place, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
+            axes.plot(value, height, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
             text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
-            axes.annotate(text, (value, place), (0, 4.5), **style)
+            axes.annotate(text, (value, height), (0, 4.5), **style)
     if is_broken(row) or row["out_of_memory"]:
         reason = OOM if row["out_of_memory"] else fault(row)
-        right.annotate(reason, (1.0, place), (0, -3), color=color, **style)
+        right.annotate(reason, (1.0, height), (0, -3), color=color, **style)
         return
     if row["speedup_ci95"]:
-        right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
+        right.plot(row["speedup_ci95"], [height] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
     if row["ceiling"] is not None:
-        right.plot(row["ceiling"], place, "|", color=color, markersize=7, markeredgewidth=1.8)
+        right.plot(row["ceiling"], height, "|", color=color, markersize=7, markeredgewidth=1.8)
 
 
 def _speedup_title(row: Row) -> str:
@@ -169,6 +177,7 @@ def _bars(
     value_of: Callable[[Any], tuple[float | None, Sequence[float] | None]],
     spec: str,
 ) -> None:
+    # 1. A bar for each method and category.
     thickness = BAR_SHARE / len(rows)
     furthest = 1.0
     for index, row in enumerate(rows):
@@ -179,29 +188,30 @@ def _bars(
             axes.barh(last, 0.0, color=color, label=method_name(row))  # for the legend
             axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
             continue
-        for place, category in enumerate(categories):
+        for line, category in enumerate(categories):
             value, interval = value_of(row if category == OVERALL else row["by_category"][category])
             if value is None:
-                axes.annotate("-", (0, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
+                axes.annotate("-", (0, line + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
                 continue
             label = method_name(row) + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
             alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
-            axes.barh(place + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
+            axes.barh(line + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value
             if interval:
-                axes.plot(interval, [place + offset] * 2, color="0.15", linewidth=1, solid_capstyle="butt")
+                axes.plot(interval, [line + offset] * 2, color="0.15", linewidth=1, solid_capstyle="butt")
                 end = max(value, interval[1])
-            axes.annotate(
-                spec.format(value), (end, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            axes.annotate(spec.format(value), (end, line + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
             furthest = max(furthest, end)
+
+    # 2. The axes.
     axes.set_xlim(0, furthest * 1.15)  # room for the labels
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)  # the bars carry their numbers
+    axes.tick_params(left=False, bottom=False, labelbottom=False)  # the bars have labels
 
 
 def _sorted_categories(row: Row) -> list[str]:
-    """From the most tokens per step to the fewest; categories without any step come last."""
+    """Sort categories from the most tokens per step to the fewest; those without any step come
+    last."""
     values = row["by_category"]
     return sorted(values, key=lambda name: values[name]["tokens_per_step"] or 0.0, reverse=True)
 

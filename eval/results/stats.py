@@ -1,7 +1,7 @@
-"""From records to the numbers of a table.
+"""Statistics of records: the numbers of a table.
 
-Sums over sums, never means of ratios, and an interval over prompts. The answers of a batch share
-its seconds, which are counted once. Its steps are those of its longest answer.
+Figures are sums over sums, never means of ratios, with an interval over prompts. The answers of a
+batch share its seconds, which are counted once. A batch has as many steps as its longest answer.
 """
 
 from collections import defaultdict
@@ -20,29 +20,30 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 NUM_RESAMPLES = 10_000
 CONFIDENCE = 0.95
 TREE_PERCENTILES = (1, 50, 99)
-"""What the ReDrafter paper shows of the sizes of its trees (arXiv 2403.09919, figure 6)."""
+"""Percentiles that the ReDrafter paper shows for the sizes of its trees (arXiv 2403.09919, figure
+6)."""
 
 
 def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Tokens that verify steps emitted, bonus included, per verify step of each answer.
+    """Compute tokens per verify step of each answer, bonus tokens included.
 
-    None where there was none. The prefill and its token are on neither side.
+    The prefill and its token count on neither side. Returns None if there was no step.
     """
     num_steps = sum(record.num_steps for record in records)
     return sum(record.num_verify_tokens for record in records) / num_steps if num_steps else None
 
 
 def draft_tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Draft tokens that the target read per verify step of each answer, padding included.
+    """Compute draft tokens read by the target per verify step of each answer.
 
-    None where there was none.
+    Padding is included. Returns None if there was no step.
     """
     num_steps = sum(record.num_steps for record in records)
     return sum(record.num_draft_tokens for record in records) / num_steps if num_steps else None
 
 
 def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
-    """Of each batch its record of the most steps.
+    """Select the record with the most steps from each batch.
 
     It has the batch's seconds, and as many steps as the batch.
     """
@@ -54,51 +55,53 @@ def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
 
 
 def tokens_per_second(records: Sequence[EvalRecord]) -> float:
-    """Return all tokens, of all rows, over the whole time, prefill included."""
+    """Compute all tokens of all rows over the whole time, prefill included."""
     return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in batches(records))
 
 
 def answer_tokens_per_second(records: Sequence[EvalRecord]) -> float:
-    """Tokens per second of one answer.
+    """Compute the tokens per second of one answer.
 
-    Its own tokens over the time that its batch took, however many rows that had.
+    These are the answer's tokens over the time of its batch, for any number of rows in the batch.
     """
     return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in records)
 
 
 def rows_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Answers that a batch's verify step is for.
+    """Compute the mean number of answers in a batch's verify step.
 
-    Fewer than the batch size where prompts ran out or answers ended.
+    It is below the batch size where a batch is not full, or answers have ended.
     """
     num_steps = sum(record.num_steps for record in batches(records))
     return sum(record.num_steps for record in records) / num_steps if num_steps else None
 
 
 def decode_tokens_per_second(records: Sequence[EvalRecord]) -> float | None:
-    """Tokens after the prefill's over the time after it; None where there were none."""
+    """Compute tokens per second without the prefill; None if there were no verify steps."""
     seconds = sum(record.decode_seconds for record in batches(records) if record.num_steps)
     return sum(record.num_verify_tokens for record in records) / seconds if seconds else None
 
 
 def accepted_histogram(records: Sequence[EvalRecord]) -> list[int]:
-    """Entry k counts the verify steps that accepted k draft tokens."""
+    """Sum the histograms: entry k counts the verify steps that accepted k draft tokens."""
     return [sum(counts) for counts in zip_longest(*(record.accepted_histogram for record in records), fillvalue=0)]
 
 
 def mean_accepted(histogram: Sequence[int]) -> float | None:
-    """Mean number of draft tokens accepted per verify step."""
+    """Compute the mean number of draft tokens accepted per verify step."""
     return sum(length * count for length, count in enumerate(histogram)) / sum(histogram) if sum(histogram) else None
 
 
 def speedup(
     baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Baseline's seconds per token over the method's, whole generations, and its 95 % interval.
+    """Compute the speedup over the baseline, and its 95 % interval.
 
-    Both sides are sums over the same prompts in the same batches. The interval is the percentile
-    bootstrap over prompts, or over batches of them. Each unit keeps all its turns and repeats
-    together. With fewer than two units there is no interval, since one shows nothing about others.
+    The speedup is the baseline's seconds per token over the method's, with the times of whole
+    answers. Both sides are sums over the same prompts in the same batches. The interval is the
+    percentile bootstrap over prompts, or over batches of them. Each unit keeps all its turns and
+    repeats together. Fewer than two units have no interval, since one unit gives no information
+    about others.
     """
     sums = np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])  # [side, unit, (seconds, tokens)]
     return bootstrap(sums, ratio_of_ratios, seed=seed)
@@ -107,7 +110,7 @@ def speedup(
 def bootstrap(
     sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """Return the statistic of the sums over all units, and its 95 % interval.
+    """Compute the statistic of the sums over all units, and its 95 % interval.
 
     The interval is the percentile bootstrap over units. Fewer than two units have none.
     """
@@ -116,26 +119,26 @@ def bootstrap(
     if num_units < 2:
         return float(point), None
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(statistic(_times_drawn(seed, num_units) @ sums), [tail, 100 - tail])
+    low, high = np.percentile(statistic(_resample_counts(seed, num_units) @ sums), [tail, 100 - tail])
     return float(point), (float(low), float(high))
 
 
 def ratio(sums: Shaped[np.ndarray, "*side resample 2"]) -> Float[np.ndarray, "*side resample"]:
-    """Return the first sum over the second, such as tokens per step."""
+    """Divide the first sum by the second, for example for tokens per step."""
     quotients: Float[np.ndarray, "*side resample"] = sums[..., 0] / sums[..., 1]
     return quotients
 
 
 def ratio_of_ratios(sums: Shaped[np.ndarray, "2 resample 2"]) -> Float[np.ndarray, " resample"]:
-    """Return the first side's `ratio` over the second side's."""
+    """Divide the first side's `ratio` by the second side's."""
     first, second = ratio(sums)
     return first / second
 
 
 def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
-    """Shares of the decode time (prefill excluded) that the phases took in profiled records.
+    """Compute each phase's share of the decode time in profiled records, prefill excluded.
 
-    None without any step.
+    Returns None if there was no step.
     """
     runs = batches(profiled)
     phases = [record.phase_seconds for record in runs if record.phase_seconds is not None]
@@ -147,10 +150,10 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
 
 
 def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
-    """Return TREE_PERCENTILES of the draft tokens per verify step of profiled records.
+    """Compute TREE_PERCENTILES of the draft tokens per verify step of profiled records.
 
-    They are counted before (`separate`) and after (`shared`) shared prefixes are merged, and as
-    `read`, padding included. None where nothing is drafted.
+    The counts are `separate` (before shared prefixes are merged), `shared` (after it), and `read`
+    (padding included). Returns None if nothing is drafted.
     """
     counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
     sides = {side: [count for tree in counts for count in getattr(tree, side)] for side in ("separate", "shared", "read")}
@@ -160,9 +163,9 @@ def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None
 
 
 def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
-    """Return the drafter's seconds per verify step of a batch, in profiled records.
+    """Compute the drafter's seconds per verify step of a batch, in profiled records.
 
-    None without any step.
+    Returns None if there was no step.
     """
     runs = batches(profiled)
     num_steps = sum(record.num_steps for record in runs)
@@ -171,9 +174,9 @@ def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
 
 
 def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> float | None:
-    """rho.
+    """Compute rho, the drafter's relative cost.
 
-    The drafter's seconds per step over the seconds of one plain decode step, both with the phase
+    It is the drafter's seconds per step over the seconds of a plain decode step, both with phase
     timers on.
     """
     plain = batches(profiled_baseline)
@@ -185,26 +188,26 @@ def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Seque
 
 
 def ceiling(tau: float | None, rho: float | None) -> float | None:
-    """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step.
+    """Compute tau / (1 + rho): the speedup if verifying a tree cost no more than a plain step.
 
-    Computed, not measured.
+    This value is computed, not measured.
     """
     return None if tau is None or rho is None else tau / (1 + rho)
 
 
 @lru_cache(maxsize=8)
-def _times_drawn(seed: int, num_units: int) -> Int[np.ndarray, "resample unit"]:
-    """Return how often each resample draws each unit.
+def _resample_counts(seed: int, num_units: int) -> Int[np.ndarray, "resample unit"]:
+    """Sample how often each resample contains each unit.
 
-    The same for all methods, so that they are held against each other fairly.
+    All methods use the same resamples, so their comparison is fair.
     """
     return np.random.default_rng(seed).multinomial(num_units, [1 / num_units] * num_units, size=NUM_RESAMPLES)
 
 
 def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int) -> dict[str, dict[str, Any]]:
-    """Tokens per step and speedup of each category, in the order of first appearance.
+    """Compute tokens per step and speedup of each category, in the order of first appearance.
 
-    A category that shares a batch with another one has no time of its own, and so no speedup.
+    A category that shares a batch with another one can't be timed alone, so it has no speedup.
     """
     categories: dict[BatchKey, set[str]] = defaultdict(set)
     for record in records:
@@ -214,12 +217,12 @@ def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *
         for record in group:
             groups[record.category][side].append(record)
     result = {}
-    for category, (plain, own) in groups.items():
-        is_apart = all(len(categories[record.batch_key]) == 1 for record in own)
-        ratio, interval = speedup(plain, own, seed=seed) if is_apart else (None, None)
+    for category, (plain, timed) in groups.items():
+        is_apart = all(len(categories[record.batch_key]) == 1 for record in timed)
+        ratio, interval = speedup(plain, timed, seed=seed) if is_apart else (None, None)
         result[category] = {
-            "num_prompts": num_prompts(own),
-            "tokens_per_step": tokens_per_step(own),
+            "num_prompts": num_prompts(timed),
+            "tokens_per_step": tokens_per_step(timed),
             "speedup": ratio,
             "speedup_ci95": interval,
         }
@@ -231,7 +234,7 @@ def num_prompts(records: Iterable[EvalRecord]) -> int:
 
 
 def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "unit 2"]:
-    """Seconds and tokens summed by prompt, or by batch, sorted.
+    """Sum seconds and tokens by prompt, or by batch, in sorted order.
 
     Both sides must have measured the same answers, in the same batches.
     """

@@ -1,6 +1,6 @@
-"""The table of an evaluation for other programs.
+"""Table of an evaluation for other programs.
 
-CSV with the bare numbers, and LaTeX as papers have it.
+CSV has the raw numbers, LaTeX has the layout of papers.
 """
 
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ CSV_COLUMNS = (
     "prompt_set_revision",
     "prompt_set_source",
 )
-"""Fields of a row, under their own names; after them those of `_spread`."""
+"""Fields of a row under their names; the fields of `_spread` follow them."""
 LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepackage[T1]{fontenc}"
 
 
 def csv_table(rows: Sequence[Row]) -> str:
-    """Return a line per row, numbers as they are in the summary.
+    """Format a line for each row, with the numbers of the summary.
 
     A number that doesn't exist is an empty cell.
     """
@@ -59,7 +59,7 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 
 def latex_table(rows: Sequence[Row]) -> str:
-    r"""Return a tabular for the package booktabs; the notes follow as comments."""
+    r"""Format a tabular for the package booktabs; the notes follow as comments."""
     import pandas as pd  # slow to import
 
     lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
@@ -70,7 +70,7 @@ def latex_table(rows: Sequence[Row]) -> str:
 
 
 def _spread(row: Row) -> dict[str, Any]:
-    """Return what a row holds in groups, a column each."""
+    """Split a row's grouped values into one column each."""
     low, high = row["speedup_ci95"] or (None, None)
     split, training = row["time_split"] or {}, row["training"] or {}
     return {

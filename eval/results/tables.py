@@ -1,4 +1,4 @@
-"""The table of an evaluation, for the terminal and as Markdown."""
+"""Table of an evaluation, for the terminal and as Markdown."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,23 +19,23 @@ from .rows import Row, decoding_name, is_broken, is_lossy, is_unproven, loop_sha
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 FEW_UNITS = 8
-"""A bootstrap over fewer prompts, or batches, gives an interval that means little."""
+"""Number of prompts or batches below which a bootstrap interval means little."""
 NUM_OUTLIERS_NAMED = 3
 LOOP_SHARE = 0.1
-"""Share of answers that end in a loop from which on a note warns of it."""
+"""Smallest share of answers with loops at which a note warns about them."""
 METHOD_WIDTH = 23
-"""Characters for the name of a method on the narrowest terminal."""
+"""Width of a method's name on the narrowest terminal, in characters."""
 LOSSLESS_WIDTH = 10
 BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
-"""What bandwidth is measured on (`roofline.measure_bandwidth`), in words."""
+"""Description of the buffer that bandwidth is measured on (`roofline.measure_bandwidth`)."""
 BY_RULE_NOTE = (
-    "by rule: the method draws its draft tokens at random, so its samples differ from those of plain decoding. Its acceptance "
-    "rule keeps the target's distribution, which the command outrider certify tests."
+    "by rule: the method samples its draft tokens at random, so its answers differ from those of plain decoding. Its "
+    "acceptance rule preserves the target's distribution. The command outrider certify tests this."
 )
 
 
 def cells(row: Row) -> dict[str, str]:
-    """Return a row's texts by column; "-" where there is no number."""
+    """Format a row's cells by column; "-" where there is no number."""
     interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
     draft_seconds = row["draft_seconds_per_step"]
     if row["out_of_memory"]:
@@ -58,9 +58,9 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return the result in one sentence.
+    """Summarize the result in one sentence.
 
-    The method with the highest speedup, as the geometric mean over the row groups.
+    It names the method with the highest speedup, as the geometric mean over the row groups.
     """
     # 1. The lossless methods that have a speedup in every group.
     groups = _groups(rows)
@@ -70,8 +70,8 @@ def headline(rows: Sequence[Row]) -> str:
             speedups.setdefault(method_name(row), []).append(row)
     complete = {name: of_method for name, of_method in speedups.items() if len(of_method) == len(groups)}
     if not complete:
-        return "No lossless method has a speedup everywhere: the table says why."
-    # 2. The fastest of them, in words.
+        return "No lossless method has a speedup everywhere; the table shows the reasons."
+    # 2. A sentence about the fastest of them.
     name, best = max(complete.items(), key=lambda item: geometric_mean([row["speedup"] or 0.0 for row in item[1]]))
     if len(best) == 1:
         (row,) = best
@@ -90,14 +90,16 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
-    """Return what a reader must know to judge the numbers.
+    """Render the notes that explain the table.
 
-    The lines of `templates/footnotes.jinja`. Without `costs` the notes on COST_COLUMNS are left
-    out.
+    They are the lines of `templates/footnotes.jinja`. Without `costs` the notes on COST_COLUMNS are
+    left out.
     """
     loader = PackageLoader("outrider.eval", "templates")
-    # A note is one line, whatever a name holds.
+    # `finalize` keeps each note on one line, even if a name contains a line break.
     environment = Environment(loader=loader, undefined=StrictUndefined, finalize=lambda value: " ".join(str(value).split()))
+
+    # Render all values that the template needs.
     measured = [row for row in rows if not row["out_of_memory"]]
     text = environment.get_template("footnotes.jinja").render(
         first=rows[0],
@@ -126,7 +128,7 @@ def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
 
 
 def loop_note(row: Row) -> str:
-    """Return a sentence on the row's answers that run in circles, and what follows from them."""
+    """Describe the row's answers that end in a loop, and how they distort the figures."""
     return (
         f"Loops: {row.get('num_loops', 0)} of {row['num_turns'] * row['num_repeats']} answers of {method_name(row)} on "
         f"{row['suite']} ({decoding_name(row)}) end in a short cycle of tokens ({loop_share(row):.0%}). Loops are "
@@ -135,7 +137,7 @@ def loop_note(row: Row) -> str:
 
 
 def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """Return the outliers that took longest, measured by their method's median."""
+    """Select the worst outliers, relative to their method's median."""
     outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
     return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
@@ -143,14 +145,14 @@ def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
 def escape_markdown(text: str) -> str:
     """Escape a text for Markdown, on one line.
 
-    Underscores within a word stay: they mean nothing there.
+    Underscores within a word stay, since Markdown gives them no meaning there.
     """
     text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
 def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
-    """Return the table's texts: for each row by column, its suite, setting and method first."""
+    """Format the table's lines: for each row its suite, setting, method and cells, by column."""
     return [
         {
             "Suite": row["suite"],
@@ -164,9 +166,9 @@ def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
-    """Write texts by column as a table of Markdown.
+    """Format lines of texts by column as a Markdown table.
 
-    All columns but those of `left` are aligned to the right.
+    All columns except those of `left` are aligned to the right.
     """
     table: list[Iterable[str]] = [map(escape_markdown, lines[0]), ("---" if name in left else "---:" for name in lines[0])]
     table += [map(escape_markdown, line.values()) for line in lines]
@@ -174,14 +176,15 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Write the table and its notes as a Markdown page."""
+    """Format the table and its notes as a Markdown page."""
     table = markdown_table(texts(rows, (*RESULT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
     return f"{table}\n\n{notes}\n"
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print a headline, the results and the notes; a method that isn't lossless in red."""
+    """Print the headline, the results and the notes; a method that should be lossless but isn't is
+    red."""
     console = console or Console()
     console.print(Text(headline(rows), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
@@ -206,7 +209,7 @@ def _in_lines(name: str) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group the rows by suite, temperature and batch size, under the names that a reader sees."""
+    """Group the rows by suite, temperature and batch size, under displayed names."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
@@ -214,8 +217,8 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def too_few(num_units: int) -> str:
-    """Return a warning of an interval over so few prompts or batches; empty for enough of them."""
-    return ", too few for an interval to say much" if num_units < FEW_UNITS else ""
+    """Format a warning about an interval over few prompts or batches; empty for enough of them."""
+    return ", too few for a reliable interval" if num_units < FEW_UNITS else ""
 
 
 def _count(number: int) -> str:

@@ -1,1 +1,1 @@
-"""Chooses a drafter's fastest setting on this machine."""
+"""Choice of a drafter's fastest setting on this machine."""

@@ -1,9 +1,9 @@
-"""Decoding once more without the target: its answers are known, and its states of them.
+"""Replay of decoding without the target, from stored answers and hidden states.
 
-What exact acceptance takes of a draft tree depends on the target's answer alone: a node is taken
-where it says what the answer says. So one reading of the answers tells, for any drafter in any
-setting, how many tokens each step emits. With `RowSeeds` that holds for sampled answers too, unless
-the drafts are drawn themselves.
+Exact acceptance of a draft tree depends only on the target's answer: a node is accepted if its
+token equals the answer's. So the answers determine the tokens that each step emits, for any drafter
+in any setting. With `RowSeeds` this also holds for sampled answers, unless the drafts themselves
+are sampled.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,14 @@ from ...models.target.hf_target import HFTarget
 from ..measure.memory import within_memory
 
 CERTAIN = 1e4
-"""The logit of the token that the target is known to say; all others have 0. Every type can hold
-it."""
+"""Logit of the answer's next token; all other tokens have 0. Every type can represent it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A prompt, the target's answer to it, and its states of both.
+    """A prompt, the target's answer, and the target's states of both.
 
-    The last hidden ones, and the inputs of some layers.
+    The states are the last hidden states and the inputs of some layers.
     """
 
     prompt: Int[torch.Tensor, " prompt"]
@@ -43,7 +42,7 @@ class Answered:
     hidden_states: Float[torch.Tensor, "seq hidden"]
     features: Float[torch.Tensor, "seq feature"] | None
     seed: int
-    """Of what was sampled."""
+    """Seed of a sampled answer."""
 
     @property
     def text(self) -> Int[torch.Tensor, " seq"]:
@@ -60,10 +59,10 @@ def answer_prompts(
     feature_layers: tuple[int, ...] = (),
     batch_size: int = 8,
 ) -> list[Answered]:
-    """Return the target's answers by plain decoding, and what it makes of them.
+    """Compute the target's answers by plain decoding, and its states.
 
-    Where a batch doesn't fit into memory, half of it is tried. Raises ValueError where a single
-    prompt doesn't.
+    If a batch doesn't fit into memory, half of its size is tried. Raises ValueError if a single
+    prompt doesn't fit.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "feature_layers": feature_layers}
     while batch_size:
@@ -88,6 +87,7 @@ def _answer_prompts(
 ) -> list[Answered]:
     answered = []
     for start in range(0, len(prompts), batch_size):
+        # 1. Answer a batch of prompts.
         batch = list(prompts[start : start + batch_size])
         seeds = list(range(start, start + len(batch)))
         answers: list[list[int]] = [[] for _ in batch]
@@ -95,6 +95,7 @@ def _answer_prompts(
         for step in generate(target, NullDrafter(), rule, batch, max_new_tokens=max_new_tokens, **options):
             for row, new in zip(step.rows, step.tokens, strict=True):
                 answers[row] += new
+        # 2. Compute the states of prompts and answers.
         for prompt, tokens, seed in zip(batch, answers, seeds, strict=True):
             answer = torch.tensor(tokens, device=target.device)
             text = torch.cat([prompt, answer])[None]
@@ -106,40 +107,41 @@ def _answer_prompts(
 
 
 class ReplayTarget:
-    """A target that reads nothing, since it knows its answers to a batch of prompts.
+    """Target that replays its answers to a batch of prompts without a forward pass.
 
-    See the module. Where a tree leaves the answer, its output is that of the answer's token at that
-    depth, which no rule comes to look at.
+    See the module. For a node off the answer, the output is that of the answer's token at the same
+    depth. No rule reads this output.
     """
 
     def __init__(self, answered: Sequence[Answered], vocab_size: int, *, has_fixed_shapes: bool = False) -> None:
         self.context_length = UNLIMITED
-        self.has_fixed_shapes = has_fixed_shapes  # as the real target, so that batches shrink as with it
+        self.has_fixed_shapes = has_fixed_shapes  # as in the real target, so that batches shrink in the same way
         self.num_prefills = 0
         self._vocab_size = vocab_size
-        self._text = pad_sequence([each.text for each in answered], batch_first=True)
-        self._states = pad_sequence([each.hidden_states for each in answered], batch_first=True)
-        features = [each.features for each in answered if each.features is not None]
+        self._text = pad_sequence([item.text for item in answered], batch_first=True)
+        self._states = pad_sequence([item.hidden_states for item in answered], batch_first=True)
+        features = [item.features for item in answered if item.features is not None]
         self._features = pad_sequence(features, batch_first=True) if features else None
-        self._lengths = torch.tensor([len(each.prompt) for each in answered], device=self._text.device)  # committed tokens
+        self._lengths = torch.tensor([len(item.prompt) for item in answered], device=self._text.device)  # committed tokens
 
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Return the output of the prompts, which are those that were answered."""
+        """Look up the output at the prompts, which must be the answered ones."""
         self.num_prefills += 1
         output = self._outputs(torch.arange(max(prompts.lengths), device=self._text.device).expand(len(prompts.lengths), -1))
         return TargetOutput(logits=self._logits(self._lengths[:, None] - 1), hidden_states=output[0], features=output[1])
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """Return the output of the last committed token and of the answer at each node's depth."""
+        """Look up the output at the last committed token, and at each node's depth in the
+        answer."""
         depth = torch.nn.functional.pad(depths(tree.lineage), (1, 0))
-        places = self._lengths[:, None] + depth
-        hidden_states, features = self._outputs(places)
-        return TargetOutput(logits=self._logits(places), hidden_states=hidden_states, features=features)
+        positions = self._lengths[:, None] + depth
+        hidden_states, features = self._outputs(positions)
+        return TargetOutput(logits=self._logits(positions), hidden_states=hidden_states, features=features)
 
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
-        """Continue behind the accepted path."""
+        """Advance past the accepted path."""
         self._lengths = self._lengths + accepted.num_accepted.device + 1
 
     def select(self, rows: Sequence[int]) -> None:
@@ -149,14 +151,15 @@ class ReplayTarget:
         self._features = None if self._features is None else self._features[kept]
 
     def _outputs(
-        self, places: Int[torch.Tensor, "batch entry"]
+        self, positions: Int[torch.Tensor, "batch entry"]
     ) -> tuple[Float[torch.Tensor, "batch entry hidden"], Float[torch.Tensor, "batch entry feature"] | None]:
         row = torch.arange(len(self._text), device=self._text.device)[:, None]
-        places = places.clamp(max=self._text.shape[1] - 1)
-        return self._states[row, places], None if self._features is None else self._features[row, places]
+        positions = positions.clamp(max=self._text.shape[1] - 1)
+        return self._states[row, positions], None if self._features is None else self._features[row, positions]
 
-    def _logits(self, places: Int[torch.Tensor, "batch entry"]) -> Float[torch.Tensor, "batch entry vocab"]:
-        """Return what the answer says after these tokens; beyond its end the answer is cut anyway."""
-        following = self._text.gather(1, (places + 1).clamp(max=self._text.shape[1] - 1))
-        logits = self._states.new_zeros(*places.shape, self._vocab_size)
+    def _logits(self, positions: Int[torch.Tensor, "batch entry"]) -> Float[torch.Tensor, "batch entry vocab"]:
+        """Build logits that select the answer's next token; beyond its end the answer is cut
+        anyway."""
+        following = self._text.gather(1, (positions + 1).clamp(max=self._text.shape[1] - 1))
+        logits = self._states.new_zeros(*positions.shape, self._vocab_size)
         return logits.scatter_(2, following[..., None], CERTAIN)

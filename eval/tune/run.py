@@ -1,6 +1,6 @@
-"""Tuning a drafter to a machine.
+"""Tuning of a drafter to a machine.
 
-Answers, times, predictions, the choice, and on request what it is worth.
+The steps are answers, step times, predictions, the choice, and optionally a check of the choice.
 """
 
 import json
@@ -39,8 +39,8 @@ TUNING_FILE = "tuning.json"
 
 
 MAX_EXTENSIONS = 4
-"""Times that a grid grows at its edges: an option comes up to 16 times as far as it is tried at
-first."""
+"""Number of times that a grid may grow at its edges. An option can reach 16 times its initial
+range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +53,36 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """All that was found out."""
+    """Result of tuning."""
 
     choices: dict[int, Choice]
-    """By batch size: the fastest of the finalists."""
+    """The fastest of the finalists, by batch size."""
     predictions: list[Prediction]
     finals: list[Speed]
-    """Of plain decoding and the settings predicted to be the fastest: decoded with for real, to
-    choose among them."""
+    """Measured speeds of plain decoding and of the settings with the fastest predictions. The
+    choice is one of them."""
     checked: list[Speed]
-    """Of every setting, measured after the choice; empty unless it was asked for."""
+    """Measured speeds of every setting, after the choice; empty unless `check` is on."""
     regrets: dict[int, float]
-    """By batch size: the share of speed that the choice lacks of the best setting's, by what was
-    checked."""
+    """Share of the best setting's speed that the choice lacks, by batch size, according to
+    `checked`."""
     predicted_regrets: dict[int, float]
-    """The same of the setting that was predicted to be the fastest."""
+    """The same share for the setting with the fastest prediction."""
     step_times: StepTimes
     left_out: list[LeftOut] = field(default_factory=list)
-    """What ran out of memory. A batch size has no choice where plain decoding did."""
+    """Settings that ran out of memory. A batch size has no choice if plain decoding ran out of
+    memory."""
 
     def errors(self, batch_size: int) -> list[float]:
-        """Return the relative errors of the predicted speedups at a batch size."""
-        guessed, real = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
-        return [guessed[setting] / speedup - 1 for setting, speedup in real.items()]
+        """Compute the relative errors of the predicted speedups at a batch size."""
+        predicted, measured = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
+        return [predicted[setting] / speedup - 1 for setting, speedup in measured.items()]
 
 
 def _speedups(speeds: Sequence[Speed], batch_size: int) -> dict[str, float]:
-    found = {json.dumps(each.setting): each.tokens_per_second for each in speeds if each.batch_size == batch_size}
-    plain = found.pop(json.dumps(None))
-    return {setting: speed / plain for setting, speed in found.items()}
+    by_setting = {json.dumps(speed.setting): speed.tokens_per_second for speed in speeds if speed.batch_size == batch_size}
+    plain = by_setting.pop(json.dumps(None))
+    return {setting: speed / plain for setting, speed in by_setting.items()}
 
 
 def tune(
@@ -98,16 +99,20 @@ def tune(
     """Choose the drafter's fastest setting for each batch size.
 
     It is one of `settings`, or of the grid of the drafter's kind, at the first temperature of
-    `config`. Everything found goes to `output_dir`, the choice beside the drafter's weights.
+    `config`. All results go to `output_dir`. The choice is also written beside the drafter's
+    weights.
 
-    The grid grows while the setting that is predicted to be the fastest lies at its edge
-    (`extended`). Raises ValueError where no prompt fits, where nothing fits into memory, and for a
-    drafter that draws its drafts at random, whose steps can't be replayed.
+    The grid grows while the setting with the fastest prediction lies at its edge (`extended`).
+    Raises ValueError if no prompt fits, if nothing fits into memory, and for a drafter with random
+    drafts, whose steps can't be replayed.
     """
-    read_tuned(drafter_dir)  # what it can't be written into shows now
+    # 1. Read the inputs: an unreadable file of earlier choices raises here, before any long work.
+    read_tuned(drafter_dir)
     temperature = config.temperatures[0]
     grid = grid_of(drafter_dir) if settings is None else None
     settings = candidates(drafter_dir, grid) if grid is not None else list(settings or ())
+
+    # 2. Answer the prompts, and try the settings on the answers.
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         _require_trees_of_the_text(drafter_dir, settings)
@@ -123,24 +128,25 @@ def tune(
             pack=config.pack_weights,
         )
         tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
-        place, environment = describe_setup(target, drafter_dir, temperature), describe_environment(target.device)
-    found = asdict(tuning) | {
-        "place": asdict(place),
+        setup, environment = describe_setup(target, drafter_dir, temperature), describe_environment(target.device)
+
+    # 3. Write the results.
+    results = asdict(tuning) | {
+        "place": asdict(setup),
         "environment": asdict(environment),
         "num_prompts": len(trial.answered),
         "max_new_tokens": config.max_new_tokens,
     }
-    write_json(output_dir / TUNING_FILE, found)
+    write_json(output_dir / TUNING_FILE, results)
     if write:
-        save_tuned(drafter_dir, place, tuning.choices)
+        save_tuned(drafter_dir, setup, tuning.choices)
     return tuning
 
 
 def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[str, Any]]) -> TrainableDrafter:
     """Load the drafter in the first setting that fits into memory.
 
-    Raises ValueError where none does. A setting that doesn't fit is left out, and named, where it
-    is replayed.
+    Raises ValueError if none fits. The replay logs and skips settings that don't fit.
     """
     for setting in settings:
         if (drafter := within_memory(partial(load_drafter, drafter_dir, target, **setting), target)) is not None:
@@ -156,25 +162,25 @@ def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, A
     for setting in settings:
         if getattr(saved_spec(saved, setting).config, "temperature", 0.0):
             raise ValueError(
-                f"{drafter_dir} draws its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
+                f"{drafter_dir} samples its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
                 "replayed; set its temperature to 0"
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """The settings tried so far, and the grid that they are from.
+    """Settings tried so far, and the grid that they come from.
 
-    None where somebody named them.
+    The grid is None if the user listed the settings.
     """
 
     settings: list[Setting]
     grid: Grid | None
 
     def extend(self, directory: Path, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
-        """Let the grid grow where the fastest setting for a batch size lies at its edge.
+        """Extend the grid if the fastest setting for a batch size lies at its edge.
 
-        Returns the settings that it adds.
+        Returns the added settings.
         """
         if self.grid is None:
             return []
@@ -186,7 +192,7 @@ class Tried:
         added: list[Setting] = [setting for setting in candidates(directory, grid) if setting not in self.settings]
         for name, values in grid.items():
             if further := values[len(self.grid[name]) :]:
-                logger.info("the fastest settings have %s at the edge of what was tried: trying %s, too", name, further)
+                logger.info("the fastest settings have %s at the edge of the grid: trying %s as well", name, further)
         self.grid = grid
         self.settings += added
         return added
@@ -203,18 +209,18 @@ def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Se
     sizes = _sizes_with(None, finals, batch_sizes)
     if not sizes:
         raise ValueError(
-            f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is nothing to hold a "
-            "setting against; lower --batch-size or --max-new-tokens"
+            f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
+            "compare settings with; lower --batch-size or --max-new-tokens"
         )
     choices = {size: choose(finals, size) for size in sizes}
-    guesses = {size: choose(predictions, size) for size in sizes}
+    predicted_choices = {size: choose(predictions, size) for size in sizes}
     return Tuning(
         choices=choices,
         predictions=predictions,
         finals=finals,
         checked=checked,
         regrets=_regrets(choices, checked),
-        predicted_regrets=_regrets(guesses, checked),
+        predicted_regrets=_regrets(predicted_choices, checked),
         step_times=times,
         left_out=_left_out(tried, predictions, finals, batch_sizes),
     )
@@ -223,7 +229,7 @@ def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Se
 def _predict_all(
     trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int]
 ) -> tuple[StepTimes, list[Prediction]]:
-    """Return the predictions of all settings, and of those that their grid grows by."""
+    """Predict the speeds of all settings, and of those that the grid grows by."""
     replays = replay_all(trial, tried.settings, batch_sizes)
     times = _step_times(trial, drafter, replays, batch_sizes)
     predictions = _predictions(replays, times)
@@ -239,9 +245,9 @@ def _predict_all(
 
 
 def _step_times(trial: Trial, drafter: TrainableDrafter, replays: Sequence[Replay], batch_sizes: Sequence[int]) -> StepTimes:
-    """Return the target's, for all trees of these replays."""
-    # Where answers are half written: what a step reads grows with the text.
-    texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
+    """Measure the target's step times for all tree sizes of these replays."""
+    # Use half-written answers, since the cost of a step grows with the text.
+    texts = [item.text[: len(item.prompt) + len(item.answer) // 2] for item in trial.answered]
     largest = _largest(replays)
     rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
     return measure_step_times(trial.target, texts, rows, nodes, drafter=drafter)
@@ -257,15 +263,15 @@ def _predictions(replays: Sequence[Replay], times: StepTimes) -> list[Prediction
 
 
 def _sizes_with(setting: Setting, speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> list[int]:
-    """Return the batch sizes at which a setting has a speed."""
+    """List the batch sizes at which a setting has a speed."""
     known = {speed.batch_size for speed in speeds if speed.setting == setting}
     return [size for size in batch_sizes if size in known]
 
 
 def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[int, float]:
-    """By batch size, where the chosen setting and plain decoding were checked.
+    """Compute the regrets by batch size, if the choice and plain decoding were checked.
 
-    All settings share the memory there, so that it may run out.
+    All settings share the memory in the check, so it may run out for some.
     """
     return {
         size: regret(choice.setting, checked, size)
@@ -277,20 +283,20 @@ def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[in
 def _left_out(
     tried: Tried, predictions: Sequence[Prediction], finals: Sequence[Speed], batch_sizes: Sequence[int]
 ) -> list[LeftOut]:
-    """Return the settings without a prediction, and the finalists without a speed."""
-    lost = []
+    """List the settings without a prediction, and the finalists without a speed."""
+    left_out = []
     for setting, size in product(tried.settings, batch_sizes):
         is_predicted, is_measured = (bool(_sizes_with(setting, speeds, [size])) for speeds in (predictions, finals))
         if not is_predicted or (not is_measured and setting in finalists(predictions, size)):
-            lost.append(LeftOut(setting=setting, batch_size=size))
+            left_out.append(LeftOut(setting=setting, batch_size=size))
             logger.warning("%s ran out of memory in batches of %d and is left out", setting or "plain decoding", size)
-    return lost
+    return left_out
 
 
 def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:
-    """Return each drafter's tuned settings by temperature and batch size.
+    """Look up each drafter's tuned settings by temperature and batch size.
 
-    Raises ValueError where nothing was tuned here.
+    Raises ValueError if nothing was tuned on this machine.
     """
     with cpu_threads(config.num_threads):
         return {
@@ -303,7 +309,7 @@ def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[
 
 
 def _powers(largest: int, *others: int) -> list[int]:
-    """Powers of two below the largest of what is timed, and these others."""
+    """List the powers of two below the largest value, and the values of `others`."""
     powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
     return sorted({*powers, *others})
 
@@ -311,11 +317,12 @@ def _powers(largest: int, *others: int) -> list[int]:
 def _answers(
     config: EvalConfig, target: HFTarget, longest: int, feature_layers: tuple[int, ...], batch_size: int
 ) -> list[Answered]:
-    """Return the target's answers to the first turns of the suites' prompts.
+    """Compute the target's answers to the first turns of the suites' prompts.
 
-    Prompt and answer have at most `longest` tokens. Raises ValueError where these fill no batch of
-    this size.
+    Prompt and answer have at most `longest` tokens. Raises ValueError if no prompt fits, and if the
+    answers don't fill a batch of this size.
     """
+    # 1. Select the prompts that leave room for an answer.
     prompts = []
     for suite in load_suites(config):
         for prompt in suite.prompts:
@@ -326,14 +333,16 @@ def _answers(
         raise ValueError(
             f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower --max-new-tokens"
         )
+
+    # 2. Answer them.
     rule = acceptance_rule("exact", config.temperatures[0])
     answered = answer_prompts(target, prompts, rule, max_new_tokens=config.max_new_tokens, feature_layers=feature_layers)
-    answered = [each for each in answered if len(each.answer) > 1]  # others end with their prefill
+    answered = [item for item in answered if len(item.answer) > 1]  # others end with their prefill
     if not answered:
         raise ValueError("the target's answers to these prompts end with their first token; choose other prompts")
     if len(answered) < batch_size:
         raise ValueError(
-            f"a batch size is {batch_size}, and {len(answered)} prompts can be replayed, which fill no such batch; "
+            f"the batch size {batch_size} exceeds the {len(answered)} prompts that can be replayed, so no batch would be full; "
             "raise the suite's limit, or lower the batch size"
         )
     return answered

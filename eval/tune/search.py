@@ -1,10 +1,11 @@
 """Prediction of a drafter's fastest setting from parts that are measured separately.
 
-The target's step is measured by batch and tree size (`StepTimes`); the drafter, the rule and the
-loop run for real, over answers that the target has given once (`ReplayTarget`). The tokens of a
-replay over the seconds of both is the speed of decoding, for any number of settings at the price of
-drafting alone. The few fastest are then decoded with for real, in turns: what drafter and target
-cost each other, such as the other's place in a cache, shows nowhere else.
+The target's step is measured by batch and tree size (`StepTimes`). Drafter, rule and loop run for
+real, over stored answers of the target (`ReplayTarget`). The tokens of a replay over the seconds of
+both parts predict the decoding speed. So each further setting costs only its drafting.
+
+The few fastest settings then decode for real, in turns. Only this shows how drafter and target slow
+each other down, for example by sharing a cache.
 """
 
 import time
@@ -39,16 +40,15 @@ Setting = dict[str, Any] | None
 
 NUM_FINALISTS = 4
 MARGIN = 0.2
-"""What a setting's predicted speed may lack of the best one's, as a share, for it to be decoded
-with for real."""
+"""Largest share of the best predicted speed that a setting may lack and still decode for real."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A setting's in batches of one size, as measured.
+    """Measured speed of a setting in batches of one size.
 
-    Speeds as in `Choice`.
+    Its fields are those of `Choice`.
     """
 
     setting: Setting
@@ -59,12 +59,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Speed):
-    """The same, as predicted."""
+    """Predicted speed of a setting."""
 
     own_seconds: float
-    """Of drafter, rule and loop, per step: what isn't the target's."""
+    """Seconds of drafter, rule and loop per step: all but the target's."""
     num_nodes: float
-    """Mean per step."""
+    """Mean number of nodes per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +75,18 @@ class Pass:
     """
 
     rows: int
-    """That the target reads, copies included (`kept_places`)."""
+    """Rows that the target reads, copies included (`kept_places`)."""
     nodes: int
     own_seconds: float
-    """Of drafter and rule."""
+    """Seconds of drafter and rule."""
     verify_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What decoding some prompts took.
+    """Cost of decoding some prompts.
 
-    Tokens behind those of the prefills, and steps, a row each.
+    Tokens of the prefills are not counted. Each row counts its steps.
     """
 
     num_tokens: int
@@ -100,20 +100,20 @@ class Decoding:
 
     @property
     def num_nodes(self) -> float:
-        """Mean per pass."""
-        return sum(each.nodes for each in self.passes) / len(self.passes)
+        """Mean number of nodes per pass."""
+        return sum(step.nodes for step in self.passes) / len(self.passes)
 
     @property
     def own_seconds(self) -> float:
-        """All but the target's.
+        """Seconds of everything but the target.
 
-        Of passes with equally many rows the median counts: a moment's disturbance is no property of
-        a setting.
+        The median counts for passes with equally many rows, since a short disturbance is not a
+        property of the setting.
         """
         by_rows: dict[int, list[float]] = {}
-        for each in self.passes:
-            by_rows.setdefault(each.rows, []).append(each.own_seconds)
-        loop = self.seconds - sum(each.own_seconds + each.verify_seconds for each in self.passes)
+        for step in self.passes:
+            by_rows.setdefault(step.rows, []).append(step.own_seconds)
+        loop = self.seconds - sum(step.own_seconds + step.verify_seconds for step in self.passes)
         return loop + sum(len(seconds) * median(seconds) for seconds in by_rows.values())
 
 
@@ -125,18 +125,21 @@ def run(
     *,
     timed: bool,
 ) -> Decoding:
-    """Decode one batch, from its first token on.
+    """Decode one batch, and time it from its first token on.
 
-    An answer of a replay ends where it ended.
+    The answers of a replay end where the stored ones ended.
     """
+    # 1. Prefill: the first step, which is not timed.
     options: dict[str, Any] = {
-        "max_new_tokens": [len(each.answer) for each in answered],
-        "generator": RowSeeds([each.seed for each in answered]),
+        "max_new_tokens": [len(item.answer) for item in answered],
+        "generator": RowSeeds([item.seed for item in answered]),
         "timed": timed,
     }
-    stream = generate(target, drafter, rule, [each.prompt for each in answered], **options)
+    stream = generate(target, drafter, rule, [item.prompt for item in answered], **options)
     next(stream)
     device = answered[0].prompt.device
+
+    # 2. Decode and time all verify steps.
     started = time.perf_counter()
     steps = list(stream)
     synchronize(device)
@@ -158,7 +161,7 @@ def run(
 
 
 def rows_read(steps: Sequence[Step], batch: int, *, few_sizes: bool) -> list[int]:
-    """Return how many rows the target reads in each verify step of a batch of this size."""
+    """Compute how many rows the target reads in each verify step of a batch."""
     sizes = []
     for step in steps:
         batch = len(kept_places(range(len(step.rows)), batch, few_sizes=few_sizes))
@@ -168,10 +171,10 @@ def rows_read(steps: Sequence[Step], batch: int, *, few_sizes: bool) -> list[int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What every setting of a drafter is tried with."""
+    """Inputs of a trial, the same for every setting of a drafter."""
 
     directory: Path
-    """The drafter's."""
+    """Directory of the drafter."""
     target: HFTarget
     rule: AcceptanceRule
     answered: Sequence[Answered]
@@ -179,12 +182,12 @@ class Trial:
     """Whether linear layers are packed (`packed_linears`)."""
 
     def batches(self, size: int) -> list[Sequence[Answered]]:
-        """In their order; the last one may be smaller."""
+        """Split the answers into batches, in order; the last one may be smaller."""
         return [self.answered[start : start + size] for start in range(0, len(self.answered), size)]
 
     @contextmanager
     def drafter(self, setting: Setting) -> Iterator[Drafter[Any, Any]]:
-        """In this setting, as the evaluation runs it."""
+        """Load the drafter in this setting, as the evaluation runs it."""
         if setting is None:
             yield NullDrafter()
             return
@@ -195,7 +198,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A setting's decoding of all answers in batches of one size, without the target."""
+    """Replay of all answers with one setting and batch size, without the target."""
 
     setting: Setting
     batch_size: int
@@ -203,9 +206,9 @@ class Replay:
 
 
 def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> list[Replay]:
-    """Replays of the answers with every setting, for every batch size.
+    """Replay the answers with every setting, for every batch size.
 
-    Those that don't fit into memory are left out.
+    Settings that don't fit into memory are left out.
     """
     replays = []
     with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
@@ -234,9 +237,9 @@ def _replay(trial: Trial, drafter: Drafter[Any, Any], batch_size: int) -> Decodi
 
 
 def predict(replay: Replay, times: StepTimes) -> Prediction | None:
-    """Return how fast decoding is with a target of these times.
+    """Predict the speed of decoding with a target of these step times.
 
-    None where one of its steps doesn't fit into memory.
+    Returns None if one of the steps doesn't fit into memory.
     """
     total = replay.run
     steps = [times(step.rows, step.nodes) for step in total.passes]
@@ -256,12 +259,12 @@ def predict(replay: Replay, times: StepTimes) -> Prediction | None:
 
 @torch.inference_mode()
 def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, rounds: int = ROUNDS) -> list[Speed]:
-    """Return what is predicted, measured.
+    """Measure the speeds of several settings.
 
-    The target decodes the same answers with every setting, batch by batch in turns. Of each batch
-    the median of its `rounds` counts. All settings' drafters are in memory at once; a setting that
-    runs out of it is left out, and the others are measured from the start, since their caches were
-    given back.
+    The target decodes the same answers with every setting, batch by batch in turns. The median of
+    `rounds` counts for each batch. All settings' drafters are in memory together. A setting that
+    runs out of memory is left out, and all caches are released. So the others are measured again
+    from the start.
     """
     fitting = list(settings)
     while fitting:
@@ -273,7 +276,7 @@ def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, r
 
 
 def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int, rounds: int) -> list[Speed] | int:
-    """Return the speeds of all settings, or the index of one that ran out of memory."""
+    """Measure all settings, or return the index of one that ran out of memory."""
     groups = trial.batches(batch_size)
     seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
     runs: dict[tuple[int, int], Decoding] = {}
@@ -282,23 +285,28 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
         return within_memory(partial(run, trial.target, drafter, trial.rule, answered, timed=False), trial.target)
 
     with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
+        # 1. Load and warm up a drafter for each setting.
         drafters: list[Drafter[Any, Any]] = []
-        first = [replace(each, answer=each.answer[:8]) for each in groups[0]]
+        first = [replace(item, answer=item.answer[:8]) for item in groups[0]]
         for index, setting in enumerate(settings):
             drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)
             if drafter is None or decode(drafter, first) is None:  # warms up
                 return index
             drafters.append(drafter)
+
+        # 2. Decode each batch with each setting, in turns.
         for turn in range(rounds * len(groups)):
             group = turn % len(groups)
             for step in range(len(drafters)):
-                index = (turn + turn // len(groups) + step) % len(drafters)  # nobody comes first each time
+                index = (turn + turn // len(groups) + step) % len(drafters)  # another setting comes first in each turn
                 if (decoded := decode(drafters[index], groups[group])) is None:
                     return index
                 runs[index, group] = decoded
                 seconds[index, group].append(decoded.seconds)
             progress.update()
     trial.target.release_cache()
+
+    # 3. The speeds.
     totals = [sum_of([runs[index, group] for group in range(len(groups))]) for index in range(len(settings))]
     return [
         Speed(
@@ -312,28 +320,28 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
 
 
 def sum_of(runs: Sequence[Decoding]) -> Decoding:
-    """Return several batches together."""
+    """Sum the costs of several batches."""
     return Decoding(
-        num_tokens=sum(each.num_tokens for each in runs),
-        num_steps=sum(each.num_steps for each in runs),
-        passes=tuple(each for part in runs for each in part.passes),
-        seconds=sum(each.seconds for each in runs),
+        num_tokens=sum(part.num_tokens for part in runs),
+        num_steps=sum(part.num_steps for part in runs),
+        passes=tuple(step for part in runs for step in part.passes),
+        seconds=sum(part.seconds for part in runs),
     )
 
 
 def finalists(predictions: Sequence[Prediction], batch_size: int) -> list[Setting]:
-    """Plain decoding, and the settings that may be the fastest for batches of this size."""
-    of_size = [each for each in predictions if each.batch_size == batch_size and each.setting is not None]
-    best = sorted(of_size, key=lambda each: -each.tokens_per_second)[:NUM_FINALISTS]
-    worth = [each for each in best if each.tokens_per_second >= (1 - MARGIN) * best[0].tokens_per_second]
-    return [None, *(each.setting for each in worth)]
+    """Select plain decoding, and the settings that may be the fastest at this batch size."""
+    of_size = [speed for speed in predictions if speed.batch_size == batch_size and speed.setting is not None]
+    best = sorted(of_size, key=lambda speed: -speed.tokens_per_second)[:NUM_FINALISTS]
+    close = [speed for speed in best if speed.tokens_per_second >= (1 - MARGIN) * best[0].tokens_per_second]
+    return [None, *(speed.setting for speed in close)]
 
 
 def choose(speeds: Sequence[Speed], batch_size: int) -> Choice:
-    """Return the fastest way to decode batches of this size, plain decoding among them."""
-    of_size = [each for each in speeds if each.batch_size == batch_size]
-    (plain,) = [each for each in of_size if each.setting is None]
-    best = max(of_size, key=lambda each: each.tokens_per_second)
+    """Choose the fastest setting for batches of this size; plain decoding is one of them."""
+    of_size = [speed for speed in speeds if speed.batch_size == batch_size]
+    (plain,) = [speed for speed in of_size if speed.setting is None]
+    best = max(of_size, key=lambda speed: speed.tokens_per_second)
     return Choice(
         setting=best.setting,
         tokens_per_step=best.tokens_per_step,
@@ -343,7 +351,7 @@ def choose(speeds: Sequence[Speed], batch_size: int) -> Choice:
 
 
 def regret(setting: Setting, measured: Sequence[Speed], batch_size: int) -> float:
-    """Return by which share a setting is slower than the best one at a batch size."""
-    speeds = [each for each in measured if each.batch_size == batch_size]
-    (own,) = [each.tokens_per_second for each in speeds if each.setting == setting]
-    return 1 - own / max(each.tokens_per_second for each in speeds)
+    """Compute the share by which a setting is slower than the best one at a batch size."""
+    speeds = [speed for speed in measured if speed.batch_size == batch_size]
+    (chosen,) = [speed.tokens_per_second for speed in speeds if speed.setting == setting]
+    return 1 - chosen / max(speed.tokens_per_second for speed in speeds)

@@ -1,6 +1,6 @@
-"""How long the target takes to verify a tree, by batch and tree size.
+"""Times of the target's verify step, by batch and tree size.
 
-Measured on a grid, and linear between its points.
+They are measured on a grid, and interpolated linearly between its points.
 """
 
 from bisect import bisect_right
@@ -23,17 +23,18 @@ from ...models.target.hf_target import HFTarget
 from ..measure.memory import within_memory
 
 DEPTH = 5
-"""Of the trees that are verified: the cost is in their nodes, and hardly in their form."""
+"""Depth of the verified trees. The cost depends on the number of nodes, and hardly on their
+shape."""
 NUM_ACCEPTED = 2
-"""Draft tokens that are committed each time."""
+"""Draft tokens committed in each timed step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """Seconds of a verify step and its commit.
 
-    `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending; None where memory ran
-    out.
+    `seconds[b][n]` belongs to `batch_sizes[b]` and `node_counts[n]`, both ascending. It is None
+    where memory ran out.
     """
 
     batch_sizes: tuple[int, ...]
@@ -41,20 +42,20 @@ class StepTimes:
     seconds: tuple[tuple[float | None, ...], ...]
 
     def __call__(self, batch: int, nodes: int) -> float | None:
-        """Seconds for any batch and tree.
+        """Interpolate the seconds for any batch and tree size.
 
-        Linear between the measured ones, and beyond them as between the last two; None where one of
-        these didn't fit into memory.
+        The values are linear between measured points; outside they continue the line of the last
+        two. Returns None if one of these points didn't fit into memory.
         """
-        b, along_batch = _place(self.batch_sizes, batch)
-        n, along_nodes = _place(self.node_counts, nodes)
+        b, along_batch = _interval(self.batch_sizes, batch)
+        n, along_nodes = _interval(self.node_counts, nodes)
         at = [_mix(row[n : n + 2], along_nodes) for row in self.seconds[b : b + 2]]
         mixed = _mix(at, along_batch)
         return None if mixed is None else max(mixed, min(value for row in self.seconds for value in row if value is not None))
 
 
-def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """Return the index of the point below a value, and how far it is to the next point."""
+def _interval(points: Sequence[int], value: int) -> tuple[int, float]:
+    """Find the point below a value, and the value's relative distance to the next point."""
     if len(points) == 1:
         return 0, 0.0
     index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
@@ -62,9 +63,9 @@ def _place(points: Sequence[int], value: int) -> tuple[int, float]:
 
 
 def _mix(ends: Sequence[float | None], along: float) -> float | None:
-    """Return what lies between two ends, or beyond them.
+    """Interpolate between two ends, or extrapolate beyond them.
 
-    None where an end that it depends on is.
+    Returns None if an end that the result depends on is None.
     """
     first, last = ends[0], ends[-1]
     if first is None or along == 0:
@@ -82,11 +83,11 @@ def measure_step_times(
     drafter: nn.Module | None = None,
     repeats: int = 20,
 ) -> StepTimes:
-    """Medians of `repeats` steps behind `texts`, the tree sizes in turns.
+    """Measure the medians of `repeats` steps behind `texts`, in turns over the tree sizes.
 
-    A batch takes texts again where there are too few. The largest trees are left out where they
-    don't fit into memory. Before a step with a tree the weights of a `drafter` are read, as
-    drafting it would: a small target finds less of its own in the processor's cache then.
+    A batch repeats texts if there are too few. The largest trees are left out if they don't fit
+    into memory. Before each step with a tree the weights of `drafter` are read once, as drafting
+    would do: then less of a small target stays in the processor's cache.
     """
     seconds: list[tuple[float | None, ...]] = []
     sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))
@@ -112,27 +113,27 @@ def _time_steps(
     repeats: int,
     progress: Any,
 ) -> tuple[float, ...]:
-    """Return the medians for one batch."""
+    """Time the steps of one batch; return the median for each tree size."""
     room = (repeats + 1) * len(counts) * (NUM_ACCEPTED + 1)
     room = min(room, target.context_length - max(map(len, batch)) - 1)
     target.prefill(Prompts.of(batch), max_new_tokens=room, max_nodes=max(counts))
     last_token = torch.stack([text[-1] for text in batch])
-    taken: dict[int, list[float]] = {count: [] for count in counts}
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats + 1):  # the first round warms up
         for count in counts:
             for weights in drafter.parameters() if drafter and count else ():
                 weights.sum()
-            taken[count].append(_time_step(target, last_token, count))
+            seconds[count].append(_time_step(target, last_token, count))
         progress.update()
-    return tuple(median(taken[count][1:]) for count in counts)
+    return tuple(median(seconds[count][1:]) for count in counts)
 
 
 def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> float:
-    """Return one step of so many nodes, after which the text is as long as it was before."""
+    """Time one step with `num_nodes` nodes, then rewind the text to its length before."""
     tree = _tree(last_token, num_nodes)
     num_accepted = min(NUM_ACCEPTED, tree.max_depth)
     path = torch.full((len(last_token), tree.max_depth), NO_NODE, device=last_token.device)
-    if num_accepted:  # the last node's ancestors, from the first on
+    if num_accepted:  # the last node's ancestors, the first node first
         path[:, :num_accepted] = tree.lineage[:, -1].flip(1)[:, :num_accepted]
     counts = Counts.of([num_accepted] * len(last_token), last_token.device)
     accepted = AcceptedPath(nodes=path[:, :num_accepted], num_accepted=counts)
@@ -146,7 +147,7 @@ def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_no
 
 
 def _tree(last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> DraftTree:
-    """As many chains as make paths of DEPTH, grown side by side."""
+    """Build chains of DEPTH side by side, with `num_nodes` nodes in total."""
     if not num_nodes:
         return empty_tree(len(last_token), last_token.device)
     width = -(-num_nodes // DEPTH)

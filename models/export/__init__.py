@@ -1,1 +1,1 @@
-"""Drafters in the formats of other programs, and on the Hub."""
+"""Export of drafters to the formats of other programs, and to the Hub."""

@@ -1,17 +1,17 @@
 """Apple's directory format of a ReDrafter.
 
-`config.json` and `model.safetensors` under other names.
+It has `config.json` and `model.safetensors` with other names.
 
-    rnn_u.{weight,bias}              U and b: what multiplies the state, and the bias       recurrence.weight, input.bias
-    rnn_w.weight                     W: what multiplies the embedding                       input.weight
+    rnn_u.{weight,bias}              U and b: the state's matrix, and the bias              recurrence.weight, input.bias
+    rnn_w.weight                     W: the embedding's matrix                              input.weight
     input_proj.{weight,bias}         only where exit_dim isn't twice hidden_size            projection.{weight,bias}
     lm_head.{i}.linear.{weight,bias}                                                        blocks.{i}.linear.{weight,bias}
     lm_head.{num_draft_layers}.weight                                                       head.weight
 
 s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula
 are those of `recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter.
-Tensors are the same numbers in both layouts. `beam_length` there counts the token that the target
-has chosen, and here doesn't; it is no part of the folder.
+Tensors have equal values in both layouts. `beam_length` there includes the target's last token,
+here it doesn't; the folder doesn't contain it.
 """
 
 from typing import Any
@@ -36,26 +36,32 @@ OTHER_KEYS = frozenset(
         "vocab_size",
     }
 )
-"""What a `config.json` may say besides. Only `vocab_size` tells something about the weights."""
+"""Other allowed keys of a `config.json`. Of these only `vocab_size` concerns the weights."""
 
 
 def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
-    """Raise ValueError for what the format has no place for."""
+    """Build the contents of the folder.
+
+    Raises ValueError for a drafter that the format doesn't support.
+    """
+    # 1. List all that the format doesn't support.
     config, problems = drafter.config, []
     if config.rnn and config.initial_state != "zero":
         problems.append(
-            f"its initial_state is {config.initial_state}, and there s_0 is zero (train with drafter.initial_state=zero)"
+            f"its initial_state is {config.initial_state}, but there s_0 is zero (train with drafter.initial_state=zero)"
         )
     if config.head_rank is not None:
         problems.append(
-            f"its head has rank {config.head_rank}, and there the head is one matrix (train with drafter.head_rank=null)"
+            f"its head has rank {config.head_rank}, but there the head is one matrix (train with drafter.head_rank=null)"
         )
     if config.draft_vocab_size is not None:
         problems.append(
-            f"it drafts {config.draft_vocab_size} tokens only, and there the head has all of the target's (train with "
-            "drafter.draft_vocab_size=null)"
+            f"it drafts {config.draft_vocab_size} tokens only, but there the head has the target's whole vocabulary (train "
+            "with drafter.draft_vocab_size=null)"
         )
     raise_refusal(problems, FORMAT.name)
+
+    # 2. The configuration and the tensors under Apple's names.
     described = {
         "model_type": MODEL_TYPE,
         "vocab_size": drafter.vocab_size,
@@ -65,11 +71,14 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
         "rnn": config.rnn,
     }
     names = _names(config)
-    return FolderContents(config=described, tensors={names[name]: each for name, each in drafter.state_dict().items()})
+    return FolderContents(config=described, tensors={names[name]: tensor for name, tensor in drafter.state_dict().items()})
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Raise ValueError for a configuration that isn't Apple's, or not of this target's sizes."""
+    """Describe how to read a folder.
+
+    Raises ValueError for a configuration that isn't Apple's, or has other sizes than the target.
+    """
     config = folder.config
     problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
     problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
@@ -77,7 +86,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     problems += [f"rnn {config['rnn']!r}"] if type(config.get("rnn", True)) is not bool else []
     problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
     if problems:
-        raise ValueError(f"{folder.path / 'config.json'} is none of Apple's ReDrafter: it has {', '.join(problems)}")
+        raise ValueError(
+            f"{folder.path / 'config.json'} is not a configuration of Apple's ReDrafter: it has {', '.join(problems)}"
+        )
     require_sizes(config, folder, target)
     options: dict[str, Any] = {
         "initial_state": "zero",
@@ -93,12 +104,12 @@ def _is_size(value: Any) -> bool:
 
 
 def is_of(folder: Folder) -> bool:
-    """Told by the configuration's own keys."""
+    """Check for the configuration's own keys."""
     return {"num_draft_layers", "exit_dim", "rnn"} <= folder.config.keys()
 
 
 def _names(config: RedrafterConfig) -> dict[str, str]:
-    """Apple's name of each of our tensors."""
+    """Map each of our tensors to its name in Apple's format."""
     names = {"head.weight": f"lm_head.{config.num_blocks}.weight"}
     for kind in ("weight", "bias"):
         names[f"projection.{kind}"] = f"input_proj.{kind}"

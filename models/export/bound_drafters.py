@@ -1,4 +1,4 @@
-"""Drafters that a model of transformers keeps between calls of `generate`."""
+"""Drafters that are attached to a model of transformers between calls of `generate`."""
 
 import logging
 from collections.abc import Iterator
@@ -23,25 +23,25 @@ logger = logging.getLogger(__name__)
 
 PLAIN = "or call generate without custom_generate"
 MAX_KEPT = 2
-"""Drafters with their weights: one more would seldom be used again, and costs its memory."""
+"""Number of drafters that stay loaded. More would seldom be reused, and would need memory."""
 ATTRIBUTE = "_outrider_drafters"
-"""Of the model, whose memory and drafters' are so given back together."""
+"""Attribute of the model that holds its drafters, so that both are freed together."""
 
 
 @dataclass(slots=True)
 class Bound:
-    """A drafter, and the model as its target."""
+    """A drafter, with the model as its target."""
 
     target: HFTarget
     drafter: Any
     trained_for: TargetIdentity
     state: tuple[Any, ...]
-    """Of files and model, when they were bound: whatever changes it makes them strangers."""
+    """State of files and model at load time. If it changes, the drafter is loaded again."""
     tokenizer: Any = None
-    """The one that was last seen to be the drafter's."""
+    """Last tokenizer that was checked against the drafter's."""
 
     def release(self) -> None:
-        """Keep nothing of the texts that were decoded, and nothing on the model."""
+        """Release the KV caches of decoded texts, and the hooks on the model."""
         self.target.release_cache()
         self.target.release_hooks()
         if isinstance(self.drafter, DraftModel):
@@ -49,10 +49,9 @@ class Bound:
 
 
 class BoundDrafters:
-    """Those of one model, the last used at the end, and whether one of them is drafting.
+    """Drafters of one model, the last used at the end, and a lock for the one in use.
 
-    A copy of the model has none of them: neither copying nor pickling goes beyond this object,
-    which is None in the copy.
+    A copy of the model has no drafters: copying or pickling replaces this object by None.
     """
 
     def __init__(self) -> None:
@@ -65,18 +64,18 @@ class BoundDrafters:
 
 @contextmanager
 def drafters_of(model: PreTrainedModel) -> Iterator[BoundDrafters]:
-    """The model's drafters, for one caller at a time.
+    """Yield the model's drafters to one caller at a time.
 
-    Raises RuntimeError while there is another.
+    Raises RuntimeError while another caller uses them.
     """
     if vars(model).get(ATTRIBUTE) is None:
         vars(model).pop(ATTRIBUTE, None)
-    # Also those of another copy of this code, since transformers makes one for every folder.
+    # Shared with other copies of this code, since transformers makes one for every folder.
     drafters = vars(model).setdefault(ATTRIBUTE, BoundDrafters())
     if not drafters.in_use.acquire(blocking=False):
         raise RuntimeError(
-            "the model is decoding with a drafter already, in another thread or in the call around this one, and it has one KV "
-            "cache: let that end first, put the prompts into one batch, or load the model once more"
+            "the model is decoding with a drafter already, in another thread or in the call around this one, and it has only "
+            "one KV cache: wait for that call to end, put the prompts into one batch, or load the model a second time"
         )
     try:
         yield drafters
@@ -87,17 +86,17 @@ def drafters_of(model: PreTrainedModel) -> Iterator[BoundDrafters]:
 def bind(
     model: PreTrainedModel, drafters: BoundDrafters, folder: Path, options: dict[str, Any], tokenizer: Any = None
 ) -> Bound:
-    """Return the folder's drafter for the model.
+    """Load the folder's drafter for the model, or reuse a loaded one if nothing has changed.
 
-    One that was kept, as long as neither has changed, else loaded. Raises ValueError where the
-    drafter was made for another width, vocabulary or (where it is given) tokenizer. What would only
-    make it a worse drafter, such as other weights of the same shape, is a warning.
+    Raises ValueError if the drafter was trained for another width, vocabulary or (if given)
+    tokenizer. Differences that only make the drafter worse, such as other weights of the same
+    shape, are warnings.
     """
     name = (__name__, str(folder), repr(sorted(options.items())))
     bound = drafters.by_name.pop(name, None)
     state = _state(model, folder)
     if bound is None or bound.state != state:
-        bound = None  # before the next takes its memory
+        bound = None  # frees its memory before the next load
         while len(drafters.by_name) >= MAX_KEPT:
             del drafters.by_name[next(iter(drafters.by_name))]
         bound = _load(model, folder, options, state)
@@ -114,7 +113,7 @@ def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
         (path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size)
         for name in (CONFIG_FILE, WEIGHTS_FILE)
     )
-    # Drafters hold the model's embeddings and head themselves, whose size may change, too
+    # Drafters refer to the model's embeddings and head, whose size may change
     # (resize_token_embeddings).
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
     sizes = [tuple(end.weight.shape) for end in ends]
@@ -126,16 +125,17 @@ def _load(model: PreTrainedModel, folder: Path, options: dict[str, Any], state: 
     config = model.config.get_text_config()
     identity = replace(saved.target, name=type(model).__name__, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     target = HFTarget(model, None, identity)
-    with torch.random.fork_rng():  # weights are drawn before they are read, which must not change what is sampled
+    with torch.random.fork_rng():  # the initialization of weights must not change sampled texts
         drafter = load_drafter(folder, target, **options)
     _warn_of_other_weights(model, saved.target)
     return Bound(target=target, drafter=drafter, trained_for=saved.target, state=state)
 
 
 def _warn_of_other_weights(model: PreTrainedModel, trained_for: TargetIdentity) -> None:
-    """Both digests can be told in no time only where the drafter's target was of the same sort.
+    """Warn if the drafter was trained for other weights than the model's.
 
-    A directory, or the Hub's.
+    The digests can be compared quickly only if the drafter's target came from the same kind of
+    source: a directory, or the Hub.
     """
     source = str(getattr(model, "name_or_path", ""))
     if Path(source).is_dir():
@@ -146,53 +146,51 @@ def _warn_of_other_weights(model: PreTrainedModel, trained_for: TargetIdentity) 
         other = other and weights_digest(source, commit) != trained_for.weights_sha256
     if other:
         logger.warning(
-            "the drafter was trained for %s, and the model is %s of another revision or configuration: its answers stay its "
-            "own, but fewer drafts may be accepted",
+            "the drafter was trained for %s, but the model is %s of another revision or configuration: the model's answers "
+            "don't change, but fewer drafts may be accepted",
             trained_for.name,
             source,
         )
 
 
 def require_usable(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model in a state in which drafting would change its answers.
-
-    The same holds for a form that drafting can't follow.
-    """
-    # Linear layers and embeddings are the same in both modes, and new ones (of
-    # resize_token_embeddings) are in training mode.
+    """Raise ValueError for a model whose answers drafting would change, or can't reproduce."""
+    # Linear layers and embeddings compute the same in both modes. resize_token_embeddings leaves
+    # new ones in training mode.
     if any(module.training for module in model.modules() if not isinstance(module, nn.Linear | nn.Embedding)):
         raise ValueError(
-            "the model, or a part of it, is in training mode, where dropout makes every pass another; call model.eval() first"
+            "the model, or a part of it, is in training mode, where dropout makes each pass different; call model.eval() first"
         )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
-        names = ", ".join(sorted("elsewhere (offloaded)" if each.type == "meta" else str(each) for each in devices))
-        raise ValueError(f"the model's weights lie on {names}, and drafting needs them on one device; load it so, {PLAIN}")
+        names = ", ".join(sorted("elsewhere (offloaded)" if device.type == "meta" else str(device) for device in devices))
+        raise ValueError(f"the model's weights lie on {names}, but drafting needs one device; load it on one, {PLAIN}")
     device_type = next(iter(devices)).type
     if torch.is_autocast_enabled(device_type):
         raise ValueError(
-            f"generate was called under torch.autocast({device_type!r}), in which a draft tree's passes are rounded in another "
-            "way than plain ones; leave autocast, and load the model in the type that you want (dtype=torch.bfloat16)"
+            f"generate was called under torch.autocast({device_type!r}), which rounds a draft tree's passes differently than "
+            "plain ones; leave autocast, and load the model in the type that you want (dtype=torch.bfloat16)"
         )
     implementation = model.config.get_text_config()._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise ValueError(
-            f"the model's attention is {implementation}, which takes no mask of a draft tree; load it with "
+            f"the model's attention is {implementation}, which doesn't support the mask of a draft tree; load it with "
             f"attn_implementation='sdpa', {PLAIN}"
         )
     _require_plain_ends(model)
 
 
 def _require_plain_ends(model: Any) -> None:
-    """Raise ValueError where the model reads more than tokens, or wraps embeddings or head."""
+    """Raise ValueError if the model reads more than tokens, or if embeddings or head are
+    wrapped."""
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise ValueError(
-            "something changes what the model reads, as PEFT's prompt and prefix tuning do, and drafting reads tokens alone; "
+            "something changes the model's inputs, as PEFT's prompt and prefix tuning do, but drafting supports tokens only; "
             f"generate with the model itself, {PLAIN}"
         )
     for module, kind in ((model.get_input_embeddings(), nn.Embedding), (model.get_output_embeddings(), nn.Linear)):
         if not isinstance(module, kind):
             raise ValueError(
-                f"the model has a {type(module).__module__}.{type(module).__name__} in place of an nn.{kind.__name__}, and "
+                f"the model has a {type(module).__module__}.{type(module).__name__} in place of an nn.{kind.__name__}, but "
                 f"drafters read embeddings and head directly; merge adapters into it (PEFT's merge_and_unload), {PLAIN}"
             )

@@ -1,20 +1,19 @@
-"""The library's own decoding as flat files.
+"""The decoding code of this library as flat files: the content of `custom_generate/`.
 
-What `custom_generate/` of a drafter's folder holds. transformers copies
-`custom_generate/generate.py` and the files that it imports by `from .name import`, one folder deep,
-and refuses to run them where a package that one of them imports is absent, be it inside a function.
-So the modules that decoding needs are copied, each under a flat name, with nothing changed but
-their import lines:
+transformers copies `custom_generate/generate.py` and the files that it imports by `from .name
+import`, one folder deep. It refuses to run them if any package that they import is missing, even if
+the import is inside a function. So we copy the modules that decoding needs, each under a flat name,
+and change nothing but their import lines:
 
     from ..decoding.tree import DraftTree  ->  from .decoding_tree import DraftTree
 
-Code that only training runs and that needs other packages is left out, with `absent.py` in its
-place; `arrays.py` stands for jaxtyping.
+Code for training that needs other packages is left out, and `absent.py` takes its place.
+`arrays.py` replaces jaxtyping.
 
-transformers goes through all these files at every call, for what they import, before it runs what
-it has loaded already: each file of which `generate.py` is the first to tell is read once, any other
-once for every path of imports to it. And `generate.py` itself it parses. So that is a short file
-which names all the others.
+At every call, transformers scans all these files for imports before it runs the code that it has
+already loaded. It reads a file that `generate.py` itself imports only once. It reads any other file
+once for every path of imports to it. It also parses `generate.py`. So `generate.py` is a short file
+that imports all others.
 """
 
 import ast
@@ -23,31 +22,31 @@ from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""Where the library's folders lie, in a checkout and in an installed package alike."""
+"""Folder with the library's packages, in a checkout and in an installed package alike."""
 START = "models.export.custom_generate"
 FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
 LEFT_OUT = frozenset(
     {"models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"}
 )
-"""Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
+"""Modules to load, quantise and slice a target; the caller of `generate` has already loaded it."""
 PACKAGES = ("pydantic", "torch", "transformers")
-"""What users need. transformers itself brings safetensors, huggingface_hub and numpy, pydantic
+"""Packages that users need. transformers brings safetensors, huggingface_hub and numpy; pydantic
 brings pydantic_core."""
 
-ABSENT = '''"""In place of what only training needs, and outrider itself has."""
+ABSENT = '''"""Replacement for code that only training needs; outrider itself has it."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     def absent(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name} is a part of training, and not of this folder: install outrider for it")
+        raise RuntimeError(f"{name} is a part of training, which this folder doesn't contain; install outrider for it")
 
     return absent
 '''
 
-ARRAYS = '''"""In place of jaxtyping: `Float[torch.Tensor, "batch seq"]` is a torch.Tensor. The shapes are for readers."""
+ARRAYS = '''"""Replacement for jaxtyping: `Float[torch.Tensor, "batch seq"]` is a torch.Tensor. The shapes are documentation."""
 
 from typing import Any
 
@@ -60,20 +59,23 @@ class _Array:
 Bool = Float = Int = Shaped = _Array
 '''
 
-ENTRY = '''"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs. Read on in {start}.py."""
+ENTRY = '''"""Entry point of `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`; see {start}.py."""
 
 from typing import TYPE_CHECKING
 
 from .{start} import generate as generate
 
-if TYPE_CHECKING:  # All files: transformers looks for these lines, and reads each once that is named here, others often.
+if TYPE_CHECKING:  # transformers scans these lines: it reads each file in this list once, and others several times.
 {imports}'''
 
-HEADER = "# {source} of outrider {version} (Apache-2.0), with import lines changed. Made by a program: change it there.\n"
+HEADER = (
+    "# {source} of outrider {version} (Apache-2.0), with changed import lines. This file is generated: edit the original.\n"
+)
 
 
 def custom_generate_files() -> dict[str, str]:
-    """Return the text of each file of `custom_generate/`, by its name."""
+    """Generate the text of each file of `custom_generate/`, by its name."""
+    # 1. Copy the start module and all that it imports, under flat names.
     files = {"absent.py": ABSENT, "arrays.py": ARRAYS}
     to_visit = [START]
     while to_visit:
@@ -85,18 +87,21 @@ def custom_generate_files() -> dict[str, str]:
         text, imported = _rewrite(path.read_text(encoding="utf-8"), module)
         files[name] = HEADER.format(source=path.relative_to(ROOT).as_posix(), version=version("outrider")) + text
         to_visit += imported
+
+    # 2. Add the entry file, the requirements and the licence.
     others = sorted(name.removesuffix(".py") for name in files)
     imports = "".join(f"    from .{name} import __doc__ as _\n" for name in others if name != _flat(START))
     files[START_FILE] = ENTRY.format(start=_flat(START), imports=imports)
-    needed = [each for each in requires("outrider") or () if re.match(r"[\w-]+", each)[0] in PACKAGES]  # type: ignore[index]
-    files[REQUIREMENTS_FILE] = "".join(f"{each.split(';')[0].strip()}\n" for each in sorted(needed))
-    # Of several, as in a checkout that was built in, not all have it.
-    files[LICENCE_FILE] = next(filter(None, (each.read_text("licenses/LICENSE") for each in distributions(name="outrider"))))
+    needed = [line for line in requires("outrider") or () if re.match(r"[\w-]+", line)[0] in PACKAGES]  # type: ignore[index]
+    files[REQUIREMENTS_FILE] = "".join(f"{line.split(';')[0].strip()}\n" for line in sorted(needed))
+    # A checkout with build outputs has several distributions, and not all contain the licence.
+    licences = (distribution.read_text("licenses/LICENSE") for distribution in distributions(name="outrider"))
+    files[LICENCE_FILE] = next(filter(None, licences))
     return dict(sorted(files.items()))
 
 
 def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
-    """Return a module's text with flat import lines, and the modules that it imports."""
+    """Rewrite a module's import lines as flat ones, and list the modules that it imports."""
     lines, imported = text.splitlines(keepends=True), []
     package = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(text)):
@@ -116,7 +121,7 @@ def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
 
 
 def _flat(module: str) -> str:
-    """Return the name of a module's file: `decoding_tree` of models.decoding.tree."""
+    """Flatten a module's name to that of its file: models.decoding.tree becomes `decoding_tree`."""
     return module.removeprefix("models.").replace(".", "_")
 
 

@@ -1,6 +1,6 @@
-"""Certificates as `outrider certify` writes them, read strictly.
+"""Certificates as `outrider certify` writes them, with strict validation.
 
-A card repeats what they say.
+Model cards show their content.
 """
 
 from dataclasses import dataclass, field
@@ -21,16 +21,16 @@ class CertificateLine:
     num_cases: int
     result: str
     passed: bool | None
-    """None where nothing is claimed, so that nothing can fail."""
+    """None if the line makes no claim, so that it can't fail."""
     false_alarm_rate: float = 0.0
-    """Probability, at most, that this line fails although all is sound."""
+    """Bound on the probability that this line fails although everything is sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """Content of a certificate.
 
-    Fields with a default are there where a target was certified, too.
+    Fields with a default are set only if a target was certified too.
     """
 
     passed: bool
@@ -42,18 +42,18 @@ class Certificate:
     suite: str | None = None
     dtype: str | None = None
     quantization: str | None = None
-    """Of the target when it was loaded; empty without."""
+    """Quantisation of the target at load time; empty without."""
     form: str | None = None
     drafters: dict[str, str] = field(default_factory=dict)
-    """Digest of the weights by the drafter's name."""
+    """Digest of each drafter's weights, by the drafter's name."""
 
     def __post_init__(self) -> None:
         if self.passed != all(line.passed is not False for line in self.lines):
-            raise ValueError("passed: the verdict isn't that of the lines; the file was altered: certify again")
+            raise ValueError("passed: the verdict contradicts the lines, so the file was altered; run `outrider certify` again")
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read what `outrider certify` wrote.
+    """Read a certificate.
 
     Raises ValueError for any other file.
     """

@@ -1,4 +1,4 @@
-"""What becomes of a run's drafters when they are finished."""
+"""Configuration of the export of a run's drafters."""
 
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated
@@ -15,38 +15,39 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def known_formats(names: list[str]) -> list[str]:
-    """Allow the formats of the registry, each once."""
-    from .registry import FORMATS  # imports torch and transformers, which composing a recipe needs not
+    """Check that each name is a format or an engine, and listed once."""
+    from .registry import ENGINES, FORMATS  # imports torch and transformers, which composing a recipe doesn't need
 
-    return TypeAdapter(list[Annotated[str, one_of(*FORMATS)]]).validate_python(different(names))
+    return TypeAdapter(list[Annotated[str, one_of(*FORMATS, *ENGINES)]]).validate_python(different(names))
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class ExportConfig:
-    """A folder for the Hub (see `package`), and the formats of other programs."""
+    """Folder for the Hub (see `package`), and exports to other programs' formats."""
 
     formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
-    """Formats of other programs to write it in (`outrider export --help` names them), each in
-    export/FORMAT; of several drafters, those of the format's kind."""
+    """Formats of other programs to export to (`outrider export --help` lists them), each in
+    export/FORMAT. With several drafters, those of the format's kind are exported. vllm and sglang stand
+    for the format that the engine reads."""
     allow_no_format: bool = False
-    """Train a drafter that no export format can hold, and so no serving engine can load, without the
-    warning at the start."""
+    """Allow a drafter that no export format supports, so that no serving engine can load it;
+    without this there is a warning at the start."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
-    """float32, float16 or bfloat16, of these formats; null leaves the numbers as they are."""
+    """float32, float16 or bfloat16: type of the exported numbers; null leaves them unchanged."""
     licence: str | None = None
-    """The Hub's name of the drafter's licence, such as apache-2.0."""
+    """Name of the drafter's licence on the Hub, such as apache-2.0."""
     base_model: str | None = None
-    """Hub id of the target, where it is trained from a directory."""
+    """Hub id of the target, if the target was loaded from a directory."""
     certificate: str | None = None
-    """What `outrider certify` wrote, to go along."""
+    """Path of a certificate by `outrider certify`, to include in the folder."""
     repo: str | None = None
     """Hub id of the drafter: `user/name`."""
     push: bool = False
-    """Upload it there when all is done, private where it isn't there yet. Nothing there is
-    overwritten."""
+    """Upload the folder to `repo` at the end of the run; a new repository is private. No file there
+    is overwritten."""
     overwrite: bool = False
-    """Make the folder for the Hub anew where it holds something else than would be made now, such
-    as a card of your own."""
+    """Replace the folder for the Hub if its content differs from what would be written now, for
+    example if you edited its card."""
 
     def __post_init__(self) -> None:
         if self.base_model or self.repo or self.licence:
@@ -54,7 +55,7 @@ class ExportConfig:
 
             require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
         if self.push and self.repo is None:
-            raise ValueError("push is on and repo is null; say where to: export.repo=user/name")
+            raise ValueError("push is on and repo is null; name the repository: export.repo=user/name")
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":

@@ -1,10 +1,10 @@
-"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs.
+"""Entry point of `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`.
 
-`custom_generate/` of a drafter's folder is this module and what it imports. transformers does all
-that it does for its own loop: it checks and completes the options, expands the prompts, prepares
-logits processors and stopping criteria. Then comes the decode loop of `loop` in place of its own,
-with the drafter. The answer is the same: token for token where it is greedy, in distribution where
-it is sampled.
+`custom_generate/` in a drafter's folder holds this module and the modules that it imports.
+transformers prepares everything as for its own loop: it checks and completes the options, expands
+the prompts, and prepares logits processors and stopping criteria. Then `loop`, the decode loop with
+the drafter, replaces transformers' own loop. The answer is the same: token for token if greedy, in
+distribution if sampled.
 """
 
 import re
@@ -38,8 +38,8 @@ from .generate_arguments import (
 )
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-"""Of the arguments of `generate`, those that say where this code comes from; the weights come from
-there too."""
+"""Arguments of `generate` that select the source of this code. The weights come from the same
+source."""
 
 
 def generate(
@@ -53,45 +53,49 @@ def generate(
     pack_weights: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`model.generate`, by speculative decoding.
+    """Run `model.generate` with speculative decoding; arguments and result are the same.
 
-    Takes its arguments and returns what it returns. `drafter` is the folder or the Hub id of the
-    drafter; unless given, that of this code. `drafter_options` change how it drafts, such as
-    `{"beam_width": 8}`. With `seed`, row r of a batch is sampled by seed + r: alone or among
-    others, with any drafter or none, it is the same text; with `generator`, all rows draw from
-    that; else from torch's global one. `pack_weights` packs linear layers on a CPU for few rows
-    (see `packed_linears`): faster, with other rounding, and the weights' memory once more.
+    `drafter` is the folder or the Hub id of the drafter; by default it is the drafter that this
+    code came with. `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
+    `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
+    batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
+    default from torch's global one. `pack_weights` packs linear layers on a CPU for few rows (see
+    `packed_linears`). This is faster, rounds differently, and needs the weights' memory a second
+    time.
 
-    Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that
-    can't be honoured; RuntimeError where the model is decoding with a drafter already.
+    Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
+    options that speculative decoding can't follow. Raises RuntimeError if the model is already
+    decoding with a drafter.
     """
+    # 1. Check the arguments, and find the drafter.
     kwargs |= {} if inputs is None else {"inputs": inputs}
     require_own_arguments(drafter, drafter_options, seed, generator, pack_weights)
     require_honoured(kwargs)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     folder = find_folder(drafter, hub_options)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
-    asked = take_stop_strings(model, kwargs)
+    prepared_model = take_stop_strings(model, kwargs)
 
     def randomness(num_rows: int) -> Randomness:
         return generator if seed is None else RowSeeds([int(seed) + row for row in range(num_rows)])
 
+    # 2. Load the drafter, and let transformers prepare and call the decode loop.
     with drafters_of(model) as drafters, _uncompiled():
         require_usable(model)
         bound = bind(model, drafters, folder, dict(drafter_options or {}), tokenizer)
         packed = packed_linears(model, bound.drafter) if pack_weights else nullcontext()
         prepare: Any = GenerationMixin.generate
         try:
-            return prepare(asked, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)
+            return prepare(prepared_model, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)
         finally:
             bound.release()
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run a compiled model's own code instead of the compiled one.
+    """Run the original code of a compiled model.
 
-    Compiled code may not call what reads hidden states, and would be compiled anew for every draft
-    tree's size.
+    Compiled code can't call the hooks that read hidden states. And each size of a draft tree would
+    need another compilation.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -99,9 +103,10 @@ def _uncompiled() -> AbstractContextManager[Any]:
 def _loop(
     bound: Bound, randomness: Callable[[int], Randomness], packed: AbstractContextManager[Any], streamer: Any
 ) -> Callable[..., Any]:
-    """Return what transformers calls in place of its own loop, when all is prepared."""
+    """Build the function that transformers calls in place of its own loop, after its
+    preparation."""
 
-    # transformers reads this function's arguments: those of its own loop.
+    # transformers inspects these parameters; they must be those of its own loop.
     def run(
         model: PreTrainedModel,
         input_ids: torch.Tensor,
@@ -110,11 +115,14 @@ def _loop(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
+        # 1. Translate the options of transformers into ours.
         require_supported(generation_config, model_kwargs)
         prompts = unpad(input_ids, model_kwargs.get("attention_mask"))
         rule = rule_of(generation_config, logits_processor)
         limit, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
         pad_token = getattr(generation_config, "_pad_token_tensor", None)
+
+        # 2. Decode, and arrange the tokens as transformers does.
         with packed:
             steps = decode(
                 bound.target,
@@ -141,26 +149,28 @@ def _loop(
     return run
 
 
-# --- where the drafter lies
+# --- location of the drafter
 
 
 def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path:
-    """Return the drafter's place: the argument `drafter`, else where the running code came from.
+    """Find the drafter's folder: the argument `drafter`, or the source of the running code.
 
-    The revision is the same.
+    In the second case the revision is the code's.
     """
     source, options = drafter or _source_of_call(), dict(hub_options)
     commit = Path(__file__).parents[1].name
     if drafter is not None:
-        options.pop("revision", None)  # that of this code; a drafter's follows its name, user/name@revision
+        options.pop("revision", None)  # the code's revision; a drafter's revision is part of its name, user/name@revision
     elif not Path(source).is_dir() and re.fullmatch("[0-9a-f]{40}", commit):
-        options["revision"] = commit  # transformers keeps code from the Hub in a folder of its commit's name
+        options["revision"] = commit  # transformers keeps code from the Hub in a folder that is named after the commit
     return resolve_drafter(source, **{name: value for name, value in options.items() if name != "proxies"})
 
 
 def _source_of_call() -> str:
-    """Return the value of `generate`'s argument `custom_generate`. transformers copies this code
-    elsewhere and doesn't pass the value on.
+    """Find the value of `generate`'s argument `custom_generate`.
+
+    transformers copies this code elsewhere and doesn't pass the value on, so the call stack is
+    searched for it.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -168,7 +178,7 @@ def _source_of_call() -> str:
         if isinstance(source, str):
             return source
         frame = frame.f_back  # type: ignore[assignment]
-    raise ValueError("generate can't tell where its drafter lies; give drafter=FOLDER, or drafter='user/repository'")
+    raise ValueError("generate can't find its drafter; give drafter=FOLDER, or drafter='user/repository'")
 
 
 # --- the answers
@@ -183,21 +193,26 @@ def collect(
     pads_ended_rows: bool,
     streamer: Any = None,
 ) -> list[list[int]]:
-    """Return the new tokens as transformers' loop would: for each position, one per row.
+    """Collect new tokens as transformers' loop would: one column per position, with all rows.
 
-    Rows come along by several tokens at a time, and one faster than the other. Each place of the
-    answers is gone over when all rows have come so far: stopping criteria see the whole batch, with
-    the text up to there, and end the rows that they choose. Like transformers, it fills up ended
-    rows with `pad_token` if `pads_ended_rows`, as where there is a stop token, and else with the
-    tokens that follow. Rows that a criterion has ended are decoded on until all have ended.
+    A step emits several tokens, and rows progress at different speeds. A position is processed when
+    all rows have reached it. Then the stopping criteria get the whole batch with the text up to
+    that position, and end the rows that they select.
+
+    As in transformers, ended rows are padded with `pad_token` if `pads_ended_rows` (which holds if
+    there is a stop token). Otherwise they get the tokens that follow. A row that a criterion has
+    ended is still decoded until all rows have ended.
     """
+    # 1. Start with empty queues of tokens.
     num_rows = len(input_ids)
     if streamer is not None and num_rows > 1:
-        raise ValueError(f"a streamer takes one text, and there are {num_rows} prompts; give one")
-    ends = _asker(input_ids, criteria)
+        raise ValueError(f"a streamer takes one text, but there are {num_rows} prompts; give one prompt, or no streamer")
+    ends = _row_ends(input_ids, criteria)
     waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
     decoded, ended = [False] * num_rows, [False] * num_rows
     columns: list[list[int]] = []
+
+    # 2. Queue the tokens of each step, and process the positions that all rows have reached.
     for step in steps:
         for row, tokens, finish in zip(step.rows, step.tokens, step.finishes, strict=True):
             waiting[row].extend(tokens)
@@ -218,8 +233,8 @@ def collect(
     return columns
 
 
-def _asker(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Callable[[list[int]], list[bool]]:
-    """Return whether one of the criteria ends each row, after such a next token in each."""
+def _row_ends(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Callable[[list[int]], list[bool]]:
+    """Build the function that takes a column of next tokens and decides which rows end."""
     text, all_criteria = input_ids, StoppingCriteriaList(criteria)
 
     def ends(column: list[int]) -> list[bool]:
@@ -229,8 +244,8 @@ def _asker(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Cal
         if answer.numel() != len(column):
             names = ", ".join(type(criterion).__name__ for criterion in criteria)
             raise ValueError(
-                f"the stopping criteria ({names}) answer with {tuple(answer.shape)} values for {len(column)} rows; let each "
-                "answer with one bool per row, [batch]"
+                f"the stopping criteria ({names}) return {tuple(answer.shape)} values for {len(column)} rows; let each return "
+                "one bool per row, [batch]"
             )
         return [bool(value) for value in answer.flatten().tolist()]
 

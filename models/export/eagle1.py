@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 as vLLM, SGLang and github.com/SafeAILab/EAGLE have them.
+"""EAGLE-1 and EAGLE-2 in the formats of vLLM, SGLang and github.com/SafeAILab/EAGLE.
 
     fc.weight [H, 2H], fc.bias [H]                                  fc.{weight,bias}
     layers.0.self_attn.{q,k,v,o}_proj.weight, {q,k,v}_proj.bias     layer.self_attn.*
@@ -6,10 +6,10 @@
     layers.0.post_attention_layernorm.weight                        layer.post_attention_layernorm.weight
     embed_tokens.weight, lm_head.weight                             the target's own, where they are there
 
-There is no norm before the attention and none at the end, and no head: the target's own makes
-logits. The two engines differ in `fc`: vLLM's (vllm/model_executor/models/llama_eagle.py) has no
-bias, SGLang's (python/sglang/srt/models/llama_eagle.py and qwen2_eagle.py) always has one, so that
-zeros are written where the drafter has none. The release's may have one.
+There is no norm before the attention, no final norm and no head: the target's head computes the
+logits. The engines differ in `fc`. In vLLM (vllm/model_executor/models/llama_eagle.py) it has no
+bias. In SGLang (python/sglang/srt/models/llama_eagle.py and qwen2_eagle.py) it always has one, so
+we write zeros for a drafter without a bias. In the release it may have one.
 """
 
 from dataclasses import replace
@@ -38,35 +38,36 @@ from .llama import (
 )
 
 ROTARY = "layers.0.self_attn.rotary_emb.inv_freq"
-"""Old releases hold it, though it follows from the configuration."""
+"""Tensor in old releases; the configuration determines it anyway."""
 PREFIX = "layers.0."
 LAYER_TENSORS = (*LAYER_WEIGHTS, *QKV_BIASES)
 
 
 def _tensors(drafter: Eagle) -> Tensors:
-    return {_their_name(name): tensor for name, tensor in drafter.state_dict().items()}
+    return {_exported_name(name): tensor for name, tensor in drafter.state_dict().items()}
 
 
-def _their_name(ours: str) -> str:
+def _exported_name(ours: str) -> str:
     return PREFIX + ours.removeprefix("layer.") if ours.startswith("layer.") else ours
 
 
 def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
-    """vLLM's variant.
+    """Build the contents of a folder for vLLM.
 
-    Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer.
+    Raises ValueError for a drafter whose `fc` has a bias other than zero, or with another kind of
+    layer.
     """
     problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
-        problems.append("its fc has a bias, and vLLM's has none (train with drafter.bias=false)")
+        problems.append("its fc has a bias, but vLLM's has none (train with drafter.bias=false)")
     raise_refusal(problems, VLLM.name)
     return FolderContents(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
 
 
 def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
-    """SGLang's variant: `fc.bias` is always there, of zeros where the drafter has none."""
+    """Build the contents of a folder for SGLang; `fc.bias` is zeros if the drafter has none."""
     is_qwen2 = layer_config(drafter).model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
@@ -76,14 +77,14 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter, target)}
     if is_qwen2:
         config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
-        del config["attention_bias"], config["mlp_bias"]  # Qwen2's layers have the biases of q, k and v, and no others
+        del config["attention_bias"], config["mlp_bias"]  # Qwen2's layers always have biases of q, k and v only
     return FolderContents(config=config, tensors=tensors)
 
 
 def read_vllm(folder: Folder, target: HFTarget) -> Reading:
-    """As `read`.
+    """Describe how to read a folder of vLLM; see `read`.
 
-    Where the file has no bias and the drafter that it was made of had one, that was zero.
+    A drafter whose export left out a bias of zeros gets the zeros back.
     """
     reading = read(folder, target)
     if "fc.bias" in folder.shapes:
@@ -98,15 +99,19 @@ def read_vllm(folder: Folder, target: HFTarget) -> Reading:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Return the drafter of a folder with EAGLE-1's weights, of an engine or the release."""
+    """Describe how to read a folder with EAGLE-1's weights, from an engine or the release."""
+    # 1. Check the configuration.
     config = _with_kind(folder)
     if config.get("bias") is not None and config["bias"] != ("fc.bias" in folder.shapes):
         raise ValueError(
-            f"{folder.path} says bias {config['bias']} and {'has' if 'fc.bias' in folder.shapes else 'lacks'} fc.bias; "
+            f"{folder.path} has bias {config['bias']} in config.json, but fc.bias is "
+            f"{'there' if 'fc.bias' in folder.shapes else 'missing'}; "
             "complete the download"
         )
     layer = read_config(config, folder, target, more=frozenset({"bias", "qkv_bias"}))
     model_config = form_config(target, layer or {"model_type": config["model_type"]})
+
+    # 2. Describe the tensors.
     optional = target_parts(target, head=True) | {
         ROTARY: torch.empty(describe(model_config)["head_dim"] // 2, device="meta"),
         "fc.bias": torch.empty(target.hidden_size, device="meta"),
@@ -115,9 +120,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
         require_target_parts(tensors, target, head=True, folder=folder)
         if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
-            raise ValueError(f"{folder.path} has a fc.bias that isn't zero, and the drafter has none; export it again")
+            raise ValueError(f"{folder.path} has an fc.bias that isn't zero, but the drafter has none; export it again")
         if ROTARY in tensors and not torch.allclose(tensors[ROTARY].float(), frequencies(model_config), rtol=SAME_NUMBER):
-            raise ValueError(f"{folder.path} has {ROTARY} of another base than its config.json says; correct rope_theta")
+            raise ValueError(f"{folder.path} has a {ROTARY} that contradicts the base in its config.json; correct rope_theta")
         return {}
 
     return Reading(
@@ -129,14 +134,14 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def _names() -> dict[str, str]:
-    """Their name of each tensor that a drafter may have."""
-    return {name: _their_name(name) for name in ("fc.weight", "fc.bias", *(f"layer.{each}" for each in LAYER_TENSORS))}
+    """Map each tensor that a drafter may have to its name in the format."""
+    return {name: _exported_name(name) for name in ("fc.weight", "fc.bias", *(f"layer.{tensor}" for tensor in LAYER_TENSORS))}
 
 
 def _with_kind(folder: Folder) -> dict[str, Any]:
-    """Return the configuration, its kind of layer told by the tensors.
+    """Set the configuration's kind of layer by the tensors.
 
-    The release calls all of them Llamas.
+    The release calls all layers Llamas.
     """
     if PREFIX + QKV_BIASES[0] not in folder.shapes:
         return {**folder.config, "model_type": "llama"}
@@ -144,7 +149,7 @@ def _with_kind(folder: Folder) -> dict[str, Any]:
 
 
 def is_of(folder: Folder) -> bool:
-    """Told by its fusing layer, which reads two vectors, and no norm before the attention."""
+    """Check for the fusing layer with two inputs, and for a missing norm before the attention."""
     names = folder.shapes.keys()
     return {"fc.weight", PREFIX + LAYER_WEIGHTS[0]} <= names and PREFIX + "input_layernorm.weight" not in names
 

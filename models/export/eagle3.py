@@ -1,4 +1,4 @@
-"""EAGLE-3 as vLLM, SGLang and github.com/SafeAILab/EAGLE have it, in one file.
+"""EAGLE-3 in the format of vLLM, SGLang and github.com/SafeAILab/EAGLE, in one file.
 
     fc.weight [H, 3H]                                                        fc.weight
     midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight   layer.input_layernorm, hidden_norm, layer.*
@@ -9,9 +9,9 @@
     embed_tokens.weight                                                      the target's own, where it is there
 
 The names are those of vllm/model_executor/models/llama_eagle3.py and
-python/sglang/srt/models/llama_eagle3.py. Both read the inputs of the target's layers 2, n // 2 and
-n - 3 unless told otherwise, and are told in two ways that mean different layers (SGLang adds 1 to
-what it is told, vLLM doesn't): so a drafter of other layers goes through `speculators`.
+python/sglang/srt/models/llama_eagle3.py. By default both read the inputs of the target's layers 2,
+n // 2 and n - 3. The key for other layers has different meanings in the two engines: SGLang adds 1
+to its numbers, vLLM doesn't. So a drafter of other layers is exported as `speculators`.
 """
 
 from typing import Any
@@ -44,51 +44,52 @@ NESTED_MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_last_layernorm": (None, True),
     "use_mtp_layernorm": (None, False),
 }
-"""Keys of `eagle_config` whose other values would make another drafter: NVIDIA's Model Optimizer
-writes them."""
+"""Keys of `eagle_config`, written by NVIDIA's Model Optimizer, with the values that we support.
+Other values describe a different drafter."""
 NESTED_KEYS = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers", "use_aux_hidden_state", *NESTED_MUST_BE}
 )
-"""Of `eagle_config`."""
+"""Known keys of `eagle_config`."""
 PREFIXES = ("midlayer", "layers.0")
-"""How names of the layer's tensors begin: the release's and SpecForge's, and the Model Optimizer's.
-Both engines read both."""
+"""Prefixes of the layer's tensors: `midlayer` in the release and in SpecForge, `layers.0` in the
+Model Optimizer. Both engines read both."""
 NUM_FEATURES = 3
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the layers that the engines read where the file doesn't say."""
+    """Compute the layers that the engines read by default."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def names_of(prefix: str) -> dict[str, str]:
-    """Their name of each of our tensors, the layer's beginning with `prefix`."""
+    """Map each of our tensors to its name in the format; `prefix` is the layer's."""
     layer = {f"layer.{name}": f"{prefix}.{name}" for name in (*LAYER_WEIGHTS, "input_layernorm.weight")}
-    own = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
-    return layer | own | {"hidden_norm.weight": f"{prefix}.hidden_norm.weight"}
+    unchanged = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
+    return layer | unchanged | {"hidden_norm.weight": f"{prefix}.hidden_norm.weight"}
 
 
 def write_vocabulary(drafter: Eagle3) -> Tensors:
-    """Return the maps between the target's tokens and the outputs of a reduced head."""
+    """Build the maps between the target's tokens and the outputs of a reduced head."""
     outputs, tokens = torch.arange(drafter.lm_head.out_features), drafter.vocabulary.tokens
     assert tokens is not None
     tokens = tokens.cpu()
     if (tokens < 0).any():
-        raise ValueError("the drafter's vocabulary hasn't been chosen yet: it is not trained; export it after training")
+        raise ValueError("the drafter's vocabulary hasn't been chosen, because it is not trained; export it after training")
     drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
     drafted[tokens] = True
     return {"d2t": tokens - outputs, "t2d": drafted}
 
 
 def layer_refusals(drafter: Eagle3, place: str) -> list[str]:
-    """Return what of the drafter's decoder layer `place` has no room for."""
+    """List the parts of the drafter's decoder layer that `place` doesn't support."""
     return layer_problems(drafter, place=place, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
-    """Return one file for both engines.
+    """Build the contents of a folder for both engines.
 
-    Raises ValueError for other layers of the target than the usual, or another kind of layer.
+    Raises ValueError for a drafter that reads other layers of the target than the default ones, or
+    that has another kind of layer.
     """
     problems = layer_refusals(drafter, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
@@ -96,13 +97,13 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
         is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
         remedy = f"export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)}"
         problems.append(
-            f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, and the two engines agree on "
+            f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, but the two engines agree on "
             f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
     raise_refusal(problems, FORMAT.name)
     names = names_of("midlayer")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
-    if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM has no place for maps of the whole vocabulary
+    if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM doesn't support maps of the whole vocabulary
         tensors |= write_vocabulary(drafter)
     config = {
         "architectures": [ARCHITECTURE],
@@ -113,11 +114,13 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Return the drafter of a folder with EAGLE-3's weights, of the engines or of the release."""
+    """Describe how to read a folder with EAGLE-3's weights, from an engine or the release."""
     config = folder.config
     for key, right in (("norm_before_residual", False), ("bias", False)):
         if config.get(key, right) != right:
-            raise ValueError(f"{folder.path} has {key} {config[key]!r}, which no drafter here can have")
+            raise ValueError(
+                f"{folder.path} has {key} {config[key]!r}, which drafters here don't support; only {right!r} is read"
+            )
     layer = read_config({**config, "model_type": "llama"}, folder, target, more=KEYS)
     num_layers = len(decoder_layers(target.model))
     return vocabulary_reading(
@@ -130,13 +133,13 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, Any], num_outputs: Any, prefix: str) -> Reading:
-    """Return the reading of a folder whose head has `num_outputs`.
+    """Describe how to read a folder whose head has `num_outputs` outputs.
 
-    Where that is the whole vocabulary, the maps may be missing.
+    If that is the whole vocabulary, the maps may be missing.
     """
     if type(num_outputs) is not int or not 0 < num_outputs <= target.vocab_size:
         raise ValueError(
-            f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be 1 to the target's {target.vocab_size}"
+            f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be from 1 to the target's {target.vocab_size}"
         )
     tokens, drafted = torch.empty(num_outputs, dtype=torch.long), torch.empty(target.vocab_size, dtype=torch.bool)
     is_whole = num_outputs == target.vocab_size
@@ -158,11 +161,12 @@ def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, A
 
 
 def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, folder: Folder) -> Tensors:
-    """Return the tokens of the head's outputs, in order, and the head's rows in that order."""
+    """Compute the tokens of the head's outputs in ascending order, and the head's rows in that
+    order."""
     outputs = torch.arange(num_outputs)
     tokens = outputs + tensors["d2t"].long() if "d2t" in tensors else outputs
     if "t2d" in tensors and tensors["t2d"].nonzero()[:, 0].tolist() != tokens.sort().values.tolist():
-        raise ValueError(f"{folder.path} has d2t and t2d that name different tokens; download or export it again")
+        raise ValueError(f"{folder.path} has a d2t and a t2d with different tokens; download or export it again")
     if config.draft_vocab_size is None:
         if not torch.equal(tokens, outputs):
             raise ValueError(f"{folder.path} drafts the whole vocabulary in another order than the target's; export it again")
@@ -172,27 +176,27 @@ def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, f
 
 
 def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs are read.
+    """Determine the layers whose inputs the drafter reads.
 
-    Raises ValueError where the file's numbers mean different layers to the engines.
+    Raises ValueError if the folder's numbers mean different layers to the two engines.
     """
     config = folder.config
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict) or nested.keys() - NESTED_KEYS:
-        raise ValueError(f"{folder.path} has eagle_config {nested!r}, which no drafter here can have")
-    if strange := [name for name, right in NESTED_MUST_BE.items() if nested.get(name) not in right]:
-        raise ValueError(f"{folder.path} has {strange[0]} {nested[strange[0]]!r}, which no drafter here can have")
+        raise ValueError(f"{folder.path} has eagle_config {nested!r}, which drafters here don't support")
+    if unsupported := [name for name, right in NESTED_MUST_BE.items() if nested.get(name) not in right]:
+        raise ValueError(f"{folder.path} has {unsupported[0]} {nested[unsupported[0]]!r}, which drafters here don't support")
     layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     usual = usual_layers(num_layers)
     if layer_ids is not None and not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
         raise ValueError(f"{folder.path} names the layers {layer_ids!r}; they must be a list of numbers")
     if not nested.get("use_aux_hidden_state", True):
-        raise ValueError(f"{folder.path} reads the target's last hidden state only, which is none of EAGLE-3's drafters here")
+        raise ValueError(f"{folder.path} reads the target's last hidden state only, which EAGLE-3 drafters here don't support")
     if layer_ids is None or tuple(layer_ids) in (usual, tuple(layer - 1 for layer in usual)):
         return usual  # in vLLM's numbers, or in SGLang's, which are one less
     raise ValueError(
-        f"{folder.path} names the layers {layer_ids}: vLLM reads the inputs of these, SGLang those of the layers after them; "
-        "say which with the option feature_layers, in vLLM's way, and take the key out of its config.json"
+        f"{folder.path} names the layers {layer_ids}: vLLM reads the inputs of these layers, SGLang those of the next layers; "
+        "set the option feature_layers with vLLM's meaning, and delete the key from its config.json"
     )
 
 
@@ -201,7 +205,7 @@ def _prefix(folder: Folder) -> str | None:
 
 
 def is_of(folder: Folder) -> bool:
-    """Told by the norm that its layer alone has."""
+    """Check for the norm that only EAGLE-3's layer has."""
     return _prefix(folder) is not None
 
 

@@ -1,6 +1,6 @@
-"""Folders of other programs.
+"""Folders of other programs: a configuration beside weights.
 
-A configuration beside weights, which are read without running anything and only when they fit.
+They are read without running any code. Weights are read only if their names and shapes fit.
 """
 
 import json
@@ -25,32 +25,29 @@ COUNTS = (
     *("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads"),
     *("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
 )
-"""Keys that count what has a tensor each at least."""
+"""Keys of counts whose items each have at least one tensor."""
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
-"""What our exports say to ourselves: see `formats`."""
+"""File of our own notes in an export: see `formats`."""
 WEIGHT_FILES = (WEIGHTS_FILE, "pytorch_model.bin")
-"""Where most programs keep weights, the preferred one first; each may be an index of several
+"""Usual names of the weight file, the preferred one first. Each may be an index of several
 files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """What a folder says of itself.
-
-    No weight has been read.
-    """
+    """Contents of a folder, without the values of its weights."""
 
     path: Path
     config: dict[str, Any]
     shapes: dict[str, torch.Tensor]
-    """Every tensor's shape and type, on the meta device."""
+    """Shape and type of every tensor, on the meta device."""
     files: tuple[Path, ...]
 
     def load(self) -> dict[str, torch.Tensor]:
-        """Return the weights, on the CPU.
+        """Load the weights, on the CPU.
 
-        Raises ValueError where a file is damaged or any number isn't finite.
+        Raises ValueError if a file is damaged or a number isn't finite.
         """
         tensors = {name: tensor for file in self.files for name, tensor in _read(file, "cpu").items()}
         raise_problems(self.path, infinite_problems(tensors))
@@ -58,14 +55,14 @@ class Folder:
 
 
 def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
-    """Return a folder's configuration and the names, shapes and types of its tensors.
+    """Read a folder's configuration and the names, shapes and types of its tensors.
 
-    `weight_files` are the names that its weights may have: the first that is there is read, or the
-    files of its index. Raises ValueError where a file is missing or damaged, holds anything but
-    tensors, or lies outside of the folder.
+    `weight_files` are the possible names of the weight file. The first existing one is read, or the
+    files of its index. Raises ValueError for a file that is missing or damaged, that contains
+    anything besides tensors, or that lies outside of the folder.
     """
     if not (path / CONFIG_FILE).is_file():
-        raise ValueError(f"{path} holds no drafter: it has no {CONFIG_FILE}")
+        raise ValueError(f"{path} holds no drafter: it has no {CONFIG_FILE}; give a drafter's folder, or complete the download")
     config = read_json(path / CONFIG_FILE)
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG_FILE} is not a configuration but a {type(config).__name__}")
@@ -73,23 +70,26 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
     shapes: dict[str, torch.Tensor] = {}
     for file in files:
         loaded = _read(file, "meta")
-        if twice := sorted(loaded.keys() & shapes.keys()):
-            raise ValueError(f"{path} has {twice[0]} in two files; keep one")
-        if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ loaded.keys()):
-            raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
+        if repeated := sorted(loaded.keys() & shapes.keys()):
+            raise ValueError(f"{path} has {repeated[0]} in two files; keep one")
+        if indexed is not None:
+            expected = {name for name, indexed_file in indexed.items() if indexed_file == file.name}
+            if wrong := expected ^ loaded.keys():
+                names = ", ".join(sorted(wrong)[:MOST_PROBLEMS])
+                raise ValueError(f"{file} and the index of {path} don't agree on {names}; download both again")
         shapes |= loaded
     require_counts(config, COUNTS, len(shapes), path / CONFIG_FILE)
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files with weights, and the index's file of each tensor, if any."""
+    """Find the files with weights, and the index's file of each tensor, if there is an index."""
     for name in names:
         if (path / name).is_file():
             return [path / name], None
         if (path / (name + INDEX_SUFFIX)).is_file():
             return _indexed(path / (name + INDEX_SUFFIX))
-    others = ", ".join(sorted(each.name for each in path.iterdir() if each.name != CONFIG_FILE)) or "nothing"
+    others = ", ".join(sorted(file.name for file in path.iterdir() if file.name != CONFIG_FILE)) or "nothing"
     raise ValueError(f"{path} has no {' or '.join(names)} beside its {CONFIG_FILE}, but {others}; complete the download")
 
 
@@ -97,57 +97,57 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{path} is no index of weights: its weight_map must name a file for each tensor")
+        raise ValueError(f"{path} is not an index of weights: its weight_map must name a file for each tensor")
     files = sorted(set(weight_map.values()))
     for name in files:
-        # Also on other systems' terms: an index may have been written anywhere.
+        # Also reject the separators of other systems, since an index may come from any of them.
         if name in ("", ".", "..") or "/" in name or "\\" in name or ":" in name:
-            raise ValueError(f"{path} names the file {name!r}; files of a folder lie in it: write plain names")
+            raise ValueError(f"{path} names the file {name!r}, which may lie outside of the folder; write plain names of files")
         if not (path.parent / name).is_file():
             raise ValueError(f"{path} names {name}, which is missing; complete the download")
     return [path.parent / name for name in files], weight_map
 
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Return a file's tensors; on the meta device only their shapes."""
+    """Read a file's tensors; on the meta device only their shapes."""
     return _read_safetensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path, device)
 
 
 def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Read a file of torch's without running its code.
+    """Read a file of torch without running its code.
 
-    Its storages are read even for shapes alone. So it must not hold more than its size says, as
-    compressed files and those of torch before 1.6 may. Damage is found by the archive's checksums;
-    what remains are pickles that the unpickler refuses.
+    torch reads the storages even if only shapes are wanted. So the file must not expand beyond its
+    size on disk, as compressed files and those of torch before 1.6 may. The archive's checksums
+    detect damage, and the restricted unpickler rejects all other pickles.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise ValueError("it is compressed, which torch's own files never are")
+                raise ValueError("it is compressed, unlike files that torch writes")
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} in it is damaged")
         loaded = torch.load(path, map_location=device, weights_only=True)
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a plain file of tensors as torch writes them since 1.6, and nothing else is read, since reading it "
-            f"could run its code ({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or "
-            "download it again"
+            f"{path} is not a plain file of tensors as torch writes since 1.6 ({str(error).partition(chr(10))[0]}). Reading "
+            "anything else could run its code; download it again, or convert it to safetensors on a machine where you trust it"
         ) from error
-    if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")
-    if odd := [str(name) for name, each in loaded.items() if each.layout is not torch.strided or each.device.type != device]:
-        raise ValueError(f"{path} has {odd[0]} without plain numbers (it is sparse, or has none); save dense tensors")
-    return {str(name): each.detach() for name, each in loaded.items()}
+    not_dense = [name for name, value in loaded.items() if value.layout is not torch.strided or value.device.type != device]
+    if not_dense:
+        raise ValueError(f"{path} has {not_dense[0]} without plain numbers (it is sparse, or has none); save dense tensors")
+    return {str(name): value.detach() for name, value in loaded.items()}
 
 
 def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
     try:
-        tensors = safetensors.torch.load_file(path)  # mapped into memory: numbers are read where they are used
+        tensors = safetensors.torch.load_file(path)  # memory-mapped: values are read on first use
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON has it: tuples are lists."""
+    """Convert a value to what JSON would return: tuples become lists."""
     return json.loads(json.dumps(value, default=partial(str)))

@@ -1,10 +1,10 @@
-"""What a format is.
+"""Definition of an export format.
 
-How a drafter looks in it, and how one is told from the files of another program. Beside the files
-of the other program lies `outrider.json`, which no other program reads: what the format has no
-place for and drafting elsewhere doesn't need, such as the options that the drafter was trained
-with. So an export that comes back is the very drafter. Without it, as in what others have
-published, those options are the defaults.
+A format describes how a drafter is written for another program, and how its folder is read. An
+export also has `outrider.json`, which other programs ignore. It holds what the format doesn't
+support and drafting elsewhere doesn't need, such as the options of the training. So an export can
+be imported as exactly the same drafter. Without this file, as in published folders, these options
+get their defaults.
 """
 
 import io
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What `outrider.json` holds."""
+    """Contents of `outrider.json`."""
 
     format_version: int = NOTE_VERSION
     format: str
@@ -40,83 +40,87 @@ class Note:
     drafter: dict[str, Any]
     target: TargetIdentity
     measured: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Numbers that were measured in training, by the name of the drafter's tensor."""
+    """Numbers measured in training, by the name of the drafter's tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderContents:
-    """A drafter in a format.
+    """Contents of a folder with a drafter in some format.
 
-    What `config.json` says, and the tensors of `file` by their names there.
+    `config` is written to `config.json`. `tensors` are written to `file`, under the names of the
+    format.
     """
 
     config: dict[str, Any]
     tensors: Tensors
     file: str = WEIGHTS_FILE
     write_more: Callable[[Path], None] = field(default=lambda directory: None)
-    """Writes what else belongs into the folder."""
+    """Function that writes the folder's other files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How to make a drafter of a folder: its options, and where its tensors come from."""
+    """Description of how to read a folder: the drafter's options, and the sources of its
+    tensors."""
 
     options: dict[str, Any]
-    """The options of the drafter's config that the folder determines."""
+    """Options of the drafter's config that the folder determines."""
     rename: Callable[[Any], dict[str, str]]
-    """Given the drafter's typed config, returns the folder's name of each tensor of ours that is a
-    plain copy."""
+    """Function from the drafter's typed config to the folder's name of each of our tensors that is
+    a plain copy."""
     required_extra: Tensors = field(default_factory=dict)
-    """More tensors that the folder must have, on the meta device."""
+    """Further tensors that the folder must have, on the meta device."""
     optional: Tensors = field(default_factory=dict)
-    """Tensors that the folder may have; of these only shapes and types count."""
+    """Tensors that the folder may have; only their shapes and types matter."""
     convert: Callable[[Tensors, Any], Tensors] = field(default=lambda tensors, config: {})
-    """Computes our tensors that aren't plain copies, from all tensors and the drafter's typed
-    config.
-
-    Raises ValueError where the folder's tensors don't belong to the target."""
+    """Function from all tensors and the drafter's typed config to our tensors that aren't plain
+    copies. It raises ValueError if the folder's tensors don't belong to the target."""
     open_options: frozenset[str] = frozenset()
-    """Options that a folder may leave open, and its reader may set."""
+    """Options that a folder may leave open, so that the user can set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format.
+    """A format.
 
-    `write` raises ValueError, with the remedy, for a drafter that it has no place for, and `read`
-    for a folder that doesn't fit the target.
+    `write` raises ValueError, with the remedy, for a drafter that the format doesn't support.
+    `read` raises ValueError for a folder that doesn't fit the target.
     """
 
     name: str
     kind: str
-    """The kind of drafter that it holds."""
+    """Kind of drafter that the format holds."""
     write: Callable[[Any, HFTarget], FolderContents]
     read: Callable[[Folder, HFTarget], Reading]
     is_of: Callable[[Folder], bool]
-    """Whether a folder is of this format."""
+    """Function that detects folders of this format."""
     weight_files: tuple[str, ...] = (WEIGHTS_FILE, "pytorch_model.bin")
     measured: frozenset[str] = frozenset()
-    """Tensors of ours that have no place there but change only how it drafts by default."""
+    """Tensors of ours that the format doesn't support, and that only change defaults of
+    drafting."""
 
 
 def write_folder(
     format: Format, drafter: TrainableDrafter, directory: Path, target: HFTarget, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a drafter in this format, its numbers as they are or in `dtype`.
+    """Write a drafter in this format, in its own type or in `dtype`.
 
-    Raises ValueError for a drafter of another kind or with something that the format has no place
-    for, and for a folder that holds anything else already.
+    Raises ValueError for a drafter of another kind, for one that the format doesn't support, and
+    for a folder that holds anything else already.
     """
+    # 1. Convert the drafter, and check all before anything is written.
     require_kind(format, drafter)
     layout = format.write(drafter, target)
     require_own_folder(directory, format.name)
     tensors = {
-        name: each.detach().cpu().to(dtype if dtype and each.is_floating_point() else each.dtype).contiguous()
-        for name, each in layout.tensors.items()
+        name: tensor.detach().cpu().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in layout.tensors.items()
     }
-    if strange := [name for name, each in tensors.items() if not each.isfinite().all()]:
-        remedy = f"doesn't fit into {dtype}; write it in bfloat16, or as it is" if dtype else "holds numbers that aren't finite"
-        raise ValueError(f"{', '.join(strange)} of the drafter {remedy}")
+    if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        remedy = (
+            f"doesn't fit into {dtype}; write it in bfloat16, or without dtype" if dtype else "holds numbers that aren't finite"
+        )
+        raise ValueError(f"{', '.join(not_finite)} of the drafter {remedy}")
     note = Note(
         format=format.name,
         kind=format.kind,
@@ -124,9 +128,11 @@ def write_folder(
         target=target.identity,
         measured={name: drafter.get_buffer(name).tolist() for name in sorted(format.measured)},
     )
+
+    # 2. Write the note first and the configuration last.
     directory.mkdir(parents=True, exist_ok=True)
-    # The note says whose folder it is, so that an interrupted export can be made again; the
-    # configuration, that it is whole.
+    # The note marks the folder as our export, so that an interrupted export can be repeated. The
+    # configuration marks the export as complete.
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     write_json(directory / NOTE_FILE, asdict(note))
     atomic_write_bytes(directory / layout.file, _packed(tensors, layout.file))
@@ -143,7 +149,7 @@ def _packed(tensors: Tensors, file: str) -> bytes:
 
 
 def _dtype_name(tensors: Tensors) -> str:
-    return str(next(each.dtype for each in tensors.values() if each.is_floating_point())).removeprefix("torch.")
+    return str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())).removeprefix("torch.")
 
 
 def require_kind(format: Format, drafter: TrainableDrafter) -> None:
@@ -160,11 +166,11 @@ def require_own_folder(directory: Path, name: str) -> None:
         return
     note = read_note(directory)
     if note is None or note.format != name:
-        raise ValueError(f"{directory} holds something else already; write into another folder")
+        raise ValueError(f"{directory} holds other files already; write into another folder")
 
 
 def read_note(directory: Path) -> Note | None:
-    """Return what an export of ours says of itself; None where it is another program's."""
+    """Read the note of one of our exports; None for another program's folder."""
     path = directory / NOTE_FILE
     if not path.is_file():
         return None
@@ -177,14 +183,14 @@ def read_note(directory: Path) -> Note | None:
 def read_folder(
     format: Format, directory: Path, target: HFTarget, options: Mapping[str, Any] | None = None
 ) -> TrainableDrafter:
-    """Return the drafter of a folder in this format, on the CPU, in the type of its numbers.
+    """Read the drafter of a folder in this format, on the CPU, in the type of its numbers.
 
-    Save it with `save_drafter`. `options` change how it drafts; they may also say what the folder
-    leaves open (see `Reading.open_options`). Where our own note lies beside a configuration, the
-    drafter is the note's. Raises ValueError for a folder of another target's sizes, with anything
-    but plain tensors, or with a key or tensor missing, unknown or of a wrong shape.
+    Save it with `save_drafter`. `options` change how it drafts. They may also set what the folder
+    leaves open (see `Reading.open_options`). A note of ours beside the configuration determines the
+    drafter's options. Raises ValueError for a folder of a target with other sizes, with anything
+    but plain tensors, or with a key or tensor that is missing, unknown or has a wrong shape.
     """
-    # 1. The drafter's config: from the note where there is one, else from the folder and the open
+    # 1. The drafter's config: from the note if there is one, else from the folder and the open
     # options.
     folder = open_folder(Path(directory), format.weight_files)
     reading = format.read(folder, target)
@@ -196,12 +202,12 @@ def read_folder(
         _check_note(note, format, folder.path, target)
         drafter_options |= note.drafter
     kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
-    # 2. Names and shapes of the tensors, before any weight is read.
+    # 2. Check names and shapes of the tensors before any weight is read.
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
     names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
     expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.required_extra
     raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
-    # 3. The weights, under our names.
+    # 3. Load the weights under our names.
     tensors = folder.load()
     weights = {ours: tensors[theirs] for ours, theirs in names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
@@ -212,9 +218,9 @@ def read_folder(
 
 
 def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Path) -> torch.Tensor:
-    """Return what was measured of a drafter, as its note tells it.
+    """Read a measured tensor from the note; without one return its default.
 
-    Raises ValueError where that can't be.
+    Raises ValueError for values that don't fit the tensor.
     """
     if note is None or name not in note.measured:
         return default
@@ -230,30 +236,30 @@ def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Pa
 
 
 def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
-    """Load weights in their own type, where all have one.
+    """Load weights into the drafter, in their type if they share one.
 
-    `describing` is the file that says which there are.
+    `describing` is the file that describes the weights.
     """
     take_dtype(drafter, weights)
     try:
         drafter.load_state_dict(weights)
-    except RuntimeError as error:  # only what the format has no tensor for hasn't been looked at yet
-        raise ValueError(f"{describing} tells of another drafter than the weights are ({error}); export it again") from error
+    except RuntimeError as error:  # all else has been checked: only tensors without a place in the format can be wrong
+        raise ValueError(f"{describing} doesn't match the weights ({error}); export it again") from error
     drafter.check_weights()
 
 
 def take_dtype(drafter: TrainableDrafter, tensors: Tensors) -> None:
     """Cast a drafter's parameters to the type of their `tensors`, if these share one."""
     dtypes = {tensors[name].dtype for name, _ in drafter.named_parameters() if name in tensors}
-    for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies stay as they are
+    for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies keep their type
         parameter.data = parameter.data.to(next(iter(dtypes)))
 
 
 def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -> None:
-    """Raise ValueError for the note of another kind, with unknown keys, or of another target."""
+    """Raise ValueError for a note of another kind or target, or with unknown keys."""
     path = directory / NOTE_FILE
     if note.kind != format.kind:
-        raise ValueError(f"{path} has the kind {note.kind}, and {format.name} is for {format.kind}; export it again")
+        raise ValueError(f"{path} has the kind {note.kind}, but {format.name} is for {format.kind}; export it again")
     if unknown := sorted(note.measured.keys() - format.measured):
         raise ValueError(f"{path} has unknown measurements, {', '.join(unknown)}; export it again")
     require_fitting_target(directory, note.target, target.identity)

@@ -1,4 +1,7 @@
-"""What `generate` was asked for, in the library's own terms, or refused by name."""
+"""Arguments of `generate`, translated into the library's terms.
+
+Unsupported arguments raise ValueError with their names.
+"""
 
 import copy
 import os
@@ -28,14 +31,14 @@ PLAIN_MODES = ("greedy_search", "sample")
 PLAIN_CACHES = (None, "dynamic")
 WANTED_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 OWN_KWARGS = frozenset({"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
-"""Arguments of a model's forward that transformers prepares for its own loop, or that change no
-answer."""
+"""Arguments of a model's forward pass that transformers prepares for its own loop, or that don't
+change the answer."""
 GIVEN_KWARGS = ("cache_position", "past_key_values", "position_ids")
-"""Of these, what a caller gives would be ignored."""
+"""Those that would be ignored if the caller sets them, so that setting them raises ValueError."""
 
 
 def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generator: Any, pack_weights: Any) -> None:
-    """Raise ValueError for wrong values of the arguments that this `generate` adds."""
+    """Raise ValueError for invalid values of the arguments that this `generate` adds."""
     if drafter is not None and (not isinstance(drafter, str | os.PathLike) or not os.fspath(drafter)):
         raise ValueError(f"drafter is {drafter!r}; give a folder or a name on the Hub, or leave it out")
     if drafter_options is not None and not (
@@ -53,45 +56,50 @@ def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generat
 
 
 def require_honoured(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of `generate` that don't reach its loop unchanged."""
+    """Raise ValueError for arguments of `generate` that transformers doesn't pass to its loop
+    unchanged."""
     if kwargs.get("assistant_model") is not None:
         raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN}")
     if not isinstance(tokenizer := kwargs.get("tokenizer"), PreTrainedTokenizerBase | None):
         raise ValueError(f"tokenizer is {tokenizer!r}; give the model's tokenizer, as AutoTokenizer loads it, or leave it out")
-    given = [name for name in GIVEN_KWARGS if kwargs.get(name) is not None]
-    given += ["synced_gpus=True"] if kwargs.get("synced_gpus") else []
+    unsupported = [name for name in GIVEN_KWARGS if kwargs.get(name) is not None]
+    unsupported += ["synced_gpus=True"] if kwargs.get("synced_gpus") else []
     if (cache := kwargs.get("cache_implementation")) not in PLAIN_CACHES:
-        given.append(f"cache_implementation={cache!r}")
-    _refuse(given)
+        unsupported.append(f"cache_implementation={cache!r}")
+    _refuse(unsupported)
 
 
 def _refuse(problems: Sequence[str]) -> None:
     if problems:
-        raise ValueError(f"speculative decoding can't honour {', '.join(problems)}: leave that out, {PLAIN}")
+        raise ValueError(f"speculative decoding doesn't support {', '.join(problems)}: leave that out, {PLAIN}")
 
 
 def take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Make a stopping criterion of stop strings, wherever they are told.
+    """Turn stop strings from any source into a stopping criterion.
 
-    Transformers doesn't hand the tokenizer on to make one itself. Returns the model to prepare
-    with, which tells of none. Raises ValueError where there is no tokenizer.
+    transformers doesn't pass the tokenizer to custom loops, so they can't do this. Returns the
+    model for transformers' preparation, whose generation config has no stop strings. Raises
+    ValueError if there is no tokenizer.
     """
-    strings, told_by = None, "generate's arguments"
-    if (own := model.generation_config) is not None and own.stop_strings is not None:
-        strings, told_by = own.stop_strings, "the model's generation config"
-        model = copy.copy(model)  # its weights are the same; it is only asked what is to be done
-        model.generation_config = _without_stop_strings(own)
+    # 1. Take the strings from the source with the highest priority: arguments, then config, then model.
+    strings, source = None, "generate's arguments"
+    if (model_config := model.generation_config) is not None and model_config.stop_strings is not None:
+        strings, source = model_config.stop_strings, "the model's generation config"
+        model = copy.copy(model)  # shares the weights; transformers only reads its options
+        model.generation_config = _without_stop_strings(model_config)
     if (config := kwargs.get("generation_config")) is not None and config.stop_strings is not None:
-        strings, told_by = config.stop_strings, "the generation_config"
+        strings, source = config.stop_strings, "the generation_config"
         kwargs["generation_config"] = _without_stop_strings(config)
     if "stop_strings" in kwargs:
-        strings, told_by = kwargs.pop("stop_strings"), "generate's arguments"
+        strings, source = kwargs.pop("stop_strings"), "generate's arguments"
+
+    # 2. Make the criterion.
     criteria = list(kwargs.get("stopping_criteria") or ())
-    if strings is None or any(type(each) is StopStringCriteria for each in criteria):  # the caller's own come first
+    if strings is None or any(type(item) is StopStringCriteria for item in criteria):  # the caller's criterion wins
         return model
     if kwargs.get("tokenizer") is None:
         raise ValueError(
-            f"{told_by} has stop_strings {strings!r}, which are matched in the decoded text: give generate the tokenizer too "
+            f"{source} has stop_strings {strings!r}, which are matched in the decoded text: give generate the tokenizer too "
             "(tokenizer=tokenizer), or stop_strings=None"
         )
     criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=kwargs["tokenizer"]))
@@ -106,9 +114,9 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 
 
 def require_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a drafter can't do, naming all of it.
+    """Raise ValueError for options that a drafter doesn't support, with all of them.
 
-    Both are as transformers hands them to its loops.
+    Both arguments are as transformers passes them to its loops.
     """
     problems = []
     if config.num_beams is not None and config.num_beams > 1:
@@ -123,9 +131,9 @@ def require_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any])
 
 
 def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> AcceptanceRule:
-    """Return how drafts are accepted.
+    """Choose the acceptance rule.
 
-    Raises ValueError for other logits processors than temperature, top-k, top-p, in that order.
+    Raises ValueError for other logits processors than temperature, top-k and top-p, in that order.
     """
     values: dict[str, Any] = {}
     known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
@@ -136,19 +144,21 @@ def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> 
         name = known.get(type(processor))
         if name is None or any(order.index(name) <= order.index(earlier) for earlier in values):
             raise ValueError(
-                f"speculative decoding can't honour {type(processor).__name__}: of what changes the distribution it knows "
-                "temperature, top_k and top_p, each once, in that order. Set the option that it comes from to what changes "
-                f"nothing (repetition_penalty=1.0, min_new_tokens=0), {PLAIN}"
+                f"speculative decoding doesn't support {type(processor).__name__}. It supports temperature, top_k and top_p, "
+                "each once, in that order. Turn off the option that adds this processor (such as repetition_penalty=1.0, "
+                f"min_new_tokens=0), {PLAIN}"
             )
         _refuse(_other_fields(processor))
         values[name] = getattr(processor, name)
-    # None of the three changes which token is likeliest.
+    # Temperature, top-k and top-p don't change the likeliest token, so greedy decoding ignores them.
     return SpeculativeSampling(sampling=Sampling(**values)) if config.do_sample else GreedyAcceptance()
 
 
 def _other_fields(processor: LogitsProcessor) -> list[str]:
-    """Return a caller's warper without the library's part. transformers' TopKLogitsWarper has made
-    one number of both of its own.
+    """List the fields of a warper with unsupported values.
+
+    transformers' TopKLogitsWarper merges its two fields into one, so `min_tokens_to_keep` is
+    checked for top-p only.
     """
     plain = {"filter_value": -float("inf")} | ({"min_tokens_to_keep": 1} if type(processor) is TopPLogitsWarper else {})
     fields = {name: getattr(processor, name, value) for name, value in plain.items()}
@@ -158,9 +168,9 @@ def _other_fields(processor: LogitsProcessor) -> list[str]:
 def split_criteria(
     criteria: Sequence[StoppingCriteria], prompt_length: int
 ) -> tuple[int, tuple[int, ...], list[StoppingCriteria]]:
-    """Return the token limit, the stop tokens, and all other criteria.
+    """Split the criteria into the token limit, the stop tokens, and all others.
 
-    `prompt_length` counts padding, as `max_length` does.
+    `prompt_length` includes padding, as `max_length` does.
     """
     limits, stop_ids, others = [], set[int](), []
     for criterion in criteria:
@@ -176,14 +186,14 @@ def split_criteria(
 
 
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the tokens of each prompt.
+    """Remove the padding of each prompt.
 
     Raises ValueError for padding anywhere but on the left.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"speculative decoding needs the prompts' input_ids [batch, token], and has {tuple(input_ids.shape)}; "
-            "embeddings in their place can't be drafted for"
+            f"speculative decoding needs the prompts' input_ids [batch, token], but has {tuple(input_ids.shape)}; "
+            "give tokens, since embeddings aren't supported"
         )
     if attention_mask is None:
         return list(input_ids)

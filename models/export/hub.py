@@ -1,8 +1,8 @@
 """Upload of drafters to the Hub, and download, through huggingface_hub.
 
-The token is that of HF_TOKEN or `hf auth`. A push never takes anything away unasked: where the
-branch holds other files than the folder, it is refused. The commit is made on top of the very
-commit that was looked at, or not at all.
+The token is that of HF_TOKEN or `hf auth`. A push deletes or replaces files only on request: it
+raises ValueError if the branch holds other files than the folder. The new commit has the inspected
+commit as its parent, or isn't made at all.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from .package import ALLOWED, package_files, require_new
 logger = logging.getLogger(__name__)
 
 KEPT_FILES = frozenset({".gitattributes"})
-"""The Hub's own, in every repository."""
+"""Files that the Hub adds to every repository."""
 MAIN = "main"
 MOST_NAMED = 8
-"""Files named in one message."""
+"""Largest number of files in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What a push has done."""
+    """Result of a push."""
 
     url: str
     commit: str
     private: bool
-    """Whether the repository is; one that was there keeps what it was."""
+    """Whether the repository is private. A push doesn't change this for an existing one."""
     added: list[str]
-    """Files that are new, or were changed. None where the branch held all of them already: then
-    nothing was committed."""
+    """Files that are new or changed. It is empty if the branch held all of them already; then there
+    is no commit."""
     deleted: list[str]
 
 
@@ -51,17 +51,18 @@ def push(
 ) -> Pushed:
     """Upload a folder (see `package_files`) to a branch of a repository.
 
-    Both are made where they aren't there, the repository private unless `public`. With `overwrite`,
-    and on a branch that is new, the branch then holds these files alone.
+    A missing repository or branch is created; a new repository is private unless `public`. With
+    `overwrite`, and on a new branch, the branch then holds these files alone.
 
-    Raises ValueError for a folder with anything that isn't to be shared, where files of the branch
-    differ, and where the Hub refuses or can't be reached.
+    Raises ValueError for a folder with files that must not be shared, for a branch with different
+    files, and if the Hub rejects the upload or can't be reached.
     """
+    # 1. Create the repository and the branch if they are missing.
     files, api, branch = package_files(folder), HfApi(), revision or MAIN
     with telling_hub_errors(repo), _unwrapped():
         try:
             api.model_info(repo)
-        except RepositoryNotFoundError:  # what it says of one that we may not see, too: then making it is refused
+        except RepositoryNotFoundError:  # also for one without access: then the Hub refuses to create it
             api.create_repo(repo, private=not public, exist_ok=True)
         fresh = False
         try:
@@ -70,15 +71,19 @@ def push(
             api.create_branch(repo, branch=branch)
             info, fresh = api.model_info(repo, revision=branch), True
         assert info.sha is not None
-        there = _files_of(api, repo, info.sha)
-        changed = [name for name, path in files.items() if name not in there or not _is_same(path, there[name])]
-        extra = sorted(there.keys() - files.keys())
-        if not fresh and not overwrite and (differing := sorted((set(changed) & there.keys()) | set(extra))):
+
+        # 2. Compare the branch with the folder.
+        remote = _files_of(api, repo, info.sha)
+        changed = [name for name, path in files.items() if name not in remote or not _is_same(path, remote[name])]
+        extra = sorted(remote.keys() - files.keys())
+        if not fresh and not overwrite and (differing := sorted((set(changed) & remote.keys()) | set(extra))):
             more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
             raise ValueError(
                 f"the branch {branch} of {repo} holds other files than {folder}: {', '.join(differing[:MOST_NAMED])}{more}. "
-                "Push to a new branch (--revision NAME), or replace what is there (--overwrite; its history keeps it)"
+                "Push to a new branch (--revision NAME), or replace these files (--overwrite; the history keeps them)"
             )
+
+        # 3. Commit the changes.
         private = bool(info.private)
         commit = info.sha
         if changed or extra:
@@ -87,23 +92,23 @@ def push(
                 *(CommitOperationDelete(path_in_repo=name) for name in extra),
             ]
             try:
-                made = api.create_commit(
+                created = api.create_commit(
                     repo, operations, commit_message=message or "Upload drafter", revision=branch, parent_commit=info.sha
                 )
             except BaseException:
-                if fresh:  # with the files of main it would be in the way of the next try
+                if fresh:  # its copies of main's files would make the next push fail
                     _remove(api, repo, branch)
                 raise
-            commit = made.oid
+            commit = created.oid
             _require_there(api, repo, commit, files)
         return Pushed(url=f"{api.endpoint}/{repo}/tree/{branch}", commit=commit, private=private, added=changed, deleted=extra)
 
 
 def pull(repo: str, output: Path, revision: str | None = None) -> str:
-    """Download a drafter's folder, code included, which isn't run; whole or not at all.
+    """Download a drafter's folder atomically, with its code, which isn't run.
 
-    Returns the commit. Raises ValueError for a folder that isn't empty, and where the repository
-    holds no drafter or can't be read.
+    Returns the commit. Raises ValueError for an output folder that isn't empty, and if the
+    repository holds no drafter or can't be read.
     """
     require_new(output)
     patterns = [*ALLOWED, "*.safetensors", *(f"{FOLDER}/{name}" for name in ("*.py", LICENCE_FILE, REQUIREMENTS_FILE))]
@@ -111,48 +116,50 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
         commit = HfApi().model_info(repo, revision=revision).sha
         assert commit is not None
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"])
-        shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's notes of the download
+        shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's records of the download
         package_files(folder, called=f"{repo} at commit {commit}")
     return commit
 
 
 def _remove(api: HfApi, repo: str, branch: str) -> None:
-    """Take away a branch that a push has made, as far as that can be done.
+    """Delete a branch that a failed push has created, if possible.
 
-    The news is why the push failed.
+    Errors are only logged, since the failure of the push matters more.
     """
     try:
         api.delete_branch(repo, branch=branch)
     except (HfHubHTTPError, httpx.TransportError):
         logger.warning(
-            "the branch %s of %s, made for this push, couldn't be removed, and holds what %s does: push there with --overwrite",
+            "the branch %s of %s, created for this push, couldn't be deleted and holds the files of %s: push there with "
+            "--overwrite",
             *(branch, repo, MAIN),
         )
 
 
 def _files_of(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
     tree = api.list_repo_tree(repo, revision=commit, recursive=True)
-    return {each.path: each for each in tree if isinstance(each, RepoFile) and each.path not in KEPT_FILES}
+    return {file.path: file for file in tree if isinstance(file, RepoFile) and file.path not in KEPT_FILES}
 
 
 def _require_there(api: HfApi, repo: str, commit: str, files: dict[str, Path]) -> None:
-    """Raise ValueError where a commit lacks a file, or has another.
+    """Raise ValueError if a commit lacks a file, or has a different one.
 
-    The Hub leaves out what a repository's .gitignore names, and a file may have been changed while
-    it was uploaded.
+    The Hub leaves out the files that a repository's .gitignore lists. A file may also change during
+    its upload.
     """
-    there = _files_of(api, repo, commit)
-    if wrong := [name for name, path in files.items() if name not in there or not _is_same(path, there[name])]:
+    remote = _files_of(api, repo, commit)
+    if wrong := [name for name, path in files.items() if name not in remote or not _is_same(path, remote[name])]:
         raise ValueError(
-            f"commit {commit} of {repo} was made, and hasn't {', '.join(wrong[:MOST_NAMED])} as they are here: a file was "
-            "changed during the upload, or the repository's .gitignore names it. Mend that, and push again with --overwrite"
+            f"commit {commit} of {repo} was made, but these files differ from the local ones: {', '.join(wrong[:MOST_NAMED])}. "
+            "They changed during the upload, or the repository's .gitignore lists them; correct that, and push again with "
+            "--overwrite"
         )
 
 
 def _is_same(path: Path, remote: RepoFile) -> bool:
-    """Return whether the Hub's file has the same content.
+    """Check whether the Hub's file has the same content.
 
-    It tells SHA-256 of large files, and git's digest of others.
+    The Hub reports SHA-256 for large files, and git's digest for others.
     """
     if path.stat().st_size != remote.size:
         return False
@@ -164,7 +171,7 @@ def _is_same(path: Path, remote: RepoFile) -> bool:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """huggingface_hub wraps what happens in an upload's threads."""
+    """Unwrap the errors that huggingface_hub wraps in an upload's threads."""
     try:
         yield
     except RuntimeError as error:

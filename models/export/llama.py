@@ -1,4 +1,4 @@
-"""What the EAGLE formats share: one decoder layer, described as a Llama of one layer is."""
+"""Common parts of the EAGLE formats: one decoder layer, described as a Llama of one layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,10 +30,10 @@ BIASES = ("attention_bias", "mlp_bias")
 SIZES = frozenset(
     {*FORM_KEYS, "head_dim", "hidden_size", "vocab_size", *BIASES, "rope_parameters", "rope_theta", "rope_scaling"}
 )
-"""Keys that say what the layer is."""
+"""Keys that determine the layer."""
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that say themselves all that they are made of: others look at the length of the
-context, too."""
+"""Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
+the length of the context."""
 GENERAL_KEYS = frozenset(
     {
         "_name_or_path",
@@ -55,7 +55,7 @@ GENERAL_KEYS = frozenset(
         "use_cache",
     }
 )
-"""Of a configuration: what says nothing about the weights or how they are used, beyond what is
+"""Keys of a configuration that don't affect weights or computation, apart from values that are
 checked by name."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,),
@@ -65,19 +65,16 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "layer_types": (None, ["full_attention"]),
 }
-"""Keys whose other values would make another layer."""
+"""Keys with the values that we support; other values describe a different layer."""
 
 
 def layer_config(drafter: FeatureDrafter) -> Any:
-    """transformers' configuration of a drafter's layer."""
+    """Return transformers' configuration of a drafter's layer."""
     return drafter.layer.self_attn.config
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Return what makes a layer of its kind.
-
-    A form (see `decoder_layer.FORM_OPTIONS`) with every option.
-    """
+    """Describe a layer's form, with every option (see `decoder_layer.FORM_OPTIONS`)."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = {"rope_type": "default", **(config.rope_parameters or {})}
     return {
@@ -90,42 +87,42 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def layer_problems(drafter: FeatureDrafter, *, place: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """Return what of the drafter's layer `place` has no room for.
+    """List the parts of the drafter's layer that `place` doesn't support.
 
-    It takes the weights LAYER_WEIGHTS and `allowed`.
+    It supports the weights LAYER_WEIGHTS and `allowed`.
     """
     config = layer_config(drafter)
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
-        return [f"its layer is {config.model_type}'s, and {place} has {' or '.join(kinds)}'s only ({remedy})"]
+        return [f"its layer is {config.model_type}'s, but {place} supports {' or '.join(kinds)}'s only ({remedy})"]
     names = {name for name, _ in drafter.layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
-    problems = [f"its layer has {', '.join(sorted(names))}, for which {place} has no place ({remedy})"] if names else []
+    problems = [f"its layer has {', '.join(sorted(names))}, which {place} doesn't support ({remedy})"] if names else []
     if config.hidden_act != "silu":
-        problems.append(f"its layer's activation is {config.hidden_act}, and {place} has silu only")
+        problems.append(f"its layer's activation is {config.hidden_act}, but {place} supports silu only ({remedy})")
     windows = [kind for kind in (getattr(config, "layer_types", None) or ()) if kind != "full_attention"]
     if windows or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        problems.append(f"its layer sees a window of the text only, and {place} all of it ({remedy})")
-    if any(isinstance(each, dict) for each in (config.rope_parameters or {}).values()):
-        problems.append(f"its rotary embeddings differ between kinds of layers, and {place} has one layer ({remedy})")
+        problems.append(f"its layer attends to a window of the text only, but {place} to all of it ({remedy})")
+    if any(isinstance(value, dict) for value in (config.rope_parameters or {}).values()):
+        problems.append(f"its rotary embeddings differ between kinds of layers, but {place} has one layer ({remedy})")
     return problems
 
 
 def raise_refusal(problems: list[str], name: str) -> None:
-    """Raise ValueError where a format has no place for a drafter."""
+    """Raise ValueError if a format doesn't support a drafter, with all problems."""
     if problems:
         raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
 
 
 def frequencies(config: Any) -> torch.Tensor:
-    """Return the rotary frequencies of a layer's configuration, on the CPU."""
+    """Compute the rotary frequencies of a layer's configuration, on the CPU."""
     rotary: Any = FORMS[config.model_type][2](config)
     return rotary.inv_freq.float()
 
 
 def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
-    """Return the keys of a Llama of one layer that tell this one.
+    """Describe the drafter's layer with the keys of a Llama of one layer.
 
-    Under the names that transformers 4 and 5 read alike.
+    The names are those that transformers 4 and 5 both read.
     """
     form = describe(layer_config(drafter))
     rope = form.pop("rope_parameters")
@@ -146,13 +143,14 @@ def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
 
 
 def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str]) -> dict[str, Any] | None:
-    """Return the layer that a configuration describes.
+    """Parse the layer that a configuration describes.
 
-    None where it is of the target's own kind, else a form. `more` are keys that the caller looks
-    after. Raises ValueError for unknown keys, for the sizes of another target, and for a layer that
-    no drafter here has.
+    Returns None for a layer of the target's own kind, else the layer's form. The caller checks the
+    keys `more`. Raises ValueError for unknown keys, for the sizes of another target, and for a
+    layer that drafters here don't support.
     """
-    if config.get("use_sliding_window") is False:  # then the window's size says nothing
+    # 1. List all problems of keys and values.
+    if config.get("use_sliding_window") is False:  # then the window's size has no effect
         config = {name: value for name, value in config.items() if name != "sliding_window"}
     unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - SIZES - more
     problems = [f"an unknown key {name}" for name in sorted(unknown)]
@@ -169,18 +167,24 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
         if not isinstance(config.get(name, usual), str) or config.get(name, usual) not in known:
             problems.append(f"{name} {config[name]!r}")
     if problems:
-        raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
+        raise ValueError(
+            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
+        )
+
+    # 2. Compare sizes and layer with the target.
     require_sizes(config, folder, target)
     model_config = _parse(config, folder, target)
-    described, own = describe(model_config), target.model.config.get_text_config()
-    lengths = model_config.max_position_embeddings, own.max_position_embeddings
+    described, target_config = describe(model_config), target.model.config.get_text_config()
+    lengths = model_config.max_position_embeddings, target_config.max_position_embeddings
     kind = described["rope_parameters"]["rope_type"]
-    if kind not in ROPE_OF_POSITIONS and (model_config.rope_parameters != own.rope_parameters or lengths[0] != lengths[1]):
+    if kind not in ROPE_OF_POSITIONS and (
+        model_config.rope_parameters != target_config.rope_parameters or lengths[0] != lengths[1]
+    ):
         raise ValueError(
-            f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens, read only "
-            f"where the target has the very same, and it has one of {lengths[1]} tokens; use a drafter of this target"
+            f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens. They must equal "
+            f"the target's, which has a context of {lengths[1]} tokens; use a drafter of this target"
         )
-    return None if own.model_type in FORMS and described == describe(own) else described
+    return None if target_config.model_type in FORMS and described == describe(target_config) else described
 
 
 def _is_size(value: Any) -> bool:
@@ -188,9 +192,9 @@ def _is_size(value: Any) -> bool:
 
 
 def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
-    """transformers' configuration of the described layer.
+    """Build transformers' configuration of the described layer.
 
-    A rotary base that isn't told is transformers' own default.
+    A missing rotary base takes transformers' default.
     """
     make: Any = FORMS[config.get("model_type", "llama")][0]
     keys = SIZES | {"max_position_embeddings"}
@@ -201,12 +205,14 @@ def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
         model_config = make(**options, num_hidden_layers=1)
         form_config(target, describe(model_config))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ValueError(f"{folder.path / 'config.json'} makes no layer ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{folder.path / 'config.json'} doesn't describe a valid layer ({type(error).__name__}: {error}); correct it"
+        ) from error
     return model_config
 
 
 def require_sizes(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> None:
-    """Raise ValueError where a drafter was made for another target's sizes."""
+    """Raise ValueError if a drafter has other sizes than the target."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
     wrong = [
         f"{name} is {config[name]}, the target's {size}"
@@ -218,7 +224,7 @@ def require_sizes(config: Mapping[str, Any], folder: Folder, target: HFTarget) -
 
 
 def target_parts(target: HFTarget, *, head: bool) -> dict[str, torch.Tensor]:
-    """Tensors of the target's that some programs write beside a drafter."""
+    """Collect the target's tensors that some programs store beside a drafter."""
     parts = {"embed_tokens.weight": target.embed_tokens.weight.detach()}
     if head:
         parts["lm_head.weight"] = target.head.weight.detach()
@@ -226,20 +232,20 @@ def target_parts(target: HFTarget, *, head: bool) -> dict[str, torch.Tensor]:
 
 
 def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, *, head: bool, folder: Folder) -> None:
-    """Raise ValueError where such a tensor isn't the target's own.
+    """Raise ValueError if a stored tensor differs from the target's.
 
-    The drafter would read another than it was trained with.
+    The drafter would then read other values than in its training.
     """
-    for name, own in target_parts(target, head=head).items():
+    for name, target_part in target_parts(target, head=head).items():
         if name not in tensors:
             continue
-        theirs, ours = tensors[name].float(), own.cpu().float()
+        theirs, ours = tensors[name].float(), target_part.cpu().float()
         if not torch.allclose(theirs, ours, rtol=SAME_NUMBER, atol=float(ours.abs().max()) * SAME_NUMBER / 100):
             raise ValueError(
-                f"{folder.path} has {name} of its own, and the drafter here reads the target's, which differ: is this the "
-                f"target that it was trained for? {target.identity.name} may be a fine-tuned copy of it"
+                f"{folder.path} has {name} that differs from the target's, which the drafter would read here; give the "
+                f"target that it was trained for ({target.identity.name} may be a fine-tuned copy of it)"
             )
 
 
 SAME_NUMBER = 2**-7
-"""Relative difference that the narrower of two 16-bit types explains."""
+"""Relative difference that rounding to the narrower of two 16-bit types explains."""

@@ -1,16 +1,17 @@
-"""Medusa as github.com/FasterDecoding/Medusa and TensorRT-LLM read it, and as vLLM did.
+"""Medusa in the layouts of github.com/FasterDecoding/Medusa, TensorRT-LLM and former vLLM.
 
-    {i}.{j}.linear.{weight,bias}      block j of head i     blocks.{i}.{j}.linear.{weight,bias}
-    {i}.{num_layers}.weight [V, H]    head i's own head     lm_heads.{i}.weight
+    {i}.{j}.linear.{weight,bias}      block j of head i        blocks.{i}.{j}.linear.{weight,bias}
+    {i}.{num_layers}.weight [V, H]    head i's output layer     lm_heads.{i}.weight
 
-Both read `config.json` and these names: the reference (medusa/model/medusa_model.py) from
-`medusa_lm_head.pt`, TensorRT-LLM's examples/medusa/convert_checkpoint.py from that or from
-`medusa_lm_head.safetensors` (tensorrt_llm/models/llama/convert.py, `load_medusa_hf`), which renames
-them to `medusa_heads.{i}.medusa_layers.{j}.linear.*` and `medusa_heads.{i}.lm_head.weight` in the
-checkpoint that it makes of them and the target. The reference makes all blocks of a head one module
-(it repeats a list of one), so it holds heads of one block only. Those names, and vLLM's
-`blocks.{i}.layers.{j}.*` and `lm_heads.{i}.weight`, are read too. Heads that share the target's own
-output layer are blocks alone, with `version` "2".
+The first two read `config.json` and these names. The reference (medusa/model/medusa_model.py) reads
+`medusa_lm_head.pt`. TensorRT-LLM's examples/medusa/convert_checkpoint.py reads the same file or
+`medusa_lm_head.safetensors` (tensorrt_llm/models/llama/convert.py, `load_medusa_hf`). It renames
+the tensors to `medusa_heads.{i}.medusa_layers.{j}.linear.*` and `medusa_heads.{i}.lm_head.weight`
+in its checkpoint of heads and target. The reference shares one module between all blocks of a head
+(it repeats a list of one). So it only supports heads of one block.
+
+We also read TensorRT-LLM's names, and vLLM's `blocks.{i}.layers.{j}.*` and `lm_heads.{i}.weight`.
+Heads that share the target's output layer consist of blocks alone, with `version` "2".
 """
 
 import logging
@@ -34,49 +35,49 @@ KEYS = frozenset({NUM_HEADS, NUM_LAYERS, TARGET, TENSORRT_NUM_HEADS, "hidden_siz
 VLLM_NUM_HEADS, VLLM_NUM_LAYERS = "num_heads", "num_hidden_layers"
 VLLM_BIAS, VLLM_VOCAB = "medusa_fc_bias", "truncated_vocab_size"
 VLLM_KEYS = frozenset({VLLM_NUM_HEADS, VLLM_NUM_LAYERS, VLLM_BIAS, VLLM_VOCAB, "max_paths", "topk"})
-"""Those of vLLM's own configuration, which read Medusa until mid-2026."""
+"""Keys of vLLM's configuration; vLLM supported Medusa until mid-2026."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
     """Names of the tensors of a head and its blocks in a layout.
 
-    `head` and `block` are indexes; the head has `layers` blocks.
+    `head` and `block` are format strings with indexes; a head has `layers` blocks.
     """
 
     block: str
     head: str
 
     def pattern(self) -> re.Pattern[str]:
-        """Of a block's tensor."""
+        """Compile the pattern of a block's tensor names."""
         text = re.escape(self.block.format(head="HEAD", block="BLOCK", kind="KIND"))
         for name, pattern in (("HEAD", r"(\d{1,4})"), ("BLOCK", r"(\d{1,4})"), ("KIND", "(?:weight|bias)")):
             text = text.replace(name, pattern)
         return re.compile(text)
 
 
-REFERENCES_NAMES = Names("{head}.{block}.linear.{kind}", "{head}.{layers}.weight")
+REFERENCE_NAMES = Names("{head}.{block}.linear.{kind}", "{head}.{layers}.weight")
 LAYOUTS = (
-    REFERENCES_NAMES,
+    REFERENCE_NAMES,
     *(
-        Names(f"{prefix}.{REFERENCES_NAMES.block}", f"{prefix}.{REFERENCES_NAMES.head}")
+        Names(f"{prefix}.{REFERENCE_NAMES.block}", f"{prefix}.{REFERENCE_NAMES.head}")
         for prefix in ("medusa_head", "medusa_heads")
     ),
     Names("medusa_heads.{head}.medusa_layers.{block}.linear.{kind}", "medusa_heads.{head}.lm_head.weight"),  # TensorRT-LLM's
     Names("blocks.{head}.layers.{block}.{kind}", "lm_heads.{head}.weight"),  # vLLM's
 )
-"""Those that are read. The reference's is written; some publish it with a prefix."""
+"""Layouts that are read. The reference's is also written; some publish it with a prefix."""
 
 
 def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
-    """Return the reference's layout.
+    """Build the contents of a folder in the reference's layout.
 
-    Raises ValueError for heads that it has no place for.
+    Raises ValueError for heads that the layout doesn't support.
     """
     problems = _problems(drafter)
     if drafter.config.num_layers > 1:
         problems.append(
-            f"its heads have {drafter.config.num_layers} blocks each, and the reference makes one block of them (train with "
+            f"its heads have {drafter.config.num_layers} blocks each, but the reference supports one block (train with "
             "drafter.num_layers=1, or export for TensorRT-LLM)"
         )
     raise_refusal(problems, REFERENCE.name)
@@ -84,14 +85,14 @@ def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
 
 
 def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
-    """Return what TensorRT-LLM's conversion reads beside the target.
+    """Build the contents of a folder for TensorRT-LLM's conversion.
 
-    Raises ValueError for heads that it has no place for.
+    Raises ValueError for heads that the layout doesn't support.
     """
     problems = _problems(drafter)
     if drafter.config.share_head:
         problems.append(
-            "its heads share the target's output layer, and there each has its own (train with drafter.share_head=false)"
+            "its heads share the target's output layer, but there each has a separate one (train with drafter.share_head=false)"
         )
     raise_refusal(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
@@ -104,14 +105,15 @@ def _problems(drafter: Medusa) -> list[str]:
     config, problems = drafter.config, []
     if config.heads != "residual":
         problems.append(
-            f"its heads are of the kind {config.heads}, and there they are residual (train with drafter.heads=residual)"
+            f"its heads are of the kind {config.heads}, but there they are residual (train with drafter.heads=residual)"
         )
     if config.head_rank is not None:
         problems.append(
-            f"its heads share one of rank {config.head_rank}, and there each has its own (train with drafter.head_rank=null)"
+            f"its heads share an output layer of rank {config.head_rank}, but there each has a full one (train with "
+            "drafter.head_rank=null)"
         )
     if any(name.startswith("lm_heads.") and name.endswith(".bias") for name, _ in drafter.named_parameters()):
-        problems.append("its output layers have biases, and there they have none (train with drafter.share_head=true)")
+        problems.append("its output layers have biases, but there they have none (train with drafter.share_head=true)")
     return problems
 
 
@@ -129,7 +131,7 @@ def _layout(drafter: Medusa, target: HFTarget, file: str) -> FolderContents:
     return FolderContents(config=described, tensors=tensors, file=file)
 
 
-def _names(config: MedusaConfig, layout: Names = REFERENCES_NAMES) -> dict[str, str]:
+def _names(config: MedusaConfig, layout: Names = REFERENCE_NAMES) -> dict[str, str]:
     names = {}
     for head in range(config.num_heads):
         names[f"lm_heads.{head}.weight"] = layout.head.format(head=head, layers=config.num_layers)
@@ -140,10 +142,11 @@ def _names(config: MedusaConfig, layout: Names = REFERENCES_NAMES) -> dict[str, 
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Return the heads of a folder in any layout, as many as its tensors make.
+    """Describe how to read the heads of a folder in any layout.
 
-    Published configurations count them wrong.
+    The tensors determine the number of heads, since published configurations count them wrong.
     """
+    # 1. Check the configuration.
     config = folder.config
     problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - VLLM_KEYS - GENERAL_KEYS)]
     problems += [
@@ -152,26 +155,33 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         if name in config and (type(config[name]) is not int or config[name] < 1)
     ]
     if config.get(VLLM_BIAS, True) is not True:
-        problems.append(f"{VLLM_BIAS} {config[VLLM_BIAS]!r}, and blocks here have a bias")
+        problems.append(f"{VLLM_BIAS} {config[VLLM_BIAS]!r}, but blocks here have a bias")
     if config.get(VLLM_VOCAB) not in (None, target.vocab_size):
-        problems.append(f"{VLLM_VOCAB} {config[VLLM_VOCAB]!r}, and heads here have the target's whole vocabulary")
+        problems.append(f"{VLLM_VOCAB} {config[VLLM_VOCAB]!r}, but heads here have the target's whole vocabulary")
     if problems:
-        raise ValueError(f"{folder.path / 'config.json'} is none of Medusa's: it has {', '.join(problems)}")
+        raise ValueError(f"{folder.path / 'config.json'} is not a configuration of Medusa: it has {', '.join(problems)}")
     require_sizes(config, folder, target)
+
+    # 2. Count heads and blocks by the names of the tensors.
     layout, blocks = _blocks(folder)
-    num_heads, num_layers = (1 + max((block[place] for block in blocks), default=-1) for place in (0, 1))
+    num_heads, num_layers = (1 + max((block[axis] for block in blocks), default=-1) for axis in (0, 1))
     if num_heads * num_layers > len(folder.shapes):
         raise ValueError(
-            f"{folder.path} names {num_heads} heads of {num_layers} blocks, and has {len(folder.shapes)} tensors in all"
+            f"{folder.path} has names of {num_heads} heads of {num_layers} blocks, but only {len(folder.shapes)} tensors; "
+            "complete the download"
         )
     if not blocks:
-        raise ValueError(f"{folder.path} holds no heads: there is no 0.0.linear.weight; complete the download")
+        raise ValueError(f"{folder.path} has no heads: there is no 0.0.linear.weight; complete the download")
     for name in (NUM_LAYERS, VLLM_NUM_LAYERS):
         if config.get(name, num_layers) != num_layers:
-            raise ValueError(f"{folder.path} has {num_layers} blocks in a head, and its config.json says {name} {config[name]}")
+            raise ValueError(
+                f"{folder.path} has {num_layers} blocks in a head, but its config.json has {name} {config[name]}; correct it"
+            )
     for name in (NUM_HEADS, TENSORRT_NUM_HEADS, VLLM_NUM_HEADS):
         if config.get(name, num_heads) != num_heads:
-            logger.warning("%s has %d heads, though its config.json says %s %d", folder.path, num_heads, name, config[name])
+            logger.warning("%s has %d heads, but its config.json has %s %d", folder.path, num_heads, name, config[name])
+
+    # 3. The drafter's options.
     heads = [layout.head.format(head=head, layers=num_layers) for head in range(num_heads)]
     shares = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
     options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "heads": "residual", "share_head": shares}
@@ -179,23 +189,23 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def _blocks(folder: Folder) -> tuple[Names, list[tuple[int, int]]]:
-    """Return the layout, and the (head, block) that its names tell."""
+    """Find the layout, and the (head, block) indexes in its names."""
     for layout in LAYOUTS:
         pattern = layout.pattern()
         matches = [match for name in folder.shapes if (match := pattern.fullmatch(name))]
         if matches:
             return layout, [(int(match[1]), int(match[2])) for match in matches]
-    return REFERENCES_NAMES, []
+    return REFERENCE_NAMES, []
 
 
 def is_of(folder: Folder) -> bool:
-    """Told by its blocks."""
+    """Check for names of blocks in any layout."""
     return bool(_blocks(folder)[1])
 
 
 FILES = (SAFETENSORS_FILE, PICKLE_FILE, "model.safetensors")
 ACCURACIES = frozenset({"accuracies"})
-"""How often each head is right: it chooses the tree, which every program chooses for itself."""
+"""Accuracy of each head. It selects the draft tree, which every program selects for itself."""
 REFERENCE = Format(
     name="medusa", kind="medusa", write=write_reference, read=read, is_of=is_of, weight_files=FILES, measured=ACCURACIES
 )

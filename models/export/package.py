@@ -1,12 +1,10 @@
-"""A drafter as a folder for the Hub.
-
-What `load_drafter` reads, what plain transformers runs, and what people read.
+"""Folder of a drafter for the Hub, for plain transformers and for readers.
 
     config.json, model.safetensors      the drafter (see `drafters/files`)
-    training.json, certificate.json     what its training took, and that its decoding is lossless; where they are known
+    training.json, certificate.json     facts about its training, and its certificate, if there are any
     README.md                           the model card
-    generation_config.json              greedy decoding; all else is the target's
-    custom_generate/                    the decoding itself, for `model.generate(..., custom_generate=FOLDER)` (see `bundle`)
+    generation_config.json              greedy decoding; all other options come from the target
+    custom_generate/                    the decode loop, for `model.generate(..., custom_generate=FOLDER)` (see `bundle`)
 
 Nothing else is in such a folder, and nothing else is ever uploaded.
 """
@@ -32,8 +30,8 @@ from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
 GENERATION_CONFIG = {"do_sample": False}
-"""What is drafted for may well be sampled, but not unless somebody asks for it. Stop tokens are the
-target's business."""
+"""Default of `generate`: greedy, so that sampling must be requested. Stop tokens come from the
+target."""
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -47,28 +45,31 @@ ALLOWED = frozenset(
         *TOKENIZER_FILES,
     }
 )
-"""Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
+"""Files that a drafter's folder, or its export, may have beside safetensors."""
 UNNAMED = "the folder of this card: the drafter has no name on the Hub"
 UNNAMED_TARGET = "a local directory: the target has no name on the Hub"
-"""What a card writes beside the local name of a drafter, or of a target."""
+"""Comment in a card beside a target's local name; `UNNAMED` is the one beside a drafter's."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
 MOST_PROBLEMS = 10
-"""Named in one message."""
+"""Largest number of problems in one message."""
 
 
 def make_package(drafter: Path, output: Path, readme: str, certificate: Path | None = None) -> None:
-    """Write the folder, whole or not at all, into one that is empty or not there.
+    """Write the folder atomically, as a new folder or into an empty one.
 
-    Raises ValueError for a folder that isn't empty, for a drafter that is damaged, and for a
-    certificate that isn't one.
+    Raises ValueError for a folder that isn't empty, for a damaged drafter, and for a file that
+    isn't a certificate.
     """
+    # 1. Check all inputs.
     require_new(output)
     read_drafter_config(drafter)
     read_training_facts(drafter)
     count_tensors(drafter / WEIGHTS_FILE)
     if certificate is not None:
         read_certificate(certificate)
+
+    # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
         for name in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
             if (drafter / name).is_file():
@@ -83,40 +84,41 @@ def make_package(drafter: Path, output: Path, readme: str, certificate: Path | N
 
 
 def require_new(output: Path) -> None:
-    """Raise ValueError where `output` exists and is no empty folder."""
+    """Raise ValueError if `output` exists and isn't an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
+        raise ValueError(f"{output} exists already; name a new folder, or remove that one first")
 
 
 def require_names(*, base_model: str | None, repo: str | None, licence: str | None) -> None:
-    """Raise ValueError for what can't be a name on the Hub.
+    """Raise ValueError for names that the Hub doesn't allow.
 
-    A card repeats them, and its commands run with them.
+    Cards show these names, and their commands use them.
     """
     for option, name in (("base_model", base_model), ("repo", repo)):
         if name is not None and (HUB_ID.fullmatch(name) is None or "@" in name):
             raise ValueError(f"{option} is {name!r}; give a name on the Hub, user/name")
     if licence is not None and LICENCE.fullmatch(licence) is None:
-        raise ValueError(f"licence is {licence!r}; give the Hub's name of it, such as apache-2.0")
+        raise ValueError(f"licence is {licence!r}; give its name on the Hub, such as apache-2.0")
 
 
 def names_left_open(card: str) -> list[tuple[str, str]]:
-    """Return what a card calls by a local name, and the option that gives its name on the Hub."""
+    """List the local names in a card, each with the option that sets its name on the Hub."""
     names = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
-    return [(what, option) for note, what, option in names if note in card]
+    return [(subject, option) for note, subject, option in names if note in card]
 
 
 def package_files(folder: Path, called: str = "") -> dict[str, Path]:
-    """Return the files of a folder that is to be shared, by their names there, in order.
+    """List the files of a folder for sharing, by their names, sorted.
 
-    Messages name it as it is `called`. Raises ValueError, naming all of them, for files that don't
-    belong into one: links, hidden files, pickles, states of an optimizer, anything unknown; and for
-    a folder that holds no drafter.
+    Messages call the folder `called`. Raises ValueError for a folder without a drafter. Raises one
+    ValueError with all files that must not be shared: links, hidden files, pickles, states of an
+    optimizer, and unknown files.
     """
+    # 1. List the files, and all that must not be shared.
     called = called or str(folder)
     finish_replacing(folder)
     if not folder.is_dir():
-        raise ValueError(f"{called} is {'no folder' if folder.exists() else 'not there'}; name a drafter's folder")
+        raise ValueError(f"{called} is {'not a folder' if folder.exists() else 'missing'}; name a drafter's folder")
     files, problems = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -127,9 +129,11 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
     if problems:
         more = f" and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise ValueError(
-            f"{called} holds what isn't to be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move it out, or make a new "
-            "folder with `outrider package`"
+            f"{called} holds files that must not be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move them out, or "
+            "make a new folder with `outrider package`"
         )
+
+    # 2. Check that the folder has a drafter, and only its code.
     if CONFIG_FILE not in files or not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
@@ -141,23 +145,21 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
 
 
 def _require_own(folder: Path, files: Collection[str], called: str) -> None:
-    """Raise ValueError for a package without a readable drafter, or with unknown files.
-
-    Weights and code must be those that belong to the drafter.
-    """
+    """Raise ValueError for a package without a readable drafter, or with unknown weights or
+    code."""
     try:
         read_drafter_config(folder)
     except ValueError as error:
-        raise ValueError(f"{called} holds no drafter that could be read: {str(error).replace(str(folder), called)}") from error
+        raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error
     start = (folder / FOLDER / START_FILE).read_text(encoding="utf-8", errors="replace")
     code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
     known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
     if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
-        raise ValueError(f"{called} holds what is no part of its drafter: {', '.join(unknown[:MOST_PROBLEMS])}. Move it out")
+        raise ValueError(f"{called} holds files of something else: {', '.join(unknown[:MOST_PROBLEMS])}. Move them out")
 
 
 def _problem(path: Path, name: str) -> str | None:
-    """Why a file or folder isn't shared; None where it may be."""
+    """Describe why a file or folder isn't shared; None if it may be shared."""
     *parents, last = name.split("/")
     if path.is_symlink():
         return "a link"
@@ -166,9 +168,9 @@ def _problem(path: Path, name: str) -> str | None:
     if path.is_dir():
         return None if name == FOLDER else "an unknown folder"
     if not path.is_file():
-        return "no plain file"
+        return "not a plain file"
     if parents == [FOLDER]:
-        return None if last in (LICENCE_FILE, REQUIREMENTS_FILE) or path.suffix == ".py" else "no code"
+        return None if last in (LICENCE_FILE, REQUIREMENTS_FILE) or path.suffix == ".py" else "not code"
     if any(word in last.lower() for word in NOT_WEIGHTS):
         return "a state of training"
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
@@ -177,6 +179,6 @@ def _problem(path: Path, name: str) -> str | None:
 
 
 def is_package(folder: Path) -> bool:
-    """Return whether a folder has a model card and the code for transformers."""
+    """Check whether a folder has a model card and the code for transformers."""
     finish_replacing(folder)
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()

@@ -1,6 +1,6 @@
 """The formats that exist. A new format is a module, a row here, and a page in `docs/how-to/engines`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +29,53 @@ FORMATS: dict[str, Format] = {
         transformers_model.FORMAT,
     )
 }
-"""In the order in which a folder is asked what it is: those told by a key of their own come
-first."""
+"""All formats, in the order in which `format_of` checks a folder: formats with a key of their own
+come first."""
 ENGINES: dict[str, dict[str, str]] = {
     "vllm": {"eagle3": "eagle3", "eagle": "eagle1-vllm", "draft_model": "transformers"},
     "sglang": {"eagle3": "eagle3", "eagle": "eagle1-sglang", "draft_model": "transformers"},
 }
-"""The format that a serving engine reads, by engine and kind of drafter."""
+"""Format that a serving engine reads, by engine and kind of drafter."""
 
 
 def format_of(directory: Path) -> Format:
-    """Return the format of a folder, told by its files.
+    """Detect the format of a folder by its files.
 
-    Where two formats are read alike, the first of them. Raises ValueError for a folder of none.
+    If two formats look alike, the first one is returned. Raises ValueError for a folder in no known
+    format.
     """
     note = read_note(directory)
     if note is not None and note.format in FORMATS:
         return FORMATS[note.format]
     names = dict.fromkeys(name for format in FORMATS.values() for name in format.weight_files)
-    weight_files = tuple(sorted(names, key=lambda name: name in WEIGHT_FILES))  # what one format alone has says more
+    weight_files = tuple(sorted(names, key=lambda name: name in WEIGHT_FILES))  # file names of one format only come first
     folder = open_folder(directory, weight_files)
     for format in FORMATS.values():
         if format.is_of(folder):
             return format
     raise ValueError(
-        f"{directory} holds tensors such as {', '.join(sorted(folder.shapes)[:3])}, by which no format is known; say which it "
-        f"is, one of {', '.join(FORMATS)}"
+        f"{directory} holds tensors such as {', '.join(sorted(folder.shapes)[:3])}, which match no known format; give "
+        f"its format, one of {', '.join(FORMATS)}"
     )
 
 
 def find_format(name: str) -> Format:
-    """Return the format of this name.
+    """Look up a format by its name.
 
     Raises ValueError for an unknown name.
     """
     if name not in FORMATS:
         formats = ", ".join(f"{format.name} ({format.kind})" for format in FORMATS.values())
-        raise ValueError(f"the format is {name!r}; there are (each for a kind of drafter): {formats}")
+        raise ValueError(f"the format is {name!r}; choose one of (each for a kind of drafter): {formats}")
     return FORMATS[name]
 
 
 def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
-    """Return for each format of the drafter's kind why it can't hold such a drafter, or None if it can.
+    """Check which formats of the drafter's kind could hold such a drafter after training.
 
-    `fresh` is an untrained drafter, and it is of no use afterwards: the function chooses some
-    vocabulary, and sets all weights to 1, since training leaves no weight at the zero that it starts at.
+    The result has the reason for each format that can't, and None for each that can. `fresh` is an
+    untrained drafter, which can't be used afterwards: the function chooses some vocabulary, and
+    sets all weights to 1, since training leaves no weight at its initial zero.
     """
     if fresh.wants_token_counts:
         fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
@@ -92,29 +94,48 @@ def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[s
 
 
 def engine_format(engine: str, directory: Path) -> str:
-    """Return the format in which an engine of ENGINES reads the drafter in a directory.
+    """Choose the format in which an engine of ENGINES reads the drafter in a directory.
 
-    Raises ValueError, with what the engine serves and how the drafter can be written, for a kind
-    that it doesn't serve.
+    Raises ValueError for a kind that the engine doesn't serve, with the kinds that it serves and
+    the formats for this kind.
     """
     saved = read_drafter_config(directory)
+    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"--to is {engine}", str(directory))
+
+
+def holds_kind(name: str, kind: str) -> bool:
+    """Return whether a format, or an engine of ENGINES, takes drafters of a kind."""
+    return kind in ENGINES[name] if name in ENGINES else FORMATS[name].kind == kind
+
+
+def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list[str]:
+    """Return the formats, each once, for a drafter of a kind: engines' names stand for their format."""
+    chosen = [
+        engine_format_of(name, kind, feature_layers, name, "it") if name in ENGINES else name
+        for name in names
+        if holds_kind(name, kind)
+    ]
+    return list(dict.fromkeys(chosen))
+
+
+def engine_format_of(engine: str, kind: str, feature_layers: object, chosen: str, drafter: str) -> str:
+    """Return the format in which an engine reads a drafter of a kind. The texts are for the error."""
     served = ENGINES[engine]
-    if saved.kind not in served:
-        others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
+    if kind not in served:
+        others = ", ".join(name for name, format in FORMATS.items() if format.kind == kind) or "no format"
         raise ValueError(
-            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} "
+            f"{chosen}, which doesn't serve drafters of the kind {kind}, only {', '.join(served)}. {drafter} "
             f"can be written as {others}"
         )
-    if engine == "vllm" and saved.drafter.get("feature_layers") is not None:
-        return "speculators"  # `eagle3` has no place for layers of one's own
-    return served[saved.kind]
+    if engine == "vllm" and kind == "eagle3" and feature_layers is not None:
+        return "speculators"  # `eagle3` doesn't support other layers than the default
+    return served[kind]
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
-    """Return a drafter of our own as its file has it, on the CPU.
+    """Load one of our drafters on the CPU, in the type of its stored numbers.
 
-    With its numbers in their own type, whatever the target's is. Raises ValueError as
-    `load_drafter` does.
+    The target's type has no influence. Raises ValueError as `load_drafter` does.
     """
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
@@ -134,9 +155,9 @@ def export_drafter(directory: Path, target: HFTarget, name: str, output: Path, d
 def import_drafter(
     directory: Path, target: HFTarget, *, name: str | None = None, options: Mapping[str, Any] | None = None
 ) -> TrainableDrafter:
-    """Return the drafter of another program's folder, in the format `name`.
+    """Import a drafter from another program's folder in the format `name`.
 
-    Without a name its files determine the format.
+    Without a name the format is detected.
     """
     directory = Path(directory)
     return read_folder(find_format(name) if name else format_of(directory), directory, target, options)

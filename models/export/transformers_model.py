@@ -1,10 +1,10 @@
 """A draft model as an ordinary folder of transformers.
 
-The `assistant_model` of assisted generation. The tensors are the model's own, under its own names;
-`config.json` is its configuration. Beside them lie the target's tokenizer and a generation
-configuration with as many draft tokens as the drafter drafts, always (transformers would change
-their number as it goes). Any folder of a causal model of transformers with the target's tokenizer
-is read back, not only what was exported.
+It can be the `assistant_model` of assisted generation. The tensors have the model's own names, and
+`config.json` is its configuration. The target's tokenizer and a generation configuration lie beside
+them. The latter fixes the number of draft tokens to the drafter's, since transformers would vary it
+otherwise. Besides our exports, any folder of a causal model of transformers with the target's
+tokenizer can be read.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from .formats import NOTE_FILE, FolderContents, Format, Reading, Tensors
 from .llama import SAME_NUMBER
 
 PREFIX = "model."
-"""Our names of the model's tensors begin so."""
+"""Prefix of the model's tensors in our own names."""
 FORMER_KEYS = frozenset(
     {
         "finetuning_task",
@@ -44,14 +44,14 @@ FORMER_KEYS = frozenset(
         "use_bfloat16",
     }
 )
-"""Keys of configurations that older versions of transformers wrote. None of them says what a model
-computes."""
+"""Keys of configurations that older versions of transformers wrote. None of them changes what a
+model computes."""
 
 
 def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
-    """There is nothing that transformers has no place for.
+    """Build the contents of the folder; transformers supports every draft model.
 
-    Trees are a way of drafting, and there a chain is drafted.
+    transformers drafts a chain, and draft trees are only a way of drafting here.
     """
     config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
@@ -72,14 +72,15 @@ def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Return the model of a folder.
+    """Describe how to read the model of a folder.
 
-    Raises ValueError for one that transformers doesn't have, or that reads other tokens.
+    Raises ValueError for a model that transformers doesn't have, or with another tokenizer.
     """
+    # 1. Check the configuration and the tokenizer.
     if folder.config.get("vocab_size") != target.vocab_size:
         raise ValueError(
-            f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens and "
-            f"{target.identity.name} one of {target.vocab_size}; use a smaller model of the same family"
+            f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens, but "
+            f"{target.identity.name} has one of {target.vocab_size}; use a smaller model of the same family"
         )
     named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
     try:
@@ -88,17 +89,20 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     except ValueError as error:
         raise ValueError(f"{folder.path / CONFIG_FILE} describes no model: {error}") from error
     _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
-    if not (folder.path / NOTE_FILE).is_file():  # its digest was written down
-        # With the checked configuration: transformers would read the stranger's again.
+    if not (folder.path / NOTE_FILE).is_file():  # a note records the tokenizer's digest
+        # Pass the checked configuration; otherwise transformers would read the unchecked file
+        # again.
         options = {"config": model.config}
         tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path), tokenizer_options=options))
         require_same_tokenizer(str(folder.path), tokenizer_digest(tokenizer), target)
+
+    # 2. Describe the tensors.
     tied = tied_parameters(model)
 
     def convert(tensors: Tensors, config: Any) -> Tensors:
         for name, twin in tied.items():
             if name in tensors and not torch.allclose(tensors[name].float(), tensors[twin].float(), rtol=SAME_NUMBER):
-                raise ValueError(f"{folder.path} has {name} and {twin} that differ, and its config.json says that they are one")
+                raise ValueError(f"{folder.path} has different {name} and {twin}, but its config.json ties them; correct it")
         return {}
 
     shapes = model.state_dict()
@@ -110,26 +114,26 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     )
 
 
-def _require_known_keys(given: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
+def _require_known_keys(keys: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
     """Raise ValueError for a key that this kind of model doesn't have.
 
-    Switches that are off are allowed. What a configuration doesn't know, it keeps all the same;
-    what it knows under an older name, as `rope_theta`, it doesn't.
+    Switches that are off are allowed. A configuration of transformers keeps unknown keys as
+    attributes. It doesn't keep keys that it knows under an older name, such as `rope_theta`.
     """
     kind = type(config)
     known = FORMER_KEYS.union(
         inspect.signature(kind).parameters, kind.attribute_map, PreTrainedConfig().to_dict(), ["model_type"]
     )
-    on = {name for name, value in given.items() if value not in (None, False) and hasattr(config, name)}
+    on = {name for name, value in keys.items() if value not in (None, False) and hasattr(config, name)}
     if unknown := sorted(on - known):
         raise ValueError(
-            f"{path} has {', '.join(unknown)}, which transformers' {kind.__name__} doesn't know, so the model here may be "
-            "another than the one that was trained; take out what says nothing of what the model computes"
+            f"{path} has {', '.join(unknown)}, which transformers' {kind.__name__} doesn't support, so the model may differ "
+            "from the trained one; delete these keys if they don't change what the model computes"
         )
 
 
 def is_of(folder: Folder) -> bool:
-    """Told by being nothing else: a causal model with embeddings and several layers' names."""
+    """Check for embeddings and a model type; other formats are checked first."""
     return any("embed" in name for name in folder.shapes) and "model_type" in folder.config
 
 

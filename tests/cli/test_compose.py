@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from outrider.cli import keys
 from outrider.cli.arguments import parse_arguments
-from outrider.cli.compose import compose, main
+from outrider.cli.compose import LIST_OPTIONS, compose, main
 from outrider.cli.config import to_run_config
 from outrider.cli.describe import drafter_sections, sections
 
@@ -210,7 +210,8 @@ def test_a_section_on_top_of_a_recipe_changes_it(tmp_path: Path) -> None:
 def test_a_drafter_described_by_its_kind_needs_no_group(tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text("defaults: [demo]\ndrafter: {kind: medusa, num_heads: 3}\neval: {settings: [{}]}\n")
     config = composed(str(tmp_path / "plain.yaml"))
-    assert OmegaConf.to_container(config.drafter) == {"kind": "medusa", "num_heads": 3}
+    assert (config.drafter.kind, config.drafter.num_heads) == ("medusa", 3)
+    assert {f"drafter.{name}" for name in config.drafter} <= {o.name for o in drafter_sections()["medusa"].options}
     assert config.train.steps == 500
 
 
@@ -289,3 +290,41 @@ def test_a_mistake_is_reported_before_a_launch(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(SystemExit):
         main()
     assert "train.learning_rate" in capsys.readouterr().err
+
+
+# --- lists, and the base of a drafter's section
+
+
+def test_a_list_needs_no_brackets() -> None:
+    config = composed("demo", "stages=distill,train", "export.formats=apple", "eval.suites=my.jsonl", "eval.temperatures=0.5")
+    assert list(config.stages) == ["distill", "train"]
+    assert list(config.export.formats) == ["apple"]
+    assert list(config.eval.suites) == ["my.jsonl"]
+    assert list(config.eval.temperatures) == [0.5]
+    assert list(composed("demo", "stages=[distill]").stages) == ["distill"]
+    assert "stages" in problems("demo", "stages=null")
+
+
+def test_the_listed_options_are_those_with_texts_or_numbers() -> None:
+    options = {option.name: option.type for section in sections().values() for option in section.options}
+    assert all(options[name].startswith("list of") for name in LIST_OPTIONS)
+
+
+def test_an_option_of_a_suite_needs_no_plus() -> None:
+    config = composed("demo", "eval=chat", "eval.suites.0.limit=4", "eval.suites.1.limit=5")
+    assert [suite.limit for suite in config.eval.suites] == [4, 5]
+    (suite,) = composed("demo", "eval.suites=[{name: gsm8k}]", "eval.suites.0.limit=4").eval.suites
+    assert suite.limit == 4
+
+
+def test_a_kind_in_a_file_has_the_packaged_choice_below_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("drafter: {kind: eagle3, depth: 3}\ntrain: {steps: 3}\n")
+    drafter = composed(str(recipe)).drafter
+    assert OmegaConf.to_container(drafter.layer) == {"model_type": "llama", "hidden_act": "silu"}
+    assert (drafter.kind, drafter.depth, drafter.top_k) == ("eagle3", 3, 8)
+    recipe.write_text("drafter: {kind: eagle3, layer: null}\ntrain: {steps: 3}\n")
+    assert composed(str(recipe)).drafter.layer is None
+    recipe.write_text("drafter: {kind: eagle3, start_from: a/b}\ntrain: {steps: 3}\n")
+    assert OmegaConf.to_container(composed(str(recipe)).drafter) == {"kind": "eagle3", "start_from": "a/b"}
+    assert "drafter=eagle3" in problems("demo", "drafter.kind=eagle3")

@@ -82,7 +82,7 @@ def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
     assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
     # The drafter fits the complete target too.
     load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))
-    with pytest.raises(ValueError, match="target.name_or_path is .*there is no such directory"):
+    with pytest.raises(ValueError, match="--target is './nowhere'; give a directory"):
         call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
 
 
@@ -117,19 +117,19 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
 def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
     monkeypatch.setattr("outrider.models.target.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
-    with pytest.raises(ValueError, match=r"the format is 'tgi'; there are .*eagle1-vllm \(eagle\)"):
+    with pytest.raises(ValueError, match=r"the format is 'tgi'; choose one of .*eagle1-vllm \(eagle\)"):
         call("export", drafter, *target, "--to", "tgi")
-    with pytest.raises(ValueError, match="serves no drafter of the kind medusa; .*eagle3.* as medusa, tensorrt-llm"):
+    with pytest.raises(ValueError, match="doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm"):
         call("export", drafter, *target, "--to", "vllm")
     with pytest.raises(ValueError, match="--dtype is 'int8'"):
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
-    with pytest.raises(ValueError, match="is there already; name a new folder"):
+    with pytest.raises(ValueError, match="exists already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
     with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
-    with pytest.raises(ValueError, match="no/such/folder is neither a local folder nor a name on the Hub"):
+    with pytest.raises(ValueError, match="FOLDER is 'no/such/folder'.*or its name on the Hub"):
         call("import", "no/such/folder", *target)
-    with pytest.raises(ValueError, match="no format is known"):
+    with pytest.raises(ValueError, match="match no known format"):
         call("import", drafter, *target)
     assert not (tmp_path / "out").exists()
 

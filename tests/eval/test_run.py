@@ -20,7 +20,8 @@ from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
-from outrider.eval.measure.bench import Generation, answer_seed, evenly_spaced
+from outrider.eval.measure.timing import Generation
+from outrider.eval.measure.turns import answer_seed, evenly_spaced
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
@@ -435,7 +436,7 @@ def test_several_drafters_are_named_by_their_directories(
     config = replace(config, settings=[{}])
     rows = evaluate(config, tiny_target, tiny_target.tokenizer, copies, tmp_path / "eval")
     assert [row["method"] for row in rows] == ["baseline", "redrafter one", "redrafter two"]
-    with pytest.raises(ValueError, match="to be evaluated twice"):
+    with pytest.raises(ValueError, match="would be evaluated twice"):
         evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
 
 
@@ -775,7 +776,7 @@ def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
     assert unproven["tokens_per_second"] is not None
     assert is_unproven(unproven)
     assert [row["lossless_label"] for row in (plain, narrow)] == ["yes", "yes"]
-    assert "was not audited, since memory ran out" in caplog.text
+    assert "was not audited, because memory ran out" in caplog.text
     table = (folder / "table.md").read_text()
     assert "NOT PROVEN to be lossless" in table
     assert "NOT LOSSLESS" not in table

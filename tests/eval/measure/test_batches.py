@@ -87,7 +87,7 @@ def test_each_batch_size_is_compared_with_plain_decoding_at_the_same_size(run_ti
     assert all(len(values) >= 2 and values.count(values[0]) == len(values) for values in counts.values())
     pictures = sorted(path.name for path in (tmp_path / "eval").glob("*.png"))
     assert pictures == ["spec_bench-b3.png", "spec_bench.png"]
-    assert "batch size 1, 3" in (tmp_path / "eval" / "table.md").read_text()
+    assert "greedy, batch size 3" in (tmp_path / "eval" / "table.md").read_text()
 
 
 @pytest.mark.slow

@@ -270,8 +270,8 @@ def test_runs_of_another_environment_or_target_get_chapters_of_their_own(write_r
     here, there = write_run("here"), write_run("there", environment={"num_threads": 4})
     page = report(tmp_path / "report", here, there, write_run("other", config={"max_new_tokens": 64}))
     assert [name for name in page.ids if re.fullmatch(r"g\d", name)] == ["g1", "g2", "g3"]
-    assert "it differs in environment.num_threads." in page.text
-    assert "it differs in max_new_tokens." in page.text
+    assert "this one differs in environment.num_threads." in page.text
+    assert "this one differs in max_new_tokens." in page.text
 
 
 def test_two_measurements_of_one_cell_are_never_averaged(write_run: WriteRun, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_two_measurements_of_one_cell_are_never_averaged(write_run: WriteRun, tm
         *("plain decoding [a]", "plain decoding [b]"),
         *("ReDrafter [a] 4 beams of 3", "ReDrafter [b] 4 beams of 3"),
     ]
-    assert "each speedup is over the plain decoding of its own" in page.text
+    assert "each speedup is over plain decoding in the same folder" in page.text
 
 
 def test_prompts_of_another_revision_are_another_suite(write_run: WriteRun, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_folder_that_holds_no_finished_run_is_named(write_run: WriteRun, tmp_p
     directory = write_run("one")
     with pytest.raises(ValueError, match="given twice"):
         read_groups([directory, directory])
-    with pytest.raises(ValueError, match="no summary.json: it is no finished evaluation"):
+    with pytest.raises(ValueError, match="no summary.json: it is not a finished evaluation"):
         read_groups([tmp_path])
     rows = json.loads((directory / "summary.json").read_text())
     for text, message in (
@@ -394,9 +394,9 @@ def test_a_report_needs_no_torch() -> None:
 
 def test_notes_name_intervals_of_batches_and_too_few_batches_or_prompts(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
-    few = "too few for an interval to say much"
+    few = "too few for a reliable interval"
     assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
-    assert "Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch." in page.text
+    assert "Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch." in page.text
     three = report(tmp_path / "three", write_run("three", batch_size=4, row={"num_batches": 3, "speedup_ci95": [1.0, 2.0]}))
     assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
 

@@ -97,9 +97,9 @@ def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     ]
     (note,) = [note for note in footnotes(rows) if note.startswith("Outliers: 1 answers")]
     assert "prompt 0 turn 1 of redrafter a" in note
-    assert "(20.0x). They count in every figure" in note
+    assert "(20.0x). Every figure includes them" in note
     many: Any = {**rows[1], "outliers": rows[1]["outliers"] * 5}
-    assert any("and 2 more, named in the summary" in note for note in footnotes([many]))
+    assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
 
 
 def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
@@ -114,6 +114,6 @@ def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
     assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
-    notes = [note for note in footnotes(rows) if "in 3 batches, too few for an interval to say much" in note]
+    notes = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
     assert len(notes) == 1
     assert notes[0].startswith("mt_bench, greedy, batch size 2 ")

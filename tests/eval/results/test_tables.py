@@ -109,7 +109,7 @@ def test_differences_within_low_precision_noise_keep_the_speedup_and_are_noted(r
     assert drafted["speedup"] == pytest.approx(2.0)
     assert drafted["lossless"] is False
     assert drafted["lossless_label"] == "within noise (1)"
-    assert any("within this precision's own noise" in note for note in footnotes([plain, drafted]))
+    assert any("this precision's rounding noise" in note for note in footnotes([plain, drafted]))
 
 
 def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(records: list[EvalRecord]) -> None:
@@ -221,7 +221,7 @@ def test_the_headline_names_the_fastest_lossless_method_and_marks_uncertain_gain
     assert headline(rows).startswith("No method is faster than plain decoding; the best on mt_bench, greedy: ReDrafter. 0.90x")
     rows[1]["speedup"] = 2.0
     wrong = Mismatch(record=records[5], position=1)
-    assert headline(rows_of(records, [wrong])) == "No lossless method has a speedup everywhere: the table says why."
+    assert headline(rows_of(records, [wrong])) == "No lossless method has a speedup everywhere; the table shows the reasons."
     second: Any = {**rows[1], "suite": "gsm8k", "speedup": 3.0}
     assert headline([*rows, second]) == "Fastest over 2 groups: ReDrafter. 2.00x to 3.00x plain decoding."
 

@@ -170,7 +170,7 @@ def test_a_grid_is_extended_upwards_until_the_best_lies_inside(
     assert max(setting["tree_nodes"] for settings in result["rounds"][1:] for setting in settings) == 480, "its neighbour, too"
     assert max(setting["depth"] for settings in result["rounds"][1:] for setting in settings) == 28
     assert 2 <= len(result["rounds"]) - 1 <= MAX_EXTENSIONS
-    assert "have depth at the edge of what was tried: trying (14,), too" in caplog.text
+    assert "have depth at the edge of the grid: trying (14,) as well" in caplog.text
 
 
 def test_a_grid_is_extended_downwards_to_one_and_not_beyond(guessed: Callable[..., dict[str, Any]]) -> None:
@@ -487,9 +487,9 @@ def test_a_batch_that_no_prompts_fill_is_refused(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8, pack_weights=False)
-    with pytest.raises(ValueError, match="a batch size is 64, and .* fill no such batch"):
+    with pytest.raises(ValueError, match="the batch size 64 exceeds .* raise the suite's limit"):
         tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=[{"beam_width": 1}], batch_sizes=[64])
-    with pytest.raises(ValueError, match="a batch size is 64, and mt_bench has"):
+    with pytest.raises(ValueError, match="batch size 64 exceeds .* prompts of mt_bench"):
         load_suites(replace(config, batch_sizes=[64]))
 
 
@@ -511,5 +511,5 @@ def test_sampled_drafts_cannot_be_replayed(tiny_target: HFTarget, questions: Pat
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}), tiny_target)
     save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
-    with pytest.raises(ValueError, match="draws its drafts at random"):
+    with pytest.raises(ValueError, match="samples its drafts at random"):
         tune(config, tiny_target, tmp_path / "drawn", tmp_path)

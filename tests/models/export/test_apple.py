@@ -131,7 +131,7 @@ def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial_state": "embedding"}, "its initial_state is embedding, and there s_0 is zero"),
+        ({"initial_state": "embedding"}, "its initial_state is embedding, but there s_0 is zero"),
         ({"head_rank": 4}, "its head has rank 4"),
         ({"draft_vocab_size": 8}, "it drafts 8 tokens only"),
     ],
@@ -152,7 +152,7 @@ def test_an_export_overwrites_only_folders_of_its_own_format(target, tmp_path):
     drafter = make(target)
     save_drafter(drafter, tmp_path / "ours", target.identity)
     before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
-    with pytest.raises(ValueError, match="holds something else already; write into another folder"):
+    with pytest.raises(ValueError, match="holds other files already; write into another folder"):
         write_folder(FORMAT, drafter, tmp_path / "ours", target)
     assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == before
     write_folder(FORMAT, make(target, exit_width=24), tmp_path / "theirs", target)

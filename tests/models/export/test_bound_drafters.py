@@ -49,7 +49,7 @@ def test_a_model_that_reads_more_than_tokens_is_refused(model, folder):
     """PEFT's prompt tuning puts virtual tokens before the text; they would be dropped silently."""
     prepare = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
-    with pytest.raises(ValueError, match="something changes what the model reads"):
+    with pytest.raises(ValueError, match="something changes the model's inputs"):
         generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
     model.prepare_inputs_for_generation = prepare  # PEFT leaves this attribute on the model
     generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
@@ -66,7 +66,7 @@ def test_a_model_dispatched_to_one_device_decodes_and_an_offloaded_one_is_an_err
     dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True)
     assert torch.equal(generate(dispatched, drafter=folder, input_ids=PROMPT, max_new_tokens=8), plain)
     remove_hook_from_module(model, recurse=True)
-    with pytest.raises(ValueError, match=r"weights lie on elsewhere \(offloaded\).*load it so"):
+    with pytest.raises(ValueError, match=r"weights lie on elsewhere \(offloaded\).*load it on one"):
         generate(cpu_offload(model, torch.device("cpu")), drafter=folder, input_ids=PROMPT, max_new_tokens=8)
 
 

@@ -134,7 +134,7 @@ def test_a_criterion_with_values_for_other_rows_is_an_error(model, folder):
             return torch.zeros(2, dtype=torch.bool)
 
     criteria = StoppingCriteriaList([Two()])
-    with pytest.raises(ValueError, match=r"\(Two\) answer with \(2,\) values for 1 rows"):
+    with pytest.raises(ValueError, match=r"\(Two\) return \(2,\) values for 1 rows"):
         generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3, stopping_criteria=criteria)
 
 
@@ -156,7 +156,7 @@ def test_a_streamer_receives_the_values_of_plain_generate(model, folder):
     generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=9, streamer=drafting)
     assert drafting.values == plain.values
     assert drafting.ended
-    with pytest.raises(ValueError, match="a streamer takes one text, and there are 3 prompts"):
+    with pytest.raises(ValueError, match="a streamer takes one text, but there are 3 prompts"):
         generate(model, drafter=folder, input_ids=BATCH, attention_mask=MASK, max_new_tokens=9, streamer=Recorder())
 
 

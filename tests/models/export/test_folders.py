@@ -52,7 +52,7 @@ def test_names_and_shapes_are_known_before_weights_are_read(tmp_path):
 def test_files_in_torchs_old_format_are_an_error(tmp_path):
     """Before torch 1.6, a small file could allocate gigabytes before shapes are known."""
     torch.save(TENSORS, folder(tmp_path) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match="not a plain file of tensors as torch writes them since 1.6"):
+    with pytest.raises(ValueError, match="not a plain file of tensors as torch writes since 1.6"):
         open_folder(tmp_path)
 
 
@@ -66,9 +66,7 @@ def test_a_hostile_pickle_is_an_error_and_not_executed(tmp_path, monkeypatch, zi
     monkeypatch.setenv("HOSTILE", str(tmp_path))
     path = folder(tmp_path / "a")
     torch.save({"a": Hostile()}, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(
-        ValueError, match="not a plain file of tensors .*, and nothing else is read, since reading it could run"
-    ):
+    with pytest.raises(ValueError, match="not a plain file of tensors .*Reading anything else could run"):
         open_folder(path)
     assert not (tmp_path / "run").exists()
     torch.load(path / "pytorch_model.bin", weights_only=False)
@@ -86,7 +84,7 @@ def test_a_file_without_named_tensors_is_an_error(tmp_path, content):
 def test_an_index_that_names_a_file_outside_of_its_folder_is_an_error(tmp_path, name):
     safetensors.torch.save_file(TENSORS, tmp_path / "secret.safetensors")
     with_index(tmp_path / "a", {"a": name})
-    with pytest.raises(ValueError, match="files of a folder lie in it"):
+    with pytest.raises(ValueError, match="may lie outside of the folder"):
         open_folder(tmp_path / "a")
 
 
@@ -143,7 +141,7 @@ def test_a_compressed_file_is_an_error_before_it_is_decompressed(tmp_path):
     with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for member in plain.infolist():
             packed.writestr(member.filename, plain.read(member), zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match="it is compressed, which torch's own files never are"):
+    with pytest.raises(ValueError, match="it is compressed"):
         open_folder(tmp_path / "a")
 
 

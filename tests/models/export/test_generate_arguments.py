@@ -115,7 +115,7 @@ def rule_for(model: PreTrainedModel, *warpers: LogitsProcessor, **options: Any) 
     ],
 )
 def test_a_warper_with_further_options_is_an_error(model, warper, name):
-    with pytest.raises(ValueError, match=f"can't honour {name}"):
+    with pytest.raises(ValueError, match=f"doesn't support {name}"):
         rule_for(model, warper, do_sample=True)
 
 
@@ -150,8 +150,8 @@ def test_warpers_change_no_greedy_text(model, folder):
             {"generation_config": GenerationConfig(max_new_tokens=5, cache_implementation="paged")},
             "cache_implementation='paged'",
         ),
-        ({"position_ids": torch.arange(3, 8)[None]}, "can't honour position_ids"),
-        ({"synced_gpus": True}, "can't honour synced_gpus=True"),
+        ({"position_ids": torch.arange(3, 8)[None]}, "doesn't support position_ids"),
+        ({"synced_gpus": True}, "doesn't support synced_gpus=True"),
         ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; give the model's tokenizer"),
         ({"input_ids": BATCH.flip(1), "attention_mask": MASK.flip(1)}, "pad on the left"),
         ({"drafter_options": {"num_layers": 5}}, "num_layers can't be changed"),
@@ -204,5 +204,5 @@ def test_a_callers_cache_is_an_error(model, folder, kind):
         "empty": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(config=model.config, max_cache_len=64),
     }
-    with pytest.raises(ValueError, match="can't honour past_key_values"):
+    with pytest.raises(ValueError, match="doesn't support past_key_values"):
         generate(model, drafter=folder, input_ids=PROMPT, past_key_values=caches[kind](), max_new_tokens=3)

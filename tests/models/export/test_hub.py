@@ -143,7 +143,7 @@ def test_a_file_that_the_hub_ignores_is_an_error(hub: Hub, folder: Path) -> None
     hub.make(REPO)
     hub.ignored.add("certificate.json")
     (folder / "certificate.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"was made, and hasn't certificate\.json as they are here: .*\.gitignore"):
+    with pytest.raises(ValueError, match=r"was made, but these files differ .*: certificate\.json\..*\.gitignore"):
         push(folder, REPO)
 
 
@@ -158,7 +158,7 @@ def test_a_branch_left_by_a_broken_push_is_logged_and_never_overwritten_silently
     hub.refused |= {"/commit/": 403, "DELETE": 503}
     with pytest.raises(ValueError, match="HTTP 403"):
         push(folder, REPO, revision="v2")
-    assert "the branch v2 of user/drafter, made for this push, couldn't be removed" in caplog.text
+    assert "the branch v2 of user/drafter, created for this push, couldn't be deleted" in caplog.text
     hub.refused.clear()
     before = dict(hub.repositories[REPO].branches)
     with pytest.raises(ValueError, match="holds other files"):
@@ -278,7 +278,7 @@ def test_a_missing_repository_revision_or_drafter_is_an_error(hub, tmp_path):
 
 
 def test_a_pull_into_a_folder_with_files_is_an_error(hub, folder):
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         pull(REPO, folder)
     assert not hub.requests
 

@@ -87,7 +87,7 @@ def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter,
     ("format", "options", "message"),
     [
         (REFERENCE, {"heads": "ffn"}, "its heads are of the kind ffn.*train with drafter.heads=residual"),
-        (REFERENCE, {"head_rank": 4}, "share one of rank 4.*train with drafter.head_rank=null"),
+        (REFERENCE, {"head_rank": 4}, "share an output layer of rank 4.*train with drafter.head_rank=null"),
         (REFERENCE, {"num_layers": 2}, "its heads have 2 blocks each.*or export for TensorRT-LLM"),
         (TENSORRT, {"share_head": True}, "share the target's output layer.*train with drafter.share_head=false"),
     ],
@@ -149,9 +149,9 @@ def test_tensorrts_and_vllms_names_are_read(names, config, llama, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"medusa_fc_bias": False}, "medusa_fc_bias False, and blocks here have a bias"),
+        ({"medusa_fc_bias": False}, "medusa_fc_bias False, but blocks here have a bias"),
         ({"truncated_vocab_size": 40}, "truncated_vocab_size 40"),
-        ({"num_hidden_layers": 1}, "has 2 blocks in a head, and its config.json says num_hidden_layers 1"),
+        ({"num_hidden_layers": 1}, "has 2 blocks in a head, but its config.json has num_hidden_layers 1"),
     ],
 )
 def test_vllms_configuration_is_compared_with_the_heads(config, message, llama, tmp_path):
@@ -173,7 +173,7 @@ def test_all_heads_are_read_if_the_configuration_has_a_wrong_count(llama, tmp_pa
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
     with caplog.at_level(logging.WARNING):
         drafter = import_drafter(tmp_path / "a", llama)
-    assert "has 5 heads, though its config.json says medusa_num_heads 2" in caplog.text
+    assert "has 5 heads, but its config.json has medusa_num_heads 2" in caplog.text
     assert_same_logits(drafter, heads)
 
 
@@ -188,7 +188,7 @@ def test_the_later_layout_shares_the_targets_head(llama, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"medusa_num_layers": 2}, "has 1 blocks in a head, and its config.json says medusa_num_layers 2"),
+        ({"medusa_num_layers": 2}, "has 1 blocks in a head, but its config.json has medusa_num_layers 2"),
         ({"medusa_num_heads": "4"}, "it has medusa_num_heads '4'"),
         ({"version": "2"}, "unknown 0.1.weight"),
     ],

@@ -53,7 +53,7 @@ def test_a_package_holds_no_path_of_the_machine(folder, drafter_dirs):
         (".env", "hidden"),
         (".cache/token", "hidden"),
         ("checkpoints/model.safetensors", "an unknown folder"),
-        ("custom_generate/weights.bin", "no code"),
+        ("custom_generate/weights.bin", "not code"),
         ("custom_generate/.secret.py", "hidden"),
         ("notes.txt", "unknown"),
     ],
@@ -61,7 +61,7 @@ def test_a_package_holds_no_path_of_the_machine(folder, drafter_dirs):
 def test_a_file_that_must_not_be_shared_is_an_error_that_names_it(folder, name, why):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"secret")
-    with pytest.raises(ValueError, match=f"isn't to be shared: .*{why}.*Move it out"):
+    with pytest.raises(ValueError, match=f"must not be shared: .*{why}.*Move them out"):
         package_files(folder)
 
 
@@ -69,14 +69,14 @@ def test_a_file_that_must_not_be_shared_is_an_error_that_names_it(folder, name, 
 def test_weights_and_code_outside_of_the_drafter_are_an_error(folder, name):
     other = folder / ("model.safetensors" if name.endswith(".safetensors") else "custom_generate/absent.py")
     shutil.copyfile(other, folder / name)
-    with pytest.raises(ValueError, match=f"holds what is no part of its drafter: {name}. Move it out"):
+    with pytest.raises(ValueError, match=f"holds files of something else: {name}. Move them out"):
         package_files(folder)
 
 
 @pytest.mark.parametrize(("text", "why"), [("[]", "config.json"), ("{}", "format_version"), ("[" * 200_000, "not a JSON file")])
 def test_an_unreadable_drafter_is_an_error(folder, text, why):
     (folder / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"holds no drafter that could be read: .*{why}"):
+    with pytest.raises(ValueError, match=f"holds no readable drafter: .*{why}"):
         package_files(folder)
 
 
@@ -96,7 +96,7 @@ def test_a_folder_without_a_drafter_is_refused(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no drafter"):
         package_files(folder)
-    with pytest.raises(ValueError, match="not there"):
+    with pytest.raises(ValueError, match="is missing"):
         package_files(tmp_path / "nothing")
 
 
@@ -113,5 +113,5 @@ def test_a_failure_leaves_no_partial_folder(drafter_dirs, tmp_path):
 
 
 def test_a_package_is_not_written_into_a_folder_with_files(drafter_dirs, folder):
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         make_package(drafter_dirs["medusa"], folder, "# Card\n")

@@ -202,7 +202,7 @@ def test_feature_layers_may_be_given_where_the_configuration_is_ambiguous(llama,
     [
         # SpecForge's configs/qwen3-30B-A3B-eagle3.1.json
         ({"fc_norm": True, "norm_output": True}, "an unknown key fc_norm, an unknown key norm_output"),
-        ({"attention_bias": True}, "describes no such drafter: it has attention_bias True"),
+        ({"attention_bias": True}, "describes a drafter that isn't supported: it has attention_bias True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16, use_sliding_window True"),
         ({"sliding_window": 16}, "it has sliding_window 16"),
         ({"eagle_config": {**OPTIMIZER_NESTED, "parallel_draft_step": 4}}, "has parallel_draft_step 4"),

@@ -12,7 +12,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.export.registry import FORMATS, export_drafter, format_of, import_drafter
+from outrider.models.export.registry import FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],
@@ -111,7 +111,7 @@ def test_stray_missing_and_misshapen_tensors_are_named(name, llama, make_drafter
         safetensors.torch.save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
 
     changes = {
-        f"missing {key}|no format is known": {
+        f"missing {key}|match no known format": {
             tensor_name: value for tensor_name, value in original.items() if tensor_name != key
         },
         "unknown stray": {**original, "stray": torch.ones(1)},
@@ -241,7 +241,7 @@ def test_an_export_overwrites_only_an_export_of_the_same_format(llama, make_draf
     export_drafter(tmp_path / "ours", llama, "eagle3", path)
     for folder in (path, tmp_path / "ours"):
         before = {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()}
-        with pytest.raises(ValueError, match="holds something else already"):
+        with pytest.raises(ValueError, match="holds other files already"):
             export_drafter(tmp_path / "ours", llama, "speculators", folder)
         assert {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()} == before
 
@@ -262,9 +262,17 @@ def test_an_export_in_bfloat16_keeps_its_type_when_imported(llama, make_drafter,
 
 def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_drafter, tmp_path):
     path = exported("apple", llama, make_drafter, tmp_path)
-    with pytest.raises(ValueError, match=r"the format is 'gguf'; there are .*: speculators \(eagle3\), eagle3"):
+    with pytest.raises(ValueError, match=r"the format is 'gguf'; choose one of .*: speculators \(eagle3\), eagle3"):
         import_drafter(path, llama, name="gguf")
     (path / "outrider.json").unlink()
     (path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="by which no format is known; say which it is"):
+    with pytest.raises(ValueError, match="which match no known format; give its format"):
         format_of(path)
+
+
+def test_an_engine_stands_for_the_format_of_the_drafters_kind() -> None:
+    assert formats_for(["vllm", "sglang", "eagle3", "apple"], "eagle3", None) == ["eagle3"]
+    assert formats_for(["vllm", "sglang"], "eagle3", [1, 2, 3]) == ["speculators", "eagle3"]
+    assert formats_for(["vllm", "sglang"], "eagle", None) == ["eagle1-vllm", "eagle1-sglang"]
+    assert formats_for(["vllm", "apple"], "redrafter", None) == ["apple"]
+    assert not holds_kind("vllm", "redrafter")

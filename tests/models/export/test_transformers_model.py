@@ -64,7 +64,7 @@ def test_any_causal_model_with_the_targets_tokenizer_is_read(tied, safe, llama, 
 
 def test_models_with_other_tokens_are_an_error(llama, tmp_path):
     other_model(vocab_size=301).save_pretrained(tmp_path / "a")
-    with pytest.raises(ValueError, match="has a vocabulary of 301 tokens and org/tiny one of 300"):
+    with pytest.raises(ValueError, match="has a vocabulary of 301 tokens, but org/tiny has one of 300"):
         import_drafter(tmp_path / "a", llama)
     other_model().save_pretrained(tmp_path / "b")
     llama.tokenizer.save_pretrained(tmp_path / "b")
@@ -89,7 +89,7 @@ def test_a_key_that_the_models_config_class_lacks_is_named(llama, tmp_path):
     import_drafter(tmp_path / "a", llama)
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "logit_scale": 0.5, "use_mrope": True}))
     with pytest.raises(
-        ValueError, match=r"config.json has logit_scale, use_mrope, which transformers' LlamaConfig doesn't know"
+        ValueError, match=r"config.json has logit_scale, use_mrope, which transformers' LlamaConfig doesn't support"
     ):
         import_drafter(tmp_path / "a", llama)
 
