@@ -11,7 +11,7 @@ from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -173,6 +173,8 @@ def _wrong_value(name: str, value: Any) -> str:
 
 def _in_our_words(error: Exception, files: dict[str, RecipeFile]) -> str:
     """Return Hydra's message with the user's file names, without advice about internals."""
+    if isinstance(error, OverrideParseException):
+        return f"{error.override.removeprefix('++')} can't be read: {str(error).splitlines()[0]}"
     text = str(error) if error.__cause__ is None else f"{error} ({str(error.__cause__).splitlines()[0]})"
     for name, file in files.items():
         text = text.replace(f"conf/{name}", str(file.path))

@@ -185,7 +185,7 @@ def _documented_fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]
     """Yield the annotated fields of a class, each with the docstring under it."""
     for field, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if isinstance(field, ast.AnnAssign):
-            yield field, _docstring(following)
+            yield field, re.sub(r"\bNone\b", "null", _docstring(following))  # a recipe writes null
 
 
 def _run_time_names(source: "_Source", node: ast.ClassDef) -> frozenset[str]:

@@ -96,6 +96,10 @@ def test_a_failed_composition_raises_our_config_error(override: str) -> None:
     assert problems(override)
 
 
+def test_a_value_that_cannot_be_read_is_named_with_its_option() -> None:
+    assert "train.steps=[1 can't be read" in problems("train.steps=[1")
+
+
 def test_every_alias_means_an_option() -> None:
     names = {option.name for section in sections().values() for option in section.options}
     names |= {option.name for section in drafter_sections().values() for option in section.options}

@@ -349,7 +349,7 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
         ("+variants.more.train.stepz=1", r"variants\.more\.train\.stepz: "),
         ("stages=[]", "stages=.*must not be empty"),
         ("stages=[eval,eval]", "stages=.* same value twice"),
-        ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
+        ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "eval.settings has the setting .* twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
         ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more.drafter.num_heads is 6 and distill.horizon 5"),
         ("+variants.more.train.steps=5", r"variants\.more\.train\.warmup_steps is 15, not less than steps, which is 5"),

@@ -28,6 +28,7 @@ def test_every_section_and_option_of_a_run_is_described() -> None:
     options = every_option()
     assert len(options) > 120
     assert all(option.meaning and option.type for option in options.values())
+    assert not any("None" in option.meaning.split() for option in options.values()), "recipes write null"
 
 
 def test_types_defaults_and_choices_are_those_of_the_config_classes() -> None:

@@ -69,7 +69,7 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
     try:
         yield
     except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no name of a repository; give user/name ({_first_line(error)})") from error
+        raise ValueError(f"{repo!r} is not the name of a repository; give user/name ({_first_line(error)})") from error
     except OfflineModeIsEnabled as error:
         raise ValueError(f"{at} can't be reached, since HF_HUB_OFFLINE is set: unset it, or give a local folder") from error
     except LocalEntryNotFoundError as error:
