@@ -317,7 +317,7 @@ def test_tuning_a_drafter_on_the_hub_is_an_error_before_any_work(hub, tmp_path):
     app = typer.Typer()
     app.command()(tune_command)
     result = CliRunner().invoke(app, ["--target", "no/target", "--drafter", REPO, "--output", str(tmp_path)])
-    assert "`outrider pull user/drafter --output DIR` and tune that" in str(result.exception)
+    assert "`outrider pull user/drafter --output DIR` and tune DIR" in str(result.exception)
     assert not hub.requests
 
 
