@@ -34,7 +34,7 @@ def starts_again(what: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise StartsAgain(f"Nothing of the {what} is kept: it can't resume.") from None
+        raise StartsAgain(f"Nothing of the {what} is kept, so this command can't resume.") from None
 
 
 @contextmanager

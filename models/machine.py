@@ -36,7 +36,7 @@ MAX_CHAINED_ERRORS = 16
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, in this error or in one that it was raised from."""
+    """Return whether this error, or one in its chain, is a failed allocation of memory."""
     return find_out_of_memory(error) is not None
 
 

@@ -229,7 +229,10 @@ def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
 
 
 def decay_start(steps: int) -> int:
-    """Return the first step of the last part: falling learning rate, no tests, no loops."""
+    """Return the first step of the decay phase.
+
+    In this phase the learning rate falls, the data has no test files, and a loss penalises loops.
+    """
     return round(steps * (1 - DECAY_SHARE))
 
 

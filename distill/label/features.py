@@ -24,8 +24,8 @@ MASK_BYTES = 1
 class TextFeatures:
     """Tensors that the target computed for right-padded texts; meaningless on padding.
 
-    `hidden_states` are the last ones, after the final norm; `layers` are the inputs of layers by
-    number. `top_tokens` and `top_log_probs` are None if they weren't requested.
+    `hidden_states` are those of the last layer, after the final norm. `layers` maps a layer's
+    number to its input. `top_tokens` and `top_log_probs` are None if they weren't requested.
     """
 
     hidden_states: Float[torch.Tensor, "batch seq hidden"]

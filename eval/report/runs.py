@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An evaluation's folder."""
+    """One evaluation, as read from its folder."""
 
     name: str
     directory: Path

@@ -107,7 +107,8 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
     if {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
-            "gated MLP and a norm before each, so this drafter can't use their form; choose the drafter redrafter"
+            "gated MLP and a norm before each, so this drafter can't copy their architecture; "
+            "choose another drafter, such as redrafter"
         )
     norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
         name for name, _ in layers[0].named_parameters()

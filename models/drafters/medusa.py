@@ -160,7 +160,9 @@ class Medusa(LastStateDrafter):
     def check_weights(self) -> None:
         """Raise ValueError unless the accuracies are shares; then choose the tree with them."""
         if (self.accuracies < 0).any() or (self.accuracies.sum(1) > 1.01).any():
-            raise ValueError("accuracies must be shares of all labels, at most 1 in sum; copy or export the drafter again")
+            raise ValueError(
+                "accuracies must be shares of all labels, and a head's must sum to at most 1; copy or export the drafter again"
+            )
         self._plant(self.accuracies.tolist())
 
     def calibrate(self, measured: Loss) -> None:

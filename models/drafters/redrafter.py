@@ -268,5 +268,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
     def has_unused_parameters(self, horizon: int) -> bool:
-        """Return whether only the first depth is trained: it doesn't use the recurrence."""
+        """Return whether the recurrence gets no gradient.
+
+        A horizon of 2 trains only the first depth, which doesn't use the recurrence.
+        """
         return self.config.rnn and horizon == 2

@@ -97,7 +97,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
         is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
         remedy = f"export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)}"
         problems.append(
-            f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, but the two engines agree on "
+            f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, but vLLM and SGLang agree on "
             f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
     raise_refusal(problems, FORMAT.name)
@@ -178,7 +178,7 @@ def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, f
 def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
     """Determine the layers whose inputs the drafter reads.
 
-    Raises ValueError if the folder's numbers mean different layers to the two engines.
+    Raises ValueError if vLLM and SGLang would read different layers for the folder's numbers.
     """
     config = folder.config
     nested = config.get("eagle_config") or {}

@@ -249,7 +249,10 @@ def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> Non
 
 
 def take_dtype(drafter: TrainableDrafter, tensors: Tensors) -> None:
-    """Cast a drafter's parameters to the type of their `tensors`, if these share one."""
+    """Cast a drafter's parameters to the dtype of their entries in `tensors`.
+
+    If the entries have different dtypes, the parameters keep theirs.
+    """
     dtypes = {tensors[name].dtype for name, _ in drafter.named_parameters() if name in tensors}
     for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies keep their type
         parameter.data = parameter.data.to(next(iter(dtypes)))

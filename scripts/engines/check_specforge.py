@@ -1,10 +1,13 @@
 """Check that SpecForge and outrider compute equal logits of EAGLE-3 drafters.
 
 SpecForge (github.com/sgl-project/SpecForge) belongs to SGLang's project and trains drafters for it.
-It needs other versions than outrider, so two Pythons run this script in turns. 1. outrider's Python
-makes a target, drafters, their exports and logits. 2. A Python with SpecForge loads the exports,
-compares, and writes drafters with SpecForge's exporters. 3. outrider's Python imports these and
-compares.
+It needs other versions of torch and transformers than outrider. So this script runs in two virtual
+environments, in this order:
+
+1. outrider's environment makes a target, drafters, their exports and logits.
+2. SpecForge's environment loads the exports, compares, and writes drafters with SpecForge's
+   exporters.
+3. outrider's environment imports these and compares.
 
     python3 -m venv specforge-env                                           # torch's CPU build
     specforge-env/bin/pip install torch==2.13.0 transformers==5.8.1 numpy safetensors

@@ -1,4 +1,4 @@
-"""Tables of the study of stored states."""
+"""scripts/features_study.py: its tables of the target's stored hidden states."""
 
 import runpy
 import sys
