@@ -15,6 +15,7 @@ from ..target.hf_target import HFTarget
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder
+from .llama import LAYER_WEIGHTS, QKV_BIASES
 
 FORMATS: dict[str, Format] = {
     format.name: format
@@ -81,16 +82,38 @@ def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[s
         fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
     for parameter in fresh.parameters():
         parameter.data = torch.ones_like(parameter.data)  # a new tensor: the old one may belong to the target
+    return _refusals(fresh, target)
+
+
+def _refusals(drafter: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
     refusals: dict[str, str | None] = {}
     for name, format in FORMATS.items():
-        if format.kind != kind_of(fresh):
+        if format.kind != kind_of(drafter):
             continue
         try:
-            format.write(fresh, target)
+            format.write(drafter, target)
             refusals[name] = None
         except ValueError as error:
             refusals[name] = str(error)
     return refusals
+
+
+def programs_for(directory: Path, target: HFTarget | None = None) -> frozenset[str]:
+    """Return the engines and formats for which the drafter in a directory can be exported.
+
+    Without the target, only the names of an EAGLE layer's weights are checked, so the export may
+    still raise an error.
+    """
+    saved = read_drafter_config(directory)
+    if target is not None:
+        formats = {name for name, reason in _refusals(stored_drafter(directory, target), target).items() if reason is None}
+    else:
+        layer = {name.removeprefix("layer.") for name in open_folder(directory).shapes if name.startswith("layer.")}
+        is_known = layer <= {*LAYER_WEIGHTS, *QKV_BIASES, "input_layernorm.weight"} or not saved.kind.startswith("eagle")
+        formats = {name for name, format in FORMATS.items() if format.kind == saved.kind and is_known}
+    layers = saved.drafter.get("feature_layers")
+    engines = {name for name in ENGINES if formats.intersection(formats_for([name], saved.kind, layers))}
+    return frozenset(formats | engines)
 
 
 def engine_format(engine: str, directory: Path) -> str:
