@@ -39,7 +39,6 @@ def package_command(
     # 1. Write the card from the evaluations and the run.
     from ..eval.report.card import CardOptions, model_card
     from ..models.export.package import make_package, package_files
-    from ..models.export.registry import programs_for
 
     options = CardOptions(
         evaluations=records or (),
@@ -49,7 +48,6 @@ def package_command(
         base_model=base_model,
         quantization=parse_quantization(quantization),
         repo=repo,
-        programs=programs_for(drafter),
     )
     card = model_card(drafter, options)
 
@@ -144,9 +142,8 @@ def _package(drafter: Path, output: Path, repo: str) -> Path:
     from ..eval.report.card import CardOptions, model_card
     from ..models.drafters.saved.download import READ_FILES
     from ..models.export.package import make_package
-    from ..models.export.registry import programs_for
 
-    make_package(drafter, output, model_card(drafter, CardOptions(repo=repo, programs=programs_for(drafter))))
+    make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))
     if left_out := sorted(path.name for path in drafter.iterdir() if path.name not in READ_FILES):
         typer.echo(
             f"left out: {', '.join(left_out)}. `outrider package` takes a certificate, and writes a README.md that you may "

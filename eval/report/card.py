@@ -20,7 +20,7 @@ from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
 from ...models.drafters.saved.download import HUB_ID
-from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
+from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
@@ -35,6 +35,8 @@ PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 LOCAL_TARGET = "path/to/target"
 """Path in a card's code that the reader must set."""
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
+UNSERVED = frozenset({"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"})
+"""Weights of an EAGLE layer that no format supports."""
 CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
@@ -58,7 +60,8 @@ class CardOptions:
     repo: str | None = None
     """Hub id of the drafter."""
     programs: Collection[str] | None = None
-    """Engines and formats for which the drafter can be exported (`programs_for`); None takes all of its kind."""
+    """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
+    its kind, except for a layer with a weight of UNSERVED."""
 
     def __post_init__(self) -> None:
         require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
@@ -72,7 +75,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """
     # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    count_tensors(drafter / WEIGHTS_FILE)  # raises if the file is truncated
+    tensors = tensor_names(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
@@ -105,6 +108,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         title=title,
         target=target,
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
+        programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
         **_code_names(options, base_model, local_name, quantization),
         has_own_template=run_data is not None and run_data["chat_template"] is None,
         measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
@@ -136,7 +140,6 @@ def _code_names(
         "quantization_imports": imports,
         "quantization_argument": argument,
         "quantization_option": quantization_option(quantization),
-        "programs": options.programs,
     }
 
 

@@ -15,7 +15,6 @@ from ..target.hf_target import HFTarget
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder
-from .llama import LAYER_WEIGHTS, QKV_BIASES
 
 FORMATS: dict[str, Format] = {
     format.name: format
@@ -98,19 +97,10 @@ def _refusals(drafter: TrainableDrafter, target: HFTarget) -> dict[str, str | No
     return refusals
 
 
-def programs_for(directory: Path, target: HFTarget | None = None) -> frozenset[str]:
-    """Return the engines and formats for which the drafter in a directory can be exported.
-
-    Without the target, only the names of an EAGLE layer's weights are checked, so the export may
-    still raise an error.
-    """
+def programs_for(directory: Path, target: HFTarget) -> frozenset[str]:
+    """Return the engines and formats for which the drafter in a directory can be exported."""
     saved = read_drafter_config(directory)
-    if target is not None:
-        formats = {name for name, reason in _refusals(stored_drafter(directory, target), target).items() if reason is None}
-    else:
-        layer = {name.removeprefix("layer.") for name in open_folder(directory).shapes if name.startswith("layer.")}
-        is_known = layer <= {*LAYER_WEIGHTS, *QKV_BIASES, "input_layernorm.weight"} or not saved.kind.startswith("eagle")
-        formats = {name for name, format in FORMATS.items() if format.kind == saved.kind and is_known}
+    formats = {name for name, reason in _refusals(stored_drafter(directory, target), target).items() if reason is None}
     layers = saved.drafter.get("feature_layers")
     engines = {name for name in ENGINES if formats.intersection(formats_for([name], saved.kind, layers))}
     return frozenset(formats | engines)
