@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from tqdm import tqdm
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
@@ -249,8 +250,21 @@ def _check_inputs(config: RunConfig) -> None:
             read_drafter_config(drafter.drafter_dir)
 
 
+class LogHandler(logging.StreamHandler[Any]):
+    """Handler that writes to stderr, on a line of its own while progress bars are open."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def _configure_logging(is_main_process: bool) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[LogHandler()],
+    )
     level = logging.INFO if is_main_process else logging.WARNING
     logging.getLogger("outrider").setLevel(level)
     logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there
