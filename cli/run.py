@@ -177,7 +177,7 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
 
 
 def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """Print the plan of the unfinished stages. Prompts that can't be read are left out."""
+    """Print the plan of the unfinished stages. Prompts that can't be read are omitted."""
     overlap: PromptOverlap | None = None
     suites: list[PromptSet] | None = None
     try:
@@ -202,7 +202,7 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
         suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
     except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are needed to keep them out of the data, and can't be read: {error}. Or turn "
+            f"the prompts of the evaluation must be removed from the data, but they can't be read: {error}. Or turn "
             "this off: data.overlap_words=null"
         ) from error
     return PromptOverlap(suites, num_words)

@@ -83,7 +83,7 @@ def measure_step_times(
     drafter: nn.Module | None = None,
     repeats: int = 20,
 ) -> StepTimes:
-    """Measure the medians of `repeats` steps behind `texts`, in turns over the tree sizes.
+    """Measure the medians of `repeats` steps after `texts`, in turns over the tree sizes.
 
     A batch repeats texts if there are too few. The largest trees are left out if they don't fit
     into memory. Before each step with a tree the weights of `drafter` are read once, as drafting
