@@ -214,9 +214,7 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A process group can be killed with all its children. A terminal's signals reach only
-            # this script's group, so this script must end the part. If this script is killed by
-            # SIGKILL, Linux kills the part.
+            # A group can be killed with all its children. Linux kills it if this script is killed.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
@@ -377,12 +375,9 @@ def machine(records: dict[str, Record]) -> list[str]:
     packages = facts.get("packages") or {}
     if not facts:
         return ["The part facts has left no report."]
-    card = (
-        [f"{facts['device']}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}."]
-        if facts.get("cuda")
-        else []
-    )
-    return [*card, f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}."]
+    card = [f"{facts.get('device')}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}."]
+    software = f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}."
+    return [*(card if facts.get("cuda") else []), software]
 
 
 def section(name: str, record: Record) -> list[str]:
