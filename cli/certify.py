@@ -73,8 +73,7 @@ def certify_command(
 
     # 3. Write the certificate and print it.
     write_certificate(lines, subject, output)
-    console = Console()
-    console.print(certificate_table(lines))
+    (console := Console()).print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
     console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
     if not passes(lines):

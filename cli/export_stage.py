@@ -16,7 +16,7 @@ from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
-from ..models.export.registry import export_drafter, formats_for
+from ..models.export.registry import export_drafter, formats_for, programs_for
 from ..models.target.hf_target import HFTarget
 from .config import DrafterRun
 
@@ -80,6 +80,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             licence=config.licence,
             base_model=config.base_model,
             repo=config.repo,
+            programs=programs_for(directory, target),
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
 

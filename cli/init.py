@@ -69,7 +69,7 @@ def recipe_text(
         "defaults:",
         f"  - override /drafter: {drafter} # its other options: outrider options {drafter}",
         "",
-        f"name: {recipe.stem} # the results lie in outputs/{recipe.stem}",
+        f"name: {recipe.stem} # the results are in outputs/{recipe.stem}",
         *(["mixed_precision: bf16"] if target.has_accelerator else []),
         "",
         f"target: # {target.description}",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from tqdm import tqdm
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
@@ -176,7 +177,7 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
 
 
 def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """Print the plan of the unfinished stages. Prompts that can't be read are left out."""
+    """Print the plan of the unfinished stages. Prompts that can't be read are omitted."""
     overlap: PromptOverlap | None = None
     suites: list[PromptSet] | None = None
     try:
@@ -201,7 +202,7 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
         suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
     except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are needed to keep them out of the data, and can't be read: {error}. Or turn "
+            f"the prompts of the evaluation must be removed from the data, but they can't be read: {error}. Or turn "
             "this off: data.overlap_words=null"
         ) from error
     return PromptOverlap(suites, num_words)
@@ -249,8 +250,21 @@ def _check_inputs(config: RunConfig) -> None:
             read_drafter_config(drafter.drafter_dir)
 
 
+class LogHandler(logging.StreamHandler[Any]):
+    """Handler that writes to stderr, on a line of its own while progress bars are open."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
 def _configure_logging(is_main_process: bool) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[LogHandler()],
+    )
     level = logging.INFO if is_main_process else logging.WARNING
     logging.getLogger("outrider").setLevel(level)
     logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there

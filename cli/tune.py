@@ -68,13 +68,11 @@ def tune_command(
 
     sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
-        raise ValueError(
-            f"--max-new-tokens is {max_new_tokens}; it must be at least 2, because the prefill yields the first token"
-        )
-    suites = [chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)]
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 2: the prefill yields the first token")
+    chosen = chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
-    config = config_from(EvalConfig, options, suites=suites, **choices)
+    config = config_from(EvalConfig, options, suites=[chosen], **choices)
     if write and not drafter.is_dir() and HUB_ID.fullmatch(str(drafter)):
         raise ValueError(
             f"--drafter is {drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "

@@ -61,7 +61,7 @@ class ShardStore(Generic[Entry, M]):
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
 
     def save_data_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write what the data are by option, unless the folder has it."""
+        """Write the options and digests of the data (`data_facts`), unless the folder has them."""
         if not (self.directory / FACTS_FILE).exists():
             write_json(self.directory / FACTS_FILE, facts)
 

@@ -74,9 +74,8 @@ def evaluate(
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    Results are records, summary, tables, plots and answers. Answers that `output_dir` already holds
-    are not measured again. Raises ValueError for invalid input, and for an `output_dir` with
-    records of another evaluation.
+    Answers that `output_dir` already holds are not measured again. Raises ValueError for invalid
+    input, and for an `output_dir` with records of another evaluation.
     """
     # 1. Load what is compared: prompts and drafters.
     suites = load_suites(config)
@@ -89,8 +88,7 @@ def evaluate(
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
-        recorded = recorded_config(config, suites, target, tokenizer, specs)
-        info = open_run(output_dir, recorded, environment, target, config)
+        info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.

@@ -1,19 +1,14 @@
 """Study of how fast a drafter recovers after its target has been fine-tuned.
 
-It compares training from a warm and from a cold start.
-
     python scripts/adapt_study.py --output benchmarks/adapt_study.json \\
         --plot benchmarks/adapt_study.png
 
 The demo's target writes Python. It is fine-tuned on C++, the headers that come with PyTorch. A
 ReDrafter of the original target is then adapted to the fine-tuned target with `conf=adapt_demo`.
-Two more drafters are trained from fresh weights: one for many steps, whose result is the level to
-reach, and one for as few steps as the adapted one. Another is adapted at the peak learning rate of
-those, to check the recipe's lower rate. For each seed all drafters have the same labels in the same
-order, and decode the same held-out prompts every few steps. The figure is tokens per step in
-decoding. The unadapted drafter is measured on the same prompts.
-
-After a kill, the same command resumes and skips finished parts.
+Two more drafters start from fresh weights: one has many steps, whose result is the level to reach,
+the other as few as the adapted one. A last one is adapted at their peak learning rate. For each
+seed, labels and held-out prompts are the same. The figure is tokens per step. After a kill, the
+same command resumes.
 """
 
 import argparse

@@ -120,3 +120,9 @@ def test_a_page_with_a_wrong_command_is_caught(command: str, monkeypatch: pytest
 def test_a_shell_block_is_split_as_a_shell_would() -> None:
     text = "A=1 b 'c # d' \\\n  e   # the target's f\n# g\nh && i > j | k \"l\n m\"\n"
     assert list(commands(text)) == [["b", "c # d", "e"], ["h"], ["i"], ["k", "l\n m"]]
+
+
+def test_a_docstring_keeps_bold_words_and_code_and_no_other_stars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "_ext"))
+    rst_line = import_module("from_code").rst_line
+    assert rst_line("**Trees** (`a * b`): c * d, **options") == r"**Trees** (``a * b``): c \* d, \*\*options"

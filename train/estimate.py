@@ -52,6 +52,8 @@ class TrainingEstimate:
     texts_per_step: int
     tokens_per_text: float
     """Mean over the texts of the sample, padding excluded."""
+    most_logits: int
+    """Logits of a micro-batch of the sample's longest texts, over the target's vocabulary."""
     parameters: int
     target_bytes: int
     seconds_per_step: float
@@ -83,7 +85,7 @@ class TrainingEstimate:
     @property
     def chunk_bytes(self) -> int:
         """Logits that are held at a time, at most; the loss holds a few tensors of this size."""
-        return MAX_CHUNK * FLOAT_BYTES
+        return min(MAX_CHUNK, self.most_logits) * FLOAT_BYTES
 
     @property
     def disk_bytes(self) -> int:
@@ -124,10 +126,12 @@ def estimate_training(
     copy_seconds = 0.0 if copy is None else _time_copy(copy, state)
     measurements = _count_due(config.steps, steps_done, config.validate_every or config.steps)
     answer_seconds = _time_answers(config, target, examples, accelerator) if config.validation_texts and measurements else 0.0
+    num_labels = sorted(example.continuations.numel() for example in examples)
     return TrainingEstimate(
         num_steps=config.steps - steps_done,
         texts_per_step=config.batch_size * config.gradient_accumulation * accelerator.num_processes,
         tokens_per_text=sum(len(example.example.input_ids) for example in examples) / len(examples),
+        most_logits=sum(num_labels[-config.batch_size :]) * target.vocab_size,
         parameters=_num_parameters(drafter),
         target_bytes=sum(each.numel() * each.element_size() for each in target.model.parameters()),
         seconds_per_step=seconds_per_step,

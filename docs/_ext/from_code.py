@@ -37,7 +37,14 @@ def _on_source_read(app: Any, page: str, source: list[str]) -> None:
 
 
 def _on_docstring(app: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line).replace("*", r"\*") for line in lines]
+    lines[:] = [rst_line(line) for line in lines]
+
+
+def rst_line(line: str) -> str:
+    """Convert a docstring's line to reStructuredText: code gets two backticks, and stars that aren't `**bold**` a backslash."""
+    line = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
+    parts = re.split(r"(``.+?``|(?<![\w*])\*\*[^*`\s](?:[^*`]*[^*`\s])?\*\*(?![\w*]))", line)
+    return "".join(part if number % 2 else part.replace("*", r"\*") for number, part in enumerate(parts))
 
 
 def _on_signature(

@@ -69,7 +69,7 @@ def _default(parameter: Any) -> str:
     default = parameter.default() if callable(parameter.default) else parameter.default
     if getattr(parameter, "is_flag", False):
         return "on" if default else "off"
-    return "" if default in (None, [], ()) else f"`{default}`"
+    return "" if default in (None, "", [], ()) else f"`{default}`"
 
 
 def options() -> str:

@@ -70,7 +70,10 @@ class ScriptedChance:
         return coins
 
     def next_script(self) -> list[int] | None:
-        """Compute the script of the next outcome, as an odometer counts; None after the last."""
+        """Return the first decisions of the next outcome; None after the last outcome.
+
+        The last decision that has a next option takes it, and the decisions after it are dropped.
+        """
         script = list(self._decisions)
         while script and script[-1][0] == script[-1][1] - 1:
             script.pop()

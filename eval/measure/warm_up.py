@@ -38,7 +38,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Shape of one step: a drafter's step behind `num_rows` texts of `length` tokens."""
+    """Shape of one step: a drafter's step after `num_rows` texts of `length` tokens."""
 
     drafter: Drafter[Any, Any]
     num_rows: int
@@ -101,7 +101,7 @@ def shapes_of(
     last = _rounded_up(lengths.longest + 1 + max((drafter.max_nodes for drafter in rows), default=0), extent_step)
     for drafter, sizes in rows.items():
         for num_nodes in tree_sizes(drafter):
-            num_read = 1 + num_nodes  # behind the text: the target's last token, and the tree
+            num_read = 1 + num_nodes  # after the text: the target's last token, and the tree
             for extent in range(_rounded_up(lengths.shortest + num_read, extent_step), last + 1, extent_step):
                 length = min(extent - num_read, context_length - NEW_TOKENS)
                 shape = partial(Shape, drafter=drafter, length=length, num_nodes=num_nodes)
@@ -158,7 +158,7 @@ class Resized:
 
 
 def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule) -> None:
-    """Run one step of each shape, behind texts that repeat `text`.
+    """Run one step of each shape, after texts that repeat `text`.
 
     So no step is compiled or recorded in the middle of a measurement. There is one exception. Where
     the prompts of a batch have different numbers of turns, its later turns may start with a number

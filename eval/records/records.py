@@ -38,7 +38,7 @@ class TreeTokens:
     """
 
     separate: list[int]
-    """Tokens if every path of the tree were read by itself, without padding."""
+    """Tokens of the tree's paths, without padding; shared prefixes count once for each path."""
     shared: list[int]
     """Tokens of the tree, without padding."""
     read: list[int]

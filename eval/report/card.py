@@ -7,7 +7,7 @@ without a file are left out, or reported as unknown.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
 from ...models.drafters.saved.download import HUB_ID
-from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
+from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
@@ -32,7 +32,11 @@ from .runs import Run, cell_of, read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 """Valid name of a target that isn't on the Hub."""
+LOCAL_TARGET = "path/to/target"
+"""Path in a card's code that the reader must set."""
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
+UNSERVED = frozenset({"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"})
+"""Weights of an EAGLE layer that no format supports."""
 CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
@@ -55,6 +59,9 @@ class CardOptions:
     """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
+    programs: Collection[str] | None = None
+    """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
+    its kind, except for a layer with a weight of UNSERVED."""
 
     def __post_init__(self) -> None:
         require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
@@ -68,21 +75,20 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """
     # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    count_tensors(drafter / WEIGHTS_FILE)  # raises if the file is truncated
+    tensors = tensor_names(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
-    target = base_model or (saved.target.name if PLAIN_NAME.fullmatch(saved.target.name) else "target")
+    local_name = Path(saved.target.name).name if PLAIN_NAME.fullmatch(saved.target.name) else "target"
+    target = base_model or local_name
     quantization = options.quantization or (json.loads(saved.target.quantization) if saved.target.quantization else None)
-    imports, argument = quantization_code(quantization)
     title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
     certificate = _read_certificate(options.certificate, saved, weights)
-    failed = any(is_broken(row) for rows in figures.values() for row in rows)
-    failed |= certificate is not None and not certificate.passed
+    is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
     run_data = None if options.run is None else {"chat_template": None, **_run_sections(options.run / "config.yaml", "")[0]}
@@ -101,13 +107,9 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         template_path=str(resources.files("outrider.eval") / "templates" / "card.md.jinja"),
         title=title,
         target=target,
-        lossless=not failed,
-        target_note="" if base_model else f"  # {UNNAMED_TARGET}",
-        drafter_name=options.repo or ".",
-        drafter_note="" if options.repo else f"  # {UNNAMED}",
-        quantization_imports=imports,
-        quantization_argument=argument,
-        quantization_option=quantization_option(quantization),
+        lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
+        programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
+        **_code_names(options, base_model, local_name, quantization),
         has_own_template=run_data is not None and run_data["chat_template"] is None,
         measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
@@ -123,6 +125,22 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         licence=options.licence,
     )
     return f"{card}\n"
+
+
+def _code_names(
+    options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Collect the names and lines of the card's code and commands."""
+    imports, argument = quantization_code(quantization)
+    return {
+        "target_name": base_model or LOCAL_TARGET,
+        "target_note": "" if base_model else f"  # {UNNAMED_TARGET}; it was named {local_name} in training",
+        "drafter_name": options.repo or ".",
+        "drafter_note": "" if options.repo else f"  # {UNNAMED}",
+        "quantization_imports": imports,
+        "quantization_argument": argument,
+        "quantization_option": quantization_option(quantization),
+    }
 
 
 # --- figures

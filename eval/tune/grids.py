@@ -1,6 +1,6 @@
 """Settings of a drafter that tuning tries.
 
-Each kind has a grid. It grows if the fastest setting lies at its edge.
+Each kind has a grid. It grows if the fastest setting is at its edge.
 """
 
 from collections.abc import Mapping

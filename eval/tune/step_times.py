@@ -83,11 +83,12 @@ def measure_step_times(
     drafter: nn.Module | None = None,
     repeats: int = 20,
 ) -> StepTimes:
-    """Measure the medians of `repeats` steps behind `texts`, in turns over the tree sizes.
+    """Measure a step's median time after `texts`, by batch size and tree size.
 
-    A batch repeats texts if there are too few. The largest trees are left out if they don't fit
-    into memory. Before each step with a tree the weights of `drafter` are read once, as drafting
-    would do: then less of a small target stays in the processor's cache.
+    Each of the `repeats` rounds runs every size once. A batch repeats texts if there are too few.
+    Trees that don't fit into memory are skipped. Before each step with a tree, the weights of
+    `drafter` are read once, as drafting would do: then less of a small target stays in the
+    processor's cache.
     """
     seconds: list[tuple[float | None, ...]] = []
     sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))

@@ -47,7 +47,7 @@ ALLOWED = frozenset(
 )
 """Files that a drafter's folder, or its export, may have beside safetensors."""
 UNNAMED = "the folder of this card: the drafter has no name on the Hub"
-UNNAMED_TARGET = "a local directory: the target has no name on the Hub"
+UNNAMED_TARGET = "set this to the directory of the target, which has no name on the Hub"
 """Comment in a card beside a target's local name; `UNNAMED` is the one beside a drafter's."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")

@@ -81,16 +81,29 @@ def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[s
         fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
     for parameter in fresh.parameters():
         parameter.data = torch.ones_like(parameter.data)  # a new tensor: the old one may belong to the target
+    return _refusals(fresh, target)
+
+
+def _refusals(drafter: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
     refusals: dict[str, str | None] = {}
     for name, format in FORMATS.items():
-        if format.kind != kind_of(fresh):
+        if format.kind != kind_of(drafter):
             continue
         try:
-            format.write(fresh, target)
+            format.write(drafter, target)
             refusals[name] = None
         except ValueError as error:
             refusals[name] = str(error)
     return refusals
+
+
+def programs_for(directory: Path, target: HFTarget) -> frozenset[str]:
+    """Return the engines and formats for which the drafter in a directory can be exported."""
+    saved = read_drafter_config(directory)
+    formats = {name for name, reason in _refusals(stored_drafter(directory, target), target).items() if reason is None}
+    layers = saved.drafter.get("feature_layers")
+    engines = {name for name in ENGINES if formats.intersection(formats_for([name], saved.kind, layers))}
+    return frozenset(formats | engines)
 
 
 def engine_format(engine: str, directory: Path) -> str:

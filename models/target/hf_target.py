@@ -67,7 +67,7 @@ class HFTarget(FrozenModel):
 
     @property
     def extent_step(self) -> int:
-        """Step in columns by which the part of the KV cache grows that a tree's pass reads."""
+        """Passes over a tree read a multiple of this number of columns of the KV cache."""
         return extent_step(self.device, is_fixed=self.has_fixed_shapes)
 
     def prefill(

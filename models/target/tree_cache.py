@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..decoding.types import Counts
 
 EXTENT_STEP = 256
-"""Step in columns by which `extent` grows, where each new extent is compiled or recorded."""
+"""`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
 
 ACCELERATOR_EXTENT_STEP = 512
 """The same step on an accelerator, for every kind of pass.

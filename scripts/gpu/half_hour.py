@@ -3,26 +3,14 @@
     scripts/gpu/first_half_hour.sh            # everything; 25 minutes at most
     scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: tests this script itself
 
-`half_hour_parts.py` defines the parts. Each part is a separate process with a time limit, so a part
-that fails or hangs doesn't affect the others. A later call doesn't run a part again, whatever its
-result, unless `--again` is set. So a machine that limits a command to ten minutes can be used in
-several calls, each with `--minutes 9.5`. The results:
+`half_hour_parts.py` defines the parts. A later call skips parts that ended, unless `--again` is
+set, so several calls with `--minutes 9.5` do the work of one. The results are in
+`first_half_hour.json` and `.md`; those of the tiny form in `first_half_hour_tiny.json` and `.md`.
+If nvidia-smi lists a GPU that torch doesn't see, nothing is run.
 
-- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines,
-  report and verdict;
-- `first_half_hour.md`: the same for a reader, with expected and measured values.
-
-The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never overwrites results of a GPU.
-Without `--tiny`, the tiny form runs only if neither torch nor nvidia-smi sees a GPU. If nvidia-smi
-lists a GPU that torch doesn't see, nothing is run.
-
-Verdicts: `ok`; `look`, if a value differs from expectations or wasn't measured; `failed`, if a part
-ended with an error, timed out or left no report. The exit status is 1 if one of the chosen parts
-failed, 2 if nothing could be run, and 128 plus the signal's number after SIGHUP, SIGINT or SIGTERM.
-After such a signal the running part is killed, and both files are written.
-
-This script imports only Python's standard library: a machine that lacks packages still gets its
-report.
+Verdicts: `ok`; `look`, if a value is unexpected or missing; `failed`, if a part ended with an error,
+timed out or left no report. The exit status is 1 if a chosen part failed, 2 if nothing could be run,
+and 128 plus the signal's number after a signal. The script imports only the standard library.
 """
 
 import argparse
@@ -115,9 +103,7 @@ def parse_args() -> argparse.Namespace:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(
-                f"{option} {folder}: must be a folder, or a path where one can be created ({error.strerror}); choose another"
-            )
+            parser.error(f"{option} {folder}: must be a folder, or a path for a new one ({error.strerror}); choose another")
         if not os.access(folder, os.W_OK | os.X_OK):
             parser.error(f"{option} {folder}: must be a writable folder; choose another")
     return args
@@ -228,9 +214,7 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A process group can be killed with all its children. A terminal's signals reach only
-            # this script's group, so this script must end the part. If this script is killed by
-            # SIGKILL, Linux kills the part.
+            # A group can be killed with all its children. Linux kills it if this script is killed.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
@@ -391,12 +375,9 @@ def machine(records: dict[str, Record]) -> list[str]:
     packages = facts.get("packages") or {}
     if not facts:
         return ["The part facts has left no report."]
-    card = (
-        [f"{facts['device']}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}."]
-        if facts.get("cuda")
-        else []
-    )
-    return [*card, f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}."]
+    card = [f"{facts.get('device')}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}."]
+    software = f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}."
+    return [*(card if facts.get("cuda") else []), software]
 
 
 def section(name: str, record: Record) -> list[str]:

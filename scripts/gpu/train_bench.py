@@ -3,11 +3,9 @@
     python scripts/gpu/train_bench.py --output "$OUT/train.json"
     python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json
 
-The first command takes up to 10 minutes for the shape of Llama-3.1-8B in bf16. The second runs
-anywhere in seconds.
+The first takes up to 10 minutes (Llama-3.1-8B's shape, bf16); the second, seconds on any machine.
 
 Weights are random, so no download is needed. Measured by length and number of texts:
-
 - `distill`: labelling every position with the target's next `--horizon` tokens
   (`label_continuations`). The amount of work depends on how often the target agrees with the text.
   So the random target chooses its next token by the last token alone: the outputs of its layers are
@@ -23,8 +21,7 @@ warm-up steps; medians are reported. `matrix_share` is the number of necessary o
 (`train_flops.py`), divided by the time and by the rate of large matrix products on the same GPU in
 the same run. Peak memory is that of CUDA's allocator; None elsewhere.
 
-Cases beyond the time are listed as skipped, and cases that run out of memory with their error: the
-file is always written.
+Cases beyond the time are listed as skipped, and those that run out of memory with their error.
 """
 
 import argparse

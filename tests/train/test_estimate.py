@@ -46,6 +46,19 @@ def test_neither_warm_up_nor_a_burst_of_another_program_counts(target: HFTarget,
     assert accumulated.seconds == (TRAIN["steps"] - 2) * 3.0  # type: ignore[operator]
 
 
+def test_the_logits_are_those_of_a_micro_batch_or_of_a_chunk(
+    target: HFTarget, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)
+    examples = [make_example(index, target.vocab_size) for index in range(8)]
+    config = TrainConfig(**{**TRAIN, "batch_size": 2})
+    planned = estimate_training(config, parse_drafter(DRAFTER), target, examples, accelerator)
+    labels = sorted(example.continuations.numel() for example in examples)[-2:]
+    assert planned.chunk_bytes == 4 * sum(labels) * target.vocab_size
+    monkeypatch.setattr(estimate, "MAX_CHUNK", 100)
+    assert planned.chunk_bytes == 400
+
+
 def test_checkpoints_and_validation_count(target: HFTarget, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "MEASURED_SECONDS", 0.0)
     monkeypatch.setattr(estimate, "_time_copy", lambda copy, content: 10.0)

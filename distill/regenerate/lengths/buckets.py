@@ -49,12 +49,12 @@ class Buckets:
 
     @classmethod
     def of(cls, lengths: Sequence[int], unfinished: Sequence[int] = ()) -> "Buckets":
-        """Return the deciles of answer lengths, of which `unfinished` ones are known in part.
+        """Build buckets that end at the deciles of answer lengths.
 
-        `lengths` are those of complete answers. The share of answers longer than a number of tokens
-        is estimated by the method of Kaplan and Meier (1958). Deciles beyond the longest complete
-        answer are evenly spaced up to twice the longest length. If many answers are equally long,
-        some buckets are empty.
+        `lengths` are those of complete answers; `unfinished` answers have at least their length.
+        The share of answers longer than a number of tokens is estimated by the method of Kaplan and
+        Meier (1958). Deciles beyond the longest complete answer are evenly spaced up to twice the
+        longest length. If many answers are equally long, some buckets are empty.
         """
         longer = 1.0
         ends: list[float] = []

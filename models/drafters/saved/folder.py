@@ -87,7 +87,12 @@ def read_training_facts(directory: Path) -> TrainingFacts | None:
 
 
 def count_tensors(path: Path, called: str = "") -> int:
-    """Count the tensors of a file by its header.
+    """Count the tensors of a file, as `tensor_names` lists them."""
+    return len(tensor_names(path, called))
+
+
+def tensor_names(path: Path, called: str = "") -> list[str]:
+    """List the names of a file's tensors by its header.
 
     Raises ValueError if the file is missing or truncated. The message calls the file `called`, or
     by its path.
@@ -97,7 +102,7 @@ def count_tensors(path: Path, called: str = "") -> int:
         raise ValueError(f"{called} is missing; the drafter's export is incomplete: copy or export it again")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return len(file.keys())
+            return list(file.keys())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
 

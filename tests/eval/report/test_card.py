@@ -18,6 +18,7 @@ from outrider.data.files import sha256_file
 from outrider.eval.report.card import CardOptions, model_card
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.registry import DRAFTERS
+from outrider.models.export.registry import programs_for
 from outrider.models.target.hf_target import HFTarget
 
 app = typer.Typer()
@@ -123,8 +124,8 @@ def test_unknown_facts_are_marked_and_left_out_of_the_front_matter(tiny_drafter_
     assert "Drafter: not stated" in card
     assert "- Data: unknown\n- Cost: unknown" in card
     assert "## Certificate" not in card
-    assert 'target = "tiny_target' in card
-    assert "a local directory: the target has no name on the Hub" in card
+    assert 'target = "path/to/target"  # set this to the directory of the target' in card
+    assert '--target "path/to/target"' in card
     assert 'drafter = "."  # the folder of this card' in card
     assert not re.search(r"\b(TARGET|FOLDER)\b", card), "no placeholder"
     known = front_matter(card)
@@ -297,6 +298,22 @@ def test_the_code_on_the_card_of_every_kind_can_be_parsed(kind: str, tiny_target
     assert all(text in card for text in ENGINES_BY_KIND[kind])
     assert not re.search(r"\b(TARGET|FOLDER)\b|{{|None", card)
     assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("layer", "engines"),
+    [({"model_type": "llama"}, {"vllm", "sglang"}), ({"model_type": "qwen2"}, {"sglang"}), ({"model_type": "qwen3"}, set())],
+)
+def test_the_card_has_commands_only_for_engines_that_can_load_the_drafter(layer, engines, tiny_target, tmp_path):
+    drafter = build_drafter(parse_drafter({"kind": "eagle", "layer": layer, "init": "random"}), tiny_target)
+    save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
+    programs = programs_for(tmp_path / "drafter", tiny_target)
+    assert programs & {"vllm", "sglang"} == engines
+    card = model_card(tmp_path / "drafter", CardOptions(programs=programs))
+    assert {name for name in ("vllm", "sglang") if f"--to {name}" in card} == engines
+    assert ("no serving engine" in card) == (not engines)
+    without_target = model_card(tmp_path / "drafter", CardOptions())
+    assert ("no serving engine" in without_target) == (not engines), "the names of the weights suffice here"
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_tar
             "llama",
             eagle3.FORMAT,
             {"feature_layers": [1, 2, 3]},
-            r"layers \[1, 2, 3\], but the two engines agree on",
+            r"layers \[1, 2, 3\], but vLLM and SGLang agree on",
         ),
         ("llama", speculators.FORMAT, {"feature_layers": [1, 2]}, "it reads 2 of the target's layers, but vLLM"),
         (

@@ -311,9 +311,9 @@ def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failur
 
 @pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
 def test_copies_fill_a_batch_only_if_they_decode_their_rows_tokens(target, graphed, redrafter, randomness):
-    """Copies with their own random numbers would become longer than their row.
+    """With a shared generator, a copy of a row would sample other tokens than the row.
 
-    They would also use up random numbers of the other rows.
+    So its text could become longer, and it would use up random numbers of the other rows.
     """
     prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
     rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
