@@ -184,6 +184,45 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
         read_data_facts(tmp_path / "odd.jsonl", 100)
 
 
+@pytest.mark.parametrize(
+    ("name", "record", "message"),
+    [
+        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: 'messages' is no list"),
+        ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: no assistant turn"),
+        ("a.jsonl", {"text": 1}, r"a\.jsonl, line 2: .*text"),
+        ("a.txt", ALPACA, r"rename it to a\.jsonl"),
+    ],
+)
+def test_records_that_cannot_be_trained_on_are_an_error_of_init(
+    name: str, record: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(f"\n{json.dumps(record)}\n{json.dumps(record)}\n")
+    with pytest.raises(ValueError, match=message):
+        read_data_facts(tmp_path / name, 100)
+
+
+def test_init_looks_at_more_than_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [{"meta": 1}, *[ALPACA] * 3])))
+    assert read_data_facts(tmp_path / "a.jsonl", 100).source == "alpaca"
+
+
+def test_a_damaged_config_is_named_and_an_empty_part_ignored(qwen3: Path, tmp_path: Path) -> None:
+    text = (qwen3 / "config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(text) | {"text_config": None}))
+    assert read_target_facts(str(tmp_path), "vicuna_v1.1").num_layers == 6
+    (tmp_path / "config.json").write_text(text[:40])
+    with pytest.raises(ValueError, match="config.json of .* is not JSON"):
+        read_target_facts(str(tmp_path), "vicuna_v1.1")
+
+
+def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my runs").mkdir()
+    init_command(tmp_path / "my runs/a.yaml", str(qwen3), write_chats(tmp_path / "chats.jsonl", 1))
+    printed = capsys.readouterr().out
+    assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
+    assert "on 1 record (messages)" in printed
+
+
 def test_a_recipe_is_written_without_torch(qwen3: Path, tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl")
     script = "import sys\nfrom outrider.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
