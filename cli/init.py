@@ -59,6 +59,8 @@ def recipe_text(
     recipe: Path, drafter: str, kind: "KindDefaults", target: "TargetFacts", data: "DataFacts", prompts: Path
 ) -> str:
     """Return the recipe: a YAML file with the reason for each value beside it."""
+    from .init_kinds import export_lines  # its module reads the target's files
+
     # 1. At least ten steps per epoch, and at least 100 steps.
     batch = kind.global_batch_size if data.num_records >= 10 * kind.global_batch_size else 8
     steps = max(100, -(-kind.epochs * data.num_records // batch))
@@ -105,8 +107,7 @@ def recipe_text(
         "  settings: # run-time options of the drafter; each is a row of the table",
         *(f"    - {setting}" for setting in kind.settings),
         "",
-        "# Formats of serving engines that are written at the end (outrider export --help lists them):",
-        f"# export: {{formats: [{', '.join(kind.formats)}]}}",
+        *export_lines(drafter, kind, target),
     ]
     return "\n".join(lines) + "\n"
 
