@@ -39,9 +39,11 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
     """Describe why no format can hold the drafter; None if one can."""
     if None in refusals.values():
         return None
-    reasons = "; ".join(filter(None, refusals.values())) or "there is no export format for its kind"
+    prefix = "the drafter can't be written as {}: "
+    reasons = [f"{name}: {(reason or '').removeprefix(prefix.format(name))}" for name, reason in refusals.items()]
+    listing = "; ".join(reasons) or "there is no export format for its kind"
     return (
-        f"no serving engine will be able to load this drafter: {reasons}. To train it anyway without this warning, set "
+        f"no serving engine will be able to load this drafter ({listing}). To train it anyway without this warning, set "
         "export.allow_no_format=true"
     )
 

@@ -1,6 +1,7 @@
 """`outrider init`: write a commented recipe for the user's target and data."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +32,8 @@ def init_command(
     recipe = recipe if recipe.suffix in (".yaml", ".yml") else recipe.with_name(f"{recipe.name}.yaml")
     prompts = recipe.with_name(f"{recipe.stem}.prompts.jsonl")
     if existing := [str(path) for path in (recipe, prompts) if path.exists()]:
-        raise ValueError(f"{' and '.join(existing)} exists, and init doesn't overwrite files; name another file")
+        verb = "exists" if len(existing) == 1 else "exist"
+        raise ValueError(f"{' and '.join(existing)} {verb}, and init doesn't overwrite files; name another file")
     if drafter not in KIND_DEFAULTS:
         raise ValueError(f"--drafter is {drafter!r}; it must be one of {', '.join(KIND_DEFAULTS)}")
 
@@ -45,16 +47,20 @@ def init_command(
     if data_facts.prompts:
         lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        typer.echo(f"{prompts}: {len(data_facts.prompts)} prompts to evaluate on, from the data; training leaves them out")
+        count = _count(len(data_facts.prompts), "prompt")
+        typer.echo(f"{prompts}: {count} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
-    typer.echo(f"{recipe}: {drafter} for {target}, on {data_facts.num_records} records ({data_facts.source})")
-    typer.echo(f"\nNext:\n  outrider run {recipe} --plan    # time, memory and disk\n  outrider run {recipe}")
+    typer.echo(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
+    command = f"outrider run {shlex.quote(str(recipe))}"
+    typer.echo(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
 
 
 def recipe_text(
     recipe: Path, drafter: str, kind: "KindDefaults", target: "TargetFacts", data: "DataFacts", prompts: Path
 ) -> str:
     """Return the recipe: a YAML file with the reason for each value beside it."""
+    from .init_kinds import export_lines  # its module reads the target's files
+
     # 1. At least ten steps per epoch, and at least 100 steps.
     batch = kind.global_batch_size if data.num_records >= 10 * kind.global_batch_size else 8
     steps = max(100, -(-kind.epochs * data.num_records // batch))
@@ -63,8 +69,8 @@ def recipe_text(
     lines = [
         "# @package _global_",
         f"# {kind.title} for {target.name_or_path}. Written by `outrider init`; change what you like.",
-        f"#   outrider run {recipe.name} --plan     prints the time, memory and disk that it needs",
-        f"#   outrider run {recipe.name}            runs it; train.steps=20 for a first try",
+        f"#   outrider run {shlex.quote(recipe.name)} --plan     prints the time, memory and disk that it needs",
+        f"#   outrider run {shlex.quote(recipe.name)}            runs it; train.steps=20 for a first try",
         "# `outrider options SECTION` explains each option. Paths are relative to the working directory.",
         "defaults:",
         f"  - override /drafter: {drafter} # its other options: outrider options {drafter}",
@@ -78,7 +84,7 @@ def recipe_text(
         "",
         "data:",
         f"  source: {data.source} # the form of the records",
-        f"  path: {_quoted(str(data.path))} # {data.num_records} records",
+        f"  path: {_quoted(str(data.path))} # {_count(data.num_records, 'record')}",
         f"  max_length: {target.max_length} # tokens of an example; longer ones are cut",
         f"  chat_template: {_quoted(target.chat_template)} # {target.template_reason}",
         "",
@@ -101,8 +107,7 @@ def recipe_text(
         "  settings: # run-time options of the drafter; each is a row of the table",
         *(f"    - {setting}" for setting in kind.settings),
         "",
-        "# Formats of serving engines that are written at the end (outrider export --help lists them):",
-        f"# export: {{formats: [{', '.join(kind.formats)}]}}",
+        *export_lines(drafter, kind, target),
     ]
     return "\n".join(lines) + "\n"
 
@@ -124,3 +129,7 @@ def _suite_lines(data: "DataFacts", prompts: Path) -> list[str]:
 def _quoted(value: str | None) -> str:
     """Quote a value for YAML."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

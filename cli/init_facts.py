@@ -1,23 +1,27 @@
 """Facts on a target and on data, read for `outrider init` without importing torch."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path
-from ..data.raw_records import SUFFIXES, read_records
+from ..data.raw_records import SUFFIXES, line_of_record, read_records
 from ..data.roles import ROLES, TURN_KEYS
 
 NUM_PROMPTS = 32
 """Maximum number of prompts held out of the data. The other limit is a tenth of the records."""
 MAX_LENGTH = 2048
 """Maximum number of tokens of an example, as in the published recipes."""
+NUM_CHECKED = 32
+"""Number of first records that are checked. One of them must be usable."""
 LENGTH_MARGIN = 16
 """Positions that are kept free for the labels after a text."""
 
@@ -68,18 +72,17 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     # 1. Read its config.json. A multimodal model has the sizes in text_config.
     if looks_like_path(target) and not Path(target).is_dir():
         raise ValueError(f"--target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
-    text = _read(target, "config.json")
-    if text is None:
+    config = _read_json(target, "config.json")
+    if config is None:
         raise ValueError(f"--target is {target!r}, which has no config.json; give a model's directory or its Hub id")
-    config: dict[str, Any] = json.loads(text)
-    config = {**config, **config.get("text_config", {})}
+    config |= config.get("text_config") or {}
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
         raise ValueError(f"the config.json of {target} has no {', '.join(missing)}; it must be that of a causal language model")
 
     # 2. Describe it for the recipe.
     model_type = str(config.get("model_type", "model"))
-    positions = config.get("max_position_embeddings", 2 * MAX_LENGTH)
+    positions = config.get("max_position_embeddings") or 2 * MAX_LENGTH
     template, reason = _chat_template(target, chat_template)
     return TargetFacts(
         name_or_path=str(Path(target).resolve()) if Path(target).is_dir() else target,
@@ -110,7 +113,7 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
         return str(Path(chat_template).resolve()), "replaces the tokenizer's template"
     template = _read(target, "chat_template.jinja")
     if template is None:
-        tokenizer = json.loads(_read(target, "tokenizer_config.json") or "{}")
+        tokenizer = _read_json(target, "tokenizer_config.json") or {}
         template = json.dumps(tokenizer["chat_template"]) if tokenizer.get("chat_template") else None
     if template is None and "vicuna" in target.lower():
         return "vicuna_v1.1", "the tokenizer has none"
@@ -122,6 +125,20 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
     if "enable_thinking" in template:
         return "qwen3_no_thinking", "thinking is off; null: the tokenizer's template"
     return None, "null: the tokenizer's template"
+
+
+def _read_json(target: str, name: str) -> dict[str, Any] | None:
+    """Read a JSON object from a file of the target; None if there is no such file."""
+    text = _read(target, name)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the {name} of {target} is not JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"the {name} of {target} is not a JSON object; copy or download it again")
+    return value
 
 
 def _read(target: str, name: str) -> str | None:
@@ -164,15 +181,17 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
             "data set from the Hub: `hf download ID --repo-type dataset`"
         )
     if path.is_dir() or path.suffix not in SUFFIXES:
+        _require_text(path)
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[])
 
     # 2. Read the records once, and sample prompts of one or two user turns.
-    source, num_records, distinct = "", 0, set[int]()
+    records = read_records(path)
+    first = list(islice(records, NUM_CHECKED))
+    source, num_records, distinct = _source_of(first, path), 0, set[int]()
     chosen: list[list[str]] = []
     random, num_eligible = Random(0), 0
-    for record in read_records(path):
-        source = source or _form_of(record, path)
+    for record in chain(first, records):
         num_records += 1
         turns = list(_user_turns(record, source))[:2]
         if not turns or not all(turn.strip() for turn in turns) or sum(map(len, turns)) > max_chars:
@@ -195,18 +214,58 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     )
 
 
-def _form_of(record: Any, path: Path) -> str:
-    """Return the value of data.source for records of this form."""
-    keys = record.keys() if isinstance(record, dict) else {}
-    forms = {"sharegpt": {"conversations"}, "messages": {"messages"}, "alpaca": {"instruction", "output"}}
-    for source, wanted in {**forms, "text": {"text"}}.items():
-        if wanted <= set(keys):
-            return source
-    description = f"the keys {', '.join(map(str, keys))}" if keys else f"no keys: {record!r:.60}"
-    raise ValueError(
-        f"--data is {path}, whose first record has {description}; rename the keys to a known form: conversations (ShareGPT), "
-        "messages, instruction and output (Alpaca), or text"
-    )
+def _require_text(path: Path) -> None:
+    """Raise ValueError for a file of JSON records whose suffix is that of a text."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            begins_as_json = re.match(r'\s*\[?\s*\{\s*"', file.read(1000))
+        if begins_as_json:
+            raise ValueError(f"--data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
+
+
+def _source_of(records: list[Any], path: Path) -> str:
+    """Return the value of data.source for the first records of a file.
+
+    Raises ValueError if they have no known form, or if none of them can be trained on.
+    """
+    # 1. The form of the first record that has a known form.
+    forms = {"sharegpt": {"conversations"}, "messages": {"messages"}, "alpaca": {"instruction", "output"}, "text": {"text"}}
+    keys = [set(record) if isinstance(record, dict) else set() for record in records]
+    source = next((form for present in keys for form, wanted in forms.items() if wanted <= present), None)
+    line = line_of_record(path, 0)
+    location = f"{path}{'' if line is None else f', line {line}'}"
+    if source is None:
+        record = records[0]
+        names = list(record) if isinstance(record, dict) else []
+        description = f"the keys {', '.join(names)}" if names else f"no keys: {record!r:.60}"
+        raise ValueError(
+            f"--data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
+            "conversations (ShareGPT), messages, instruction and output (Alpaca), or text"
+        )
+
+    # 2. One of them must be usable. The run drops the others, and counts them.
+    reasons = [_why_unusable(record, source) for record in records]
+    if all(reasons):
+        raise ValueError(
+            f"--data is {path}, and none of its first {len(records)} records can be trained on as {source} "
+            f"({location}: {reasons[0]}); repair the records, or give another file"
+        )
+    return source
+
+
+def _why_unusable(record: Any, source: str) -> str | None:
+    """Return why a record of this form can't be trained on; None if it can."""
+    record = record if isinstance(record, dict) else {}
+    if source in ("text", "alpaca"):
+        keys = ["text"] if source == "text" else ["instruction", "output"]
+        bad = [key for key in keys if not isinstance(record.get(key), str)]
+        return f"{bad[0]!r} is no text" if bad else None
+    key = {"sharegpt": "conversations"}.get(source, source)
+    turns = record.get(key)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return f"{key!r} is no list of turns"
+    roles = [ROLES.get(str(turn.get(TURN_KEYS[key][0]))) for turn in turns]
+    return None if "assistant" in roles else "no assistant turn"
 
 
 def _user_turns(record: Any, source: str) -> Iterator[str]:

@@ -10,6 +10,10 @@ LARGE_VOCABULARY = 64_000
 REDUCED_VOCABULARY = 32_000
 """Size of a reduced vocabulary, as in EAGLE-3's release."""
 
+PUBLISHED_LAYERS, MIN_EAGLE3_LAYERS = 7, 3
+"""Fewest layers of a target whose published three layers (2, half, all - 3) differ, and that has
+three layers at all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KindDefaults:
@@ -34,8 +38,30 @@ def feature_layers(num_layers: int) -> list[int]:
     return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
 
 
+def _eagle3_layers(num_layers: int) -> tuple[list[int], str]:
+    """Return the target's layers to read, and the reason as a comment."""
+    if num_layers >= PUBLISHED_LAYERS:
+        return feature_layers(num_layers), "an early, a middle and a late layer, as in the paper"
+    if num_layers >= MIN_EAGLE3_LAYERS:
+        layers = [min(1, num_layers - 3), num_layers // 2, num_layers - 1]
+        return layers, "the target is too shallow for the paper's layers; vLLM reads these, from the format speculators"
+    return feature_layers(num_layers), "this target is too shallow for serving engines, which need three layers"
+
+
+def export_lines(drafter: str, kind: KindDefaults, target: TargetFacts) -> list[str]:
+    """Return the lines of the section export, a comment if the section isn't needed."""
+    if drafter == "eagle3" and target.num_layers < MIN_EAGLE3_LAYERS:
+        return ["export: {allow_no_format: true} # no serving engine loads an EAGLE-3 that reads fewer than three layers"]
+    formats = ("speculators",) if drafter == "eagle3" and target.num_layers < PUBLISHED_LAYERS else kind.formats
+    return [
+        "# Formats of serving engines that are written at the end (outrider export --help lists them):",
+        f"# export: {{formats: [{', '.join(formats)}]}}",
+    ]
+
+
 def _eagle3(target: TargetFacts) -> list[str]:
-    lines = [f"feature_layers: {feature_layers(target.num_layers)} # an early, a middle and a late layer, as in the paper"]
+    layers, reason = _eagle3_layers(target.num_layers)
+    lines = [f"feature_layers: {layers} # {reason}"]
     if target.vocab_size >= LARGE_VOCABULARY:
         lines.append(f"draft_vocab_size: {REDUCED_VOCABULARY} # the most frequent of {target.vocab_size} tokens")
     return lines

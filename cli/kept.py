@@ -12,10 +12,10 @@ from .config import RunConfig
 def describe_kept(config: RunConfig) -> str:
     """Return a sentence on finished shards, last checkpoints, and evaluated answers."""
     folder, parts = Path(config.output_dir), []
-    for name, what in (("answers", "shards of answers"), ("distill", "shards of labels")):
+    for name, what in (("answers", "answers"), ("distill", "labels")):
         if (folder / name / MANIFEST_FILE).is_file():
             num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
-            parts.append(f"{num_shards} {what}")
+            parts += [f"{num_shards} shard{'' if num_shards == 1 else 's'} of {what}"] if num_shards else []
     parts += [
         f"the checkpoint of step {read_marker(checkpoint)['step']} of {run.train.steps} ({run.train_dir})"
         for run in config.drafter_runs()
@@ -23,5 +23,6 @@ def describe_kept(config: RunConfig) -> str:
     ]
     if (records := folder / "eval" / RECORDS_FILE).is_file():
         with records.open("rb") as file:
-            parts.append(f"{sum(1 for _ in file)} evaluated answers")
+            num_answers = sum(1 for _ in file)
+        parts += [f"{num_answers} evaluated answer{'' if num_answers == 1 else 's'}"] if num_answers else []
     return f"Kept in {folder}: {', '.join(parts) or 'nothing yet'}."

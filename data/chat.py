@@ -85,6 +85,12 @@ def encode_conversations(
     # 2. Check that there are examples, and report cuts.
     if not examples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
+        num_cut = dropped[_no_token_within(max_length)]
+        if num_cut > len(conversations) / 2:
+            raise ValueError(
+                f"data.max_length is {max_length}, and {num_cut} of {len(conversations)} conversations have no token of the "
+                f"assistant before it, so no example is left; raise data.max_length. Dropped: {reasons}"
+            )
         raise ValueError(
             f"none of {len(conversations)} conversations has a token of the assistant under the chat template of "
             f"{tokenizer.name_or_path!r}, which begins {template[:60]!r}; dropped: {reasons}. Check the template, above all "
@@ -92,6 +98,10 @@ def encode_conversations(
         )
     _log_cuts(lost, sum(len(example.input_ids) for example in examples), max_length)
     return examples, dropped
+
+
+def _no_token_within(max_length: int) -> str:
+    return f"no token of the assistant within max_length {max_length}"
 
 
 def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
@@ -229,7 +239,7 @@ def _tokenize(
         if not mask.any():
             dropped["no token of the assistant"] += 1
         elif not mask[1:max_length].any():
-            dropped[f"no token of the assistant within max_length {max_length}"] += 1
+            dropped[_no_token_within(max_length)] += 1
         else:
             lost.append(max(0, len(ids) - max_length))
             examples.append(Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone()))

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -73,8 +74,9 @@ def load_suite(
     if not SUITE_NAME.fullmatch(name):
         raise ValueError(f"a suite's name is {name!r}; use letters, digits, '.', '_' and '-' (rename its file)")
     if name not in SUITE_NAMES and path is None:
+        hint = "".join(f"; did you mean {close}?" for close in get_close_matches(name, SUITE_NAMES, 1)) or "."
         raise ValueError(
-            f"unknown suite {name!r}; the suites are {', '.join(SUITE_NAMES)}. For prompts of your own give their file "
+            f"unknown suite {name!r}{hint} The suites are {', '.join(SUITE_NAMES)}. For prompts of your own give their file "
             f"({name}.jsonl)"
         )
     if limit is not None and limit < 1:

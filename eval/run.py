@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.differences import differences, name_digests
 from ..data.files import atomic_write_text, write_json
-from ..data.suites import PromptSet, load_suite
+from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.protocols import AcceptanceRule
 from ..models.decoding.sampling import Sampling
@@ -171,7 +171,13 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
             unreadable[chosen.name] = str(error)
     if unreadable:
         problems = "; ".join(unreadable.values())
-        raise ValueError(f"{problems}. Give local files: {with_files(config.suites, unreadable)}")
+        # A file that can't be read and an unknown name have other remedies, which the problems state.
+        remote = [
+            chosen.name
+            for chosen in config.suites
+            if chosen.name in unreadable and chosen.path is None and chosen.name in SUITE_NAMES
+        ]
+        raise ValueError(f"{problems}. Give local files: {with_files(config.suites, remote)}" if remote else problems)
     # 2. Check that each has enough prompts.
     for suite in suites:
         if not suite.prompts:

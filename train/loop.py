@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def fit(training: Training, *, start: int) -> None:
     """Run the optimizer steps from `start` on, counted from 0.
 
-    Ends early if tokens per step have peaked (`train.patience`), and after a SIGTERM.
+    Ends early if tokens per step have peaked (`train.patience`), and after a SIGTERM or Ctrl-C.
     """
     config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
@@ -73,6 +73,8 @@ def fit(training: Training, *, start: int) -> None:
                 save_step(training, done)
             if stop:
                 training.checkpoints.finish()
+                if sigterm.is_interrupt:
+                    raise KeyboardInterrupt
                 logger.warning("stopped by SIGTERM after step %d; the same command resumes there", done)
                 raise SystemExit(SIGTERM_EXIT_CODE)
             if peaked:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -90,10 +91,11 @@ def _limit_collectives(limit: timedelta) -> None:
 
 
 class Sigterm:
-    """Record of a SIGTERM to any process, so that all processes end after the same step.
+    """Record of a SIGTERM or Ctrl-C to any process, so that all processes end after the same step.
 
-    A context manager: inside the block the signal alone ends nothing. The processes share the
-    signal through a collective, for which the host waits for the device. So they do it where the
+    A context manager: inside the block the first signal alone ends nothing; a second Ctrl-C raises
+    KeyboardInterrupt at once. `is_interrupt` is whether the signal was Ctrl-C. The processes share
+    the signal through a collective, for which the host waits for the device. So they do it where the
     host waits for another reason, and about every LOOK_SECONDS: launchers kill the processes that
     are left after half a minute.
     """
@@ -101,15 +103,26 @@ class Sigterm:
     def __init__(self, accelerator: Accelerator, *, step: int) -> None:
         self._accelerator = accelerator
         self._come = threading.Event()
+        self.is_interrupt = False
         self._looked_at = step, time.monotonic()
         self._next_look = step
 
     def __enter__(self) -> "Sigterm":
-        self._previous = signal.signal(signal.SIGTERM, lambda *_: self._come.set())
+        self._previous: dict[int, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self._come.set())}
+        # Background jobs of a shell ignore SIGINT, and a caller may handle it in another way.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
+    def _interrupt(self, *_: object) -> None:
+        """Handle Ctrl-C: the first one stops after the step, the second one at once."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.is_interrupt = True
+        self._come.set()
+
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def stops(self, done: int, *, host_waits: bool) -> bool:
         """Whether to stop after step `done`, equal in all processes.

@@ -29,6 +29,10 @@ Models pad their vocabulary to round numbers, which adds a few percent at most.
 """
 
 
+TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+"""File names of tokenizers. For a directory without them, transformers builds an empty tokenizer."""
+
+
 def load_target(
     config: TargetConfig | str,
     device: torch.device | None = None,
@@ -98,11 +102,21 @@ def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTo
         return None
 
 
+def _has_tokenizer(directory: Path) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_PATTERNS)
+
+
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer. Raises ValueError if there is none."""
     _check_directory(config.name_or_path)
-    if not Path(config.name_or_path).is_dir():
+    directory = Path(config.name_or_path)
+    if not directory.is_dir():
         use_hub()
+    elif not _has_tokenizer(directory):
+        raise ValueError(
+            f"{directory} has no tokenizer files ({' or '.join(TOKENIZER_PATTERNS[:2])}); copy the files of the model's "
+            "tokenizer into it (tokenizer.json, tokenizer_config.json)"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             config.name_or_path,

@@ -2,11 +2,16 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
 from outrider.cli import main
+from outrider.cli.arguments import parse_arguments
+from outrider.cli.compose import compose
+from outrider.cli.config import to_run_config
 from outrider.cli.errors import INTERRUPTED, in_command_words, starts_again, user_errors
+from outrider.cli.kept import describe_kept
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
 
 
@@ -74,3 +79,14 @@ def test_a_commands_error_names_the_commands_options() -> None:
     words = in_command_words(text)
     assert words.startswith("set --chat-template a.jinja. Give local files: --suite-path")
     assert "eval.suites" not in words
+
+
+def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:
+    config = to_run_config(compose(parse_arguments(["demo", f"output_dir={tmp_path}"])))
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill/manifest.json").touch()
+    assert describe_kept(config).endswith(": nothing yet.")
+    (tmp_path / "distill/shard-00000.json").touch()
+    assert describe_kept(config).endswith(": 1 shard of labels.")
+    (tmp_path / "distill/shard-00001.json").touch()
+    assert describe_kept(config).endswith(": 2 shards of labels.")

@@ -15,9 +15,10 @@ from outrider.cli.config import RunConfig, to_run_config
 from outrider.cli.init import init_command
 from outrider.cli.init_facts import NUM_PROMPTS, read_data_facts, read_target_facts
 from outrider.cli.init_kinds import KIND_DEFAULTS, feature_layers
-from outrider.cli.run import run
+from outrider.cli.run import require_trainable, run
 from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.eagle3 import default_feature_layers
+from outrider.models.target.loading import load_target
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -89,6 +90,7 @@ def test_every_kind_can_be_written() -> None:
 def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     init_command(Path("my"), str(qwen3), write_chats(tmp_path / "chats.jsonl"))
+    assert require_trainable(config_of(Path("my.yaml")), load_target(str(qwen3), torch.device("cpu"))) == []
     few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0", "eval.memory_bandwidth_gbs=10.0"]
     run(config_of(Path("my.yaml"), *few, "num_threads=1"))
     rows = json.loads((tmp_path / "outputs/my/eval/summary.json").read_text())
@@ -110,6 +112,21 @@ def test_feature_layers_are_the_drafters_default(layers: int) -> None:
     assert feature_layers(layers) == default_feature_layers(layers)
 
 
+@pytest.mark.parametrize(("layers", "usual"), [(2, None), (3, "speculators"), (6, "speculators"), (7, "eagle3")])
+def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it_isnt(
+    layers: int, usual: str | None, qwen3: Path, tmp_path: Path
+) -> None:
+    config = json.loads((qwen3 / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    init_command(tmp_path / "a.yaml", str(tmp_path), write_chats(tmp_path / "chats.jsonl"), chat_template="vicuna_v1.1")
+    written = config_of(tmp_path / "a.yaml")
+    assert written.export.allow_no_format == (usual is None)
+    assert usual is None or f"formats: [{usual}]" in (tmp_path / "a.yaml").read_text()
+    chosen = written.drafter["feature_layers"]
+    assert (len(set(chosen)) == 3) == (usual is not None)
+    assert max(chosen) < layers
+
+
 def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.mkdir()
@@ -119,7 +136,7 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     init_command(tmp_path / "large.yaml", str(large), write_chats(tmp_path / "chats.jsonl", 400))
     config = config_of(tmp_path / "large.yaml")
     assert config.drafter["draft_vocab_size"] == 32_000
-    assert config.drafter["feature_layers"] == [2, 3]
+    assert config.drafter["feature_layers"] == [1, 3, 5]
     assert (config.data.max_length, config.data.chat_template) == (2048, "qwen3_no_thinking")
     assert (config.train.steps, config.train.global_batch_size) == (100, 16)
 
@@ -182,6 +199,45 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
     (tmp_path / "odd.jsonl").write_text('{"question": 1}\n')
     with pytest.raises(ValueError, match="first record has the keys question"):
         read_data_facts(tmp_path / "odd.jsonl", 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "message"),
+    [
+        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: 'messages' is no list"),
+        ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: no assistant turn"),
+        ("a.jsonl", {"text": 1}, r"a\.jsonl, line 2: .*text"),
+        ("a.txt", ALPACA, r"rename it to a\.jsonl"),
+    ],
+)
+def test_records_that_cannot_be_trained_on_are_an_error_of_init(
+    name: str, record: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(f"\n{json.dumps(record)}\n{json.dumps(record)}\n")
+    with pytest.raises(ValueError, match=message):
+        read_data_facts(tmp_path / name, 100)
+
+
+def test_init_looks_at_more_than_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [{"meta": 1}, *[ALPACA] * 3])))
+    assert read_data_facts(tmp_path / "a.jsonl", 100).source == "alpaca"
+
+
+def test_a_damaged_config_is_named_and_an_empty_part_ignored(qwen3: Path, tmp_path: Path) -> None:
+    text = (qwen3 / "config.json").read_text()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(text) | {"text_config": None}))
+    assert read_target_facts(str(tmp_path), "vicuna_v1.1").num_layers == 6
+    (tmp_path / "config.json").write_text(text[:40])
+    with pytest.raises(ValueError, match="config.json of .* is not JSON"):
+        read_target_facts(str(tmp_path), "vicuna_v1.1")
+
+
+def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my runs").mkdir()
+    init_command(tmp_path / "my runs/a.yaml", str(qwen3), write_chats(tmp_path / "chats.jsonl", 1))
+    printed = capsys.readouterr().out
+    assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
+    assert "on 1 record (messages)" in printed
 
 
 def test_a_recipe_is_written_without_torch(qwen3: Path, tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ It has a table for each remaining stage, is at most 80 columns wide and writes n
 """
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -13,6 +16,7 @@ from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
 from outrider.eval import estimate as eval_estimate
 from outrider.train import estimate as train_estimate
+from outrider.train.training import LossModule
 
 
 @pytest.fixture
@@ -56,6 +60,31 @@ def test_a_plan_has_a_table_for_every_stage_and_one_headline(
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
     assert "3 of 2 texts" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_the_planned_time_of_training_agrees_with_the_training(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a clock on which each micro-batch takes 20 seconds."""
+    now, forward = [0.0], LossModule.forward
+
+    def slow(*args: Any) -> Any:
+        now[0] += 20.0
+        return forward(*args)
+
+    monkeypatch.setattr(LossModule, "forward", slow)
+    monkeypatch.setattr(train_estimate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    changes = ["conf=demo", *overrides, "train.gradient_accumulation=2"]
+    run_here(*changes, "stages=[distill]")
+    capsys.readouterr()
+    run_here(*changes, "stages=[train]", "plan=true")
+    found = re.search(r"Whole run: about (\d+):(\d+):(\d+)", capsys.readouterr().out)
+    assert found is not None
+    hours, minutes, seconds = map(int, found.groups())
+    now[0] = 0.0
+    run_here(*changes, "stages=[train]")
+    assert now[0] == 3 * 2 * 20.0
+    assert now[0] / 5 < hours * 3600 + minutes * 60 + seconds < now[0] * 5
 
 
 def test_training_is_planned_without_shards_and_finished_stages_are_left_out(

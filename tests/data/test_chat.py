@@ -261,6 +261,13 @@ def test_conversations_that_a_template_rejects_or_cuts_are_counted(tiny_tokenize
     }
 
 
+def test_an_error_for_examples_that_are_all_cut_names_max_length(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(tiny_tokenizer, CHATML)
+    with pytest.raises(ValueError, match=r"data\.max_length is 5.*2 of 2.*raise data\.max_length") as caught:
+        encode([conversation("a long question", "Yes.")] * 2, tokenizer, 5)
+    assert "template" not in str(caught.value)
+
+
 def test_turns_after_the_last_answer_are_left_out(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = with_template(tiny_tokenizer, CHATML)
     (cut,), (whole,) = encode([conversation("Hi", "Yes.", "And?")], tokenizer), encode([conversation("Hi", "Yes.")], tokenizer)

@@ -12,3 +12,16 @@ def test_all_suites_that_cant_be_read_are_one_error_with_the_option_to_give() ->
         load_suites(EvalConfig(suites=suites))
     whole = "eval.suites=[{name: mt_bench, path: FILE, limit: 3}, {name: stdlib, limit: 2}, {name: spec_bench, path: FILE}]"
     assert str(error.value).endswith(f"Give local files: {whole}")
+
+
+@pytest.mark.parametrize(
+    ("suite", "remedy"),
+    [
+        (SuiteConfig(name="mine", path="nofile.jsonl"), "Give an existing file"),
+        (SuiteConfig(name="mtbench"), "did you mean mt_bench"),
+    ],
+)
+def test_a_missing_file_and_an_unknown_name_have_their_remedies(suite: SuiteConfig, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy) as error:
+        load_suites(EvalConfig(suites=[suite]))
+    assert "eval.suites" not in str(error.value)

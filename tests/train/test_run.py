@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -295,6 +296,24 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain
     resumed = run_train("stopped", drafter={"kind": "spy"}, checkpoint_every=100, log_every=1)
     assert spy.calls == 6
     assert all(torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items())
+
+
+def test_ctrl_c_writes_a_checkpoint_and_a_second_one_stops_at_once(run_train: RunTrain, spy: Any, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGINT) or 0.0 if call == 3 else 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_train("once", drafter={"kind": "spy"}, checkpoint_every=100)
+        assert [path.name for path in complete_checkpoints(tmp_path / "once/train/checkpoints")] == ["step-00000003"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        spy.calls = 0
+        twice = lambda: [os.kill(os.getpid(), signal.SIGINT), time.sleep(0.01), os.kill(os.getpid(), signal.SIGINT)]  # noqa: E731
+        spy.on_loss = staticmethod(lambda call, batch: 0.0 * len(twice()) if call == 3 else 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_train("twice", drafter={"kind": "spy"}, checkpoint_every=100)
+        assert complete_checkpoints(tmp_path / "twice/train/checkpoints") == []
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_calibration_gets_the_last_tenth_of_steps_in_any_case(run_train: RunTrain, spy: Any) -> None:

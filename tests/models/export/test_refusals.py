@@ -51,4 +51,5 @@ def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(
     assert warning is not None
     for part in (rule, remedy, "export.allow_no_format=true"):
         assert part in warning
+    assert "can't be written as" not in warning
     assert describe_unexportable({**refusals, "one that can": None}) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.decoding.tree import empty_tree
@@ -77,8 +77,19 @@ def test_a_stop_token_outside_of_the_tokenizer_is_an_error_and_another_a_warning
 def test_a_missing_tokenizer_is_named(copy):
     for path in copy.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+    with pytest.raises(ValueError, match=r"no tokenizer files \(tokenizer.json"):
         load_tokenizer(config(copy))
+
+
+def test_a_target_without_tokenizer_files_loads_where_none_is_needed(copy):
+    """For a Qwen3 without them, transformers builds a tokenizer of one token."""
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8, eos_token_id=2)).save_pretrained(copy)
+    assert load_target(config(copy), needs_tokenizer=False).identity.tokenizer_sha256 == ""
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        load_target(config(copy))
 
 
 def test_impossible_settings_are_refused():
