@@ -98,6 +98,13 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
     for each problem.
     """
     # 1. Recipes are in conf=NAME or conf=[NAME,NAME]; other overrides stay.
+    recipe_values = [override.partition("=")[2] for override in overrides if override.startswith("conf=")]
+    if len(recipe_values) > 1:
+        stacked = ",".join(value.strip("[]") for value in recipe_values)
+        raise ValueError(
+            f"{len(recipe_values)} recipes are on the command line: {', '.join(recipe_values)}. Give one, or "
+            f"conf=[{stacked}] to put the later on top of the earlier"
+        )
     named: list[str] = []
     files: dict[str, RecipeFile] = {}
     problems: list[str] = []

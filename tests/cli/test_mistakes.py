@@ -1,0 +1,59 @@
+"""Mistakes of a first command line: each error names the option, the value and the remedy."""
+
+import pytest
+
+from outrider.cli.arguments import parse_arguments
+from outrider.cli.compose import compose
+from outrider.cli.launch import require_gpus
+
+
+def message(*arguments: str) -> str:
+    with pytest.raises(ValueError) as error:
+        compose(parse_arguments(list(arguments)))
+    return " ".join(str(error.value).split())
+
+
+@pytest.mark.parametrize("second", ["ablation_demo", "conf=ablation_demo", "conf=[ablation_demo]"])
+def test_two_recipes_are_an_error_that_stacks_them(second: str) -> None:
+    assert "conf=[demo,ablation_demo]" in message("demo", second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong", "remedy"),
+    [
+        ("demo --plann", "--plann", "--plan?"),
+        ("demo --lunch cpu", "--lunch", "--launch?"),
+        ("demo --num_processes 2", "--num_processes", "give --launch NAME before it"),
+        ("demo --num-processes=2", "--num-processes", "give --launch NAME before it"),
+        ("demo --xyz", "--xyz", "--plan"),
+    ],
+)
+def test_an_unknown_option_is_named_with_its_remedy(arguments: str, wrong: str, remedy: str) -> None:
+    text = message(*arguments.split())
+    assert wrong in text
+    assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "file", "options", "remedy"),
+    [
+        (0, "one_node", [], "--launch cpu"),
+        (2, "one_node", ["--mixed_precision=no"], "--num_processes 2"),
+        (1, "several_nodes", ["--machine_rank", "0"], "there is 1"),
+        (1, "cpu", [], "ACCELERATE_USE_CPU=true"),
+        (0, "cpu", [], None),
+        (0, "one_node_zero", ["--num_processes", "2", "--mixed_precision", "no"], None),
+        (2, "one_node", ["--num_processes", "2"], None),
+        (0, "one_gpu", [], None),
+    ],
+)
+def test_a_launch_without_enough_gpus_is_an_error(
+    gpus: int, file: str, options: list[str], remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    if remedy is None:
+        require_gpus(file, options)
+        return
+    with pytest.raises(ValueError, match=remedy):
+        require_gpus(file, options)
