@@ -69,7 +69,9 @@ def compose(request: Request) -> DictConfig:
 
     Raises one ValueError with all wrong keys, choices and values, before torch is imported.
     """
-    named, files, problems = _take_files(request.overrides)
+    wrong_values = {override: problem for override in request.overrides if (problem := _unreadable(override))}
+    named, files, problems = _take_files([override for override in request.overrides if override not in wrong_values])
+    problems += wrong_values.values()
     overrides = []
     for override in named:
         group, _, value = override.partition("=")
@@ -132,6 +134,22 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
         if chosen:
             named.append(f"conf=[{','.join(chosen)}]" if is_list else f"conf={chosen[0]}")
     return named, files, problems
+
+
+def _unreadable(override: str) -> str | None:
+    """Return the message for an override that Hydra's grammar can't read; None if it can."""
+    key, _, value = override.partition("=")
+    if key == "conf" and not value.startswith("["):  # a path may have any characters
+        return None
+    try:
+        is_sweep = OverridesParser.create().parse_override(_forced(override)).is_sweep_override()
+    except HydraException:
+        opened = value.lstrip().startswith(("[", "{"))
+        quoted = "close each bracket and quote" if opened else f"""put a text in quotes: '{key}="{value}"'"""
+        return f"{_key(override)} is {value}, which can't be read; {quoted}"
+    if is_sweep:
+        return f"""{_key(override)} is {value}: several values; write a list as [{value}], a text as '{key}="{value}"'"""
+    return None
 
 
 def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> tuple[DictConfig, dict[str, str]]:

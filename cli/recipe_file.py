@@ -10,7 +10,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from .describe import GROUPS, choices
+from .describe import GROUPS, choices, sections
 from .describe import recipes as packaged_recipes
 from .keys import closest, unknown_keys
 
@@ -85,7 +85,8 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     # 2. Collect the problems, and remove the wrong values.
     defaults = values.pop("defaults", None) or []
     recipe = RecipeFile(path=path, values=values, defaults=[], lines=lines)
-    problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
+    problems = _wrong_sections(recipe)
+    problems += _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
     for name, message in unknown_keys({key: value for key, value in values.items() if key != "hydra"}).items():
         problems.append(f"{recipe.where(name)}: {message}")
         if not name.endswith(".kind"):
@@ -93,6 +94,17 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     problems += _misplaced_paths(recipe)
     values.setdefault("name", path.stem)
     return recipe, problems
+
+
+def _wrong_sections(recipe: RecipeFile) -> list[str]:
+    """Remove the sections that aren't mappings. Returns a line for each."""
+    problems = []
+    for name in [name for name in recipe.values if name in {*sections(), "drafter", "variants"}]:
+        value = recipe.values[name]
+        if not isinstance(value, dict) and value is not None and not str(value).startswith("${"):
+            problems.append(f"{recipe.where(name)}: {name} is {value!r}; it must be a mapping such as {{NAME: VALUE}}")
+            recipe.drop(name)
+    return problems
 
 
 def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str]) -> list[str]:

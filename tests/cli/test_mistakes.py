@@ -1,5 +1,7 @@
 """Mistakes of a first command line: each error names the option, the value and the remedy."""
 
+from pathlib import Path
+
 import pytest
 
 from outrider.cli.arguments import parse_arguments
@@ -57,3 +59,28 @@ def test_a_launch_without_enough_gpus_is_an_error(
         return
     with pytest.raises(ValueError, match=remedy):
         require_gpus(file, options)
+
+
+def test_a_section_that_is_no_mapping_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [demo]\ntrain: 3\nvariants: [a, b]\ndrafter: medusa\n")
+    text = message(str(file))
+    for part in ("line 2: train is 3", "line 3: variants is ['a', 'b']", "line 4: drafter is 'medusa'"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong", "remedy"),
+    [
+        ("data.path=a=b c", "data.path is a=b c", """data.path="a=b c\""""),
+        ("data.path=it's", "data.path is it's", """data.path="it's\""""),
+        ("train.steps=[1", "train.steps is [1", "close each bracket"),
+        ("train.steps=1,2", "train.steps is 1,2", "[1,2]"),
+        ("conf=[demo", "conf is [demo", "close each bracket"),
+    ],
+)
+def test_a_value_that_cant_be_read_is_named_with_its_quotes(override: str, wrong: str, remedy: str) -> None:
+    text = message("demo", override, "train.lr=3") if not override.startswith("conf") else message(override, "train.lr=3")
+    assert wrong in text
+    assert remedy in text
+    assert "train.learning_rate" in text
