@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .arguments import Request, parse_arguments, run_help
-from .config import missing_values, problem_report, register, to_run_config
+from .config import field_problems, missing_values, problem_report, register, to_run_config
 from .describe import GROUPS, Option, choices, sections
 from .errors import user_errors
 from .keys import unknown_keys
@@ -82,15 +82,26 @@ def compose(request: Request) -> DictConfig:
             overrides.append(_forced(override))
     composed, wrong_values = _compose_what_can_be(overrides, files)
     values: Any = OmegaConf.to_container(composed, enum_to_str=True)
-    for name, message in unknown_keys(values).items():
+    unknown = unknown_keys(values)
+    for name, message in unknown.items():
         where = next((f"{file.where(name)}: " for file in files.values() if name in file.lines), "")
         problems.append(f"{where}{message}")
     problems += wrong_values.values()
     if problems:
         missing = missing_values(composed)
         problems += [missing[name] for name in missing if name not in wrong_values]
-        raise ValueError(problem_report(list(dict.fromkeys(problems))))
+        if not missing:  # what is wrong with the values that have the right type
+            problems += [line for line in _field_problems(composed) if re.split("[=:]", line)[0] not in unknown]
+        raise ValueError(problem_report(problems))
     return composed
+
+
+def _field_problems(composed: DictConfig) -> list[str]:
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException:  # an interpolation without a value, maybe because of another problem
+        return []
+    return field_problems(values)
 
 
 def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile], list[str]]:

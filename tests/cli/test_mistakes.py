@@ -1,5 +1,7 @@
 """Mistakes of a first command line: each error names the option, the value and the remedy."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,20 @@ def test_a_value_that_cant_be_read_is_named_with_its_quotes(override: str, wrong
     assert wrong in text
     assert remedy in text
     assert "train.learning_rate" in text
+
+
+def test_values_out_of_range_are_named_beside_those_of_a_wrong_type() -> None:
+    text = message("demo", "train.steps=abc", "train.batch_size=-1", "data.limit=-3")
+    assert text.startswith("3 problem(s)")
+    assert all(part in text for part in ("train.steps is 'abc'", "train.batch_size=-1", "data.limit=-3"))
+
+
+def test_values_out_of_range_are_reported_without_importing_torch() -> None:
+    script = (
+        "import sys\nfrom outrider.cli.compose import main\nsys.argv[1:] = "
+        "['demo', 'train.steps=-5', 'data.limit=0', 'stages=[distil]']\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2, result.stderr
+    assert all(part in result.stderr for part in ("train.steps=-5", "data.limit=0", 'stages[0]="distil"'))
