@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +161,28 @@ def _base(group: str, section: Mapping[str, Any]) -> str | None:
     return kind if group == "drafter" and is_new and kind in choices("drafter") else None
 
 
+def find_near_file(name: str) -> Path | None:
+    """Return the YAML file whose path is almost `name`, such as my.yaml for my.yam."""
+    path = Path(name).expanduser()
+    files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
+    close = get_close_matches(path.name, list(files), 1, 0.8)
+    return files[close[0]] if close else None
+
+
 def unknown_choice(group: str, name: Any) -> str | None:
     """Return the message for an unknown choice GROUP=NAME; None if the choice exists."""
     known = list(choices(group))
     if name in known:
         return None
     there_are = f"there are: {', '.join(known)}"
-    if group == "conf" and str(name).endswith(SUFFIXES):
+    if group == "conf" and str(name).endswith(SUFFIXES) and not find_near_file(str(name)):
         path = Path(str(name)).expanduser().absolute()
         return f"{group}={name}: there is no file {path}. The recipes are: {', '.join(known)}"
     meant = closest(str(name), known)
+    if group == "conf" and (path := Path(str(name)).expanduser()).is_dir():
+        return f"{group}={name}: this is a folder; name a recipe's YAML file, such as {path / 'NAME.yaml'}"
+    if group == "conf" and (near := find_near_file(str(name))):
+        return f"{group}={name}: there is no such file; did you mean {near}?"
     what = "recipe" if group == "conf" else "choice"
     return f"{group}={name}: there is no such {what}; {f'did you mean {group}={meant}? T' if meant else 't'}{there_are[1:]}"
 

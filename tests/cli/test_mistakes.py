@@ -8,7 +8,9 @@ import pytest
 
 from outrider.cli.arguments import parse_arguments
 from outrider.cli.compose import compose
+from outrider.cli.config import to_run_config
 from outrider.cli.launch import require_gpus
+from outrider.cli.reference import options_command, recipes_command
 
 
 def message(*arguments: str) -> str:
@@ -103,3 +105,27 @@ def test_values_out_of_range_are_reported_without_importing_torch() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr
     assert all(part in result.stderr for part in ("train.steps=-5", "data.limit=0", 'stages[0]="distil"'))
+
+
+def test_a_near_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("defaults: [demo]\n")
+    assert f"did you mean {tmp_path}/my.yaml?" in message(f"conf={tmp_path}/my.yam")
+    assert "this is a folder" in message(f"conf={tmp_path}")
+
+
+def test_aliases_and_words_are_understood_by_the_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"did you mean train\.learning_rate"):
+        options_command("train.lr")
+    recipes_command("qwen")
+    printed = capsys.readouterr().out
+    assert "eagle3_qwen3_8b" in printed
+    assert "with another target." in printed
+    assert "redrafter_vicuna7b" not in printed
+
+
+def test_a_warm_up_longer_than_the_training_names_the_remedy() -> None:
+    with pytest.raises(ValueError) as error:
+        to_run_config(compose(parse_arguments(["demo", "train.steps=2"])))
+    text = " ".join(str(error.value).split())
+    assert "train.warmup_steps is" in text
+    assert "set train.warmup_steps=0 or below train.steps" in text
