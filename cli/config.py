@@ -68,7 +68,8 @@ class RunConfig:
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
     num_threads: PositiveInt | None = None
-    """CPU threads per process, unless a section sets its own number. None keeps the launcher's number, which is mostly 1."""
+    """CPU threads per process, unless a section sets its own number. null: the launcher's choice under `accelerate launch`,
+    torch's default otherwise."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None
     """Mixed precision of the training: bf16 or no. None keeps the launcher's setting."""
     target: TargetConfig

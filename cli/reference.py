@@ -26,7 +26,7 @@ def options_command(
 
 def recipes_command(
     name: Annotated[
-        str | None, typer.Argument(help="A recipe, to print its description, or a word, to list the recipes with it. Default: all.")
+        str | None, typer.Argument(help="A recipe, to describe it, or a word, to list the recipes with it. Default: all.")
     ] = None,
 ) -> None:
     """List the recipes that ship with outrider. To run one: outrider run NAME."""
