@@ -59,6 +59,8 @@ class RecipeFile:
 def find_recipe_file(name: str) -> Path | None:
     """Return the file of conf=NAME, with or without its suffix; None if NAME is no file."""
     path = Path(name).expanduser()
+    if not path.name:  # such as `.`
+        return None
     candidates = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + suffix) for suffix in SUFFIXES]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 

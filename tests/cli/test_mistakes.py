@@ -111,6 +111,7 @@ def test_a_near_file_and_a_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("defaults: [demo]\n")
     assert f"did you mean {tmp_path}/my.yaml?" in message(f"conf={tmp_path}/my.yam")
     assert "this is a folder" in message(f"conf={tmp_path}")
+    assert "this is a folder" in message("conf=.")
 
 
 def test_aliases_and_words_are_understood_by_the_lists(capsys: pytest.CaptureFixture[str]) -> None:
