@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from textwrap import fill
 
 from .describe import choices
@@ -41,6 +42,17 @@ VALUE_OPTIONS = (
     *("--experimental-rerun", "--package", "-p"),
 )
 """Options of Hydra that are followed by a value."""
+HYDRA_OPTIONS = (
+    *VALUE_OPTIONS,
+    *("--hydra-help", "--version", "--info", "-i", "--multirun", "-m", "--run", "-r", "--shell-completion", "-sc"),
+)
+OWN_OPTIONS = ("--help", "--plan", "--cfg", "--resolve", "--launch")
+LAUNCHER_OPTIONS = (
+    *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--gpu_ids"),
+    *("--num_cpu_threads_per_process", "--mixed_precision", "--config_file", "--multi_gpu", "--cpu", "--zero_stage"),
+    *("--use_deepspeed", "--use_fsdp", "--offload_optimizer_device", "--dynamo_backend", "--rdzv_backend"),
+)
+"""Usual options of `accelerate launch`."""
 
 
 @dataclass
@@ -90,6 +102,8 @@ def parse_arguments(arguments: list[str]) -> Request:
             if not request.launch:
                 raise ValueError(f"--launch needs a launch file: one of {', '.join(choices('launch'))}, or a path")
         elif argument.startswith("-") and argument != "-":
+            if not is_launched and name not in HYDRA_OPTIONS:
+                raise ValueError(_unknown_option(name))
             options = request.launch_options if is_launched else request.hydra_options
             options.append(argument)
             if not separator and (is_launched or argument in VALUE_OPTIONS):
@@ -99,6 +113,16 @@ def parse_arguments(arguments: list[str]) -> Request:
         else:
             request.overrides.append(f"conf={argument}")
     return request
+
+
+def _unknown_option(name: str) -> str:
+    """Return the message for an unknown option, with the option that it probably means."""
+    if name.replace("-", "_").replace("__", "--", 1) in LAUNCHER_OPTIONS:
+        names = ", ".join(choices("launch"))
+        return f"{name} is an option of accelerate launch; give --launch NAME before it. NAME is one of {names}"
+    close = get_close_matches(name, [*OWN_OPTIONS, *HYDRA_OPTIONS], 1)
+    meant = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OWN_OPTIONS)}; outrider run --help"
+    return f"unknown option {name}; {meant}"
 
 
 def _values_after(option: str, arguments: list[str]) -> list[str]:

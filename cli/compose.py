@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .arguments import Request, parse_arguments, run_help
-from .config import missing_values, problem_report, register, to_run_config
+from .config import field_problems, missing_values, problem_report, register, to_run_config
 from .describe import GROUPS, Option, choices, sections
 from .errors import user_errors
 from .keys import unknown_keys
@@ -69,7 +69,9 @@ def compose(request: Request) -> DictConfig:
 
     Raises one ValueError with all wrong keys, choices and values, before torch is imported.
     """
-    named, files, problems = _take_files(request.overrides)
+    wrong_values = {override: problem for override in request.overrides if (problem := _unreadable(override))}
+    named, files, problems = _take_files([override for override in request.overrides if override not in wrong_values])
+    problems += wrong_values.values()
     overrides = []
     for override in named:
         group, _, value = override.partition("=")
@@ -80,15 +82,26 @@ def compose(request: Request) -> DictConfig:
             overrides.append(_forced(override))
     composed, wrong_values = _compose_what_can_be(overrides, files)
     values: Any = OmegaConf.to_container(composed, enum_to_str=True)
-    for name, message in unknown_keys(values).items():
+    unknown = unknown_keys(values)
+    for name, message in unknown.items():
         where = next((f"{file.where(name)}: " for file in files.values() if name in file.lines), "")
         problems.append(f"{where}{message}")
     problems += wrong_values.values()
     if problems:
         missing = missing_values(composed)
         problems += [missing[name] for name in missing if name not in wrong_values]
-        raise ValueError(problem_report(list(dict.fromkeys(problems))))
+        if not missing:  # what is wrong with the values that have the right type
+            problems += [line for line in _field_problems(composed) if re.split("[=:]", line)[0] not in unknown]
+        raise ValueError(problem_report(problems))
     return composed
+
+
+def _field_problems(composed: DictConfig) -> list[str]:
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException:  # an interpolation without a value, maybe because of another problem
+        return []
+    return field_problems(values)
 
 
 def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile], list[str]]:
@@ -98,6 +111,13 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
     for each problem.
     """
     # 1. Recipes are in conf=NAME or conf=[NAME,NAME]; other overrides stay.
+    recipe_values = [override.partition("=")[2] for override in overrides if override.startswith("conf=")]
+    if len(recipe_values) > 1:
+        stacked = ",".join(value.strip("[]") for value in recipe_values)
+        raise ValueError(
+            f"{len(recipe_values)} recipes are on the command line: {', '.join(recipe_values)}. Give one, or "
+            f"conf=[{stacked}] to put the later on top of the earlier"
+        )
     named: list[str] = []
     files: dict[str, RecipeFile] = {}
     problems: list[str] = []
@@ -125,6 +145,22 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
         if chosen:
             named.append(f"conf=[{','.join(chosen)}]" if is_list else f"conf={chosen[0]}")
     return named, files, problems
+
+
+def _unreadable(override: str) -> str | None:
+    """Return the message for an override that Hydra's grammar can't read; None if it can."""
+    key, _, value = override.partition("=")
+    if key == "conf" and not value.startswith("["):  # a path may have any characters
+        return None
+    try:
+        is_sweep = OverridesParser.create().parse_override(_forced(override)).is_sweep_override()
+    except HydraException:
+        opened = value.lstrip().startswith(("[", "{"))
+        quoted = "close each bracket and quote" if opened else f"""put a text in quotes: '{key}="{value}"'"""
+        return f"{_key(override)} is {value}, which can't be read; {quoted}"
+    if is_sweep:
+        return f"""{_key(override)} is {value}: several values; write a list as [{value}], a text as '{key}="{value}"'"""
+    return None
 
 
 def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> tuple[DictConfig, dict[str, str]]:

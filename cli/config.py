@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +29,7 @@ from .inputs import named_paths
 if TYPE_CHECKING:
     from ..models.drafters.saved.build import DrafterSpec
 
+Parsed = TypeVar("Parsed")
 STAGES = ("distill", "train", "eval", "export")
 DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
@@ -66,7 +68,8 @@ class RunConfig:
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
     num_threads: PositiveInt | None = None
-    """CPU threads per process, unless a section sets its own number. None keeps the launcher's number, which is mostly 1."""
+    """CPU threads per process, unless a section sets its own number. null: the launcher's choice under `accelerate launch`,
+    torch's default otherwise."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None
     """Mixed precision of the training: bf16 or no. None keeps the launcher's setting."""
     target: TargetConfig
@@ -91,7 +94,9 @@ class RunConfig:
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
                 "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
             )
-        parsed, parsing_problems = parse_variants(self.variants, self.train, self.drafter)
+        parsed, parsing_problems = parse_variants(
+            self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)
+        )
         problems += parsing_problems
         self._drafter_runs = [self._make_drafter_run(variant, train, spec) for variant, (train, spec) in parsed.items()]
         for variant, drafter_run in zip(parsed, self._drafter_runs, strict=True):
@@ -168,18 +173,17 @@ class DrafterRun:
     drafter_dir: Path
 
 
-def parse_variants(
-    variants: dict[str, Any], train: Any, drafter: dict[str, Any]
-) -> tuple[dict[str, tuple[TrainConfig, "DrafterSpec"]], list[str]]:
-    """Parse the options of each variant, and collect the problems of the wrong ones.
+def parse_variants(variants: dict[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> tuple[dict[str, Parsed], list[str]]:
+    """Parse the changes of each variant, and collect the problems of the wrong ones.
 
     Without variants there is one drafter, named "".
     """
     # 1. Parse each variant.
-    parsed, problems = {}, []
+    parsed: dict[str, Parsed] = {}
+    problems = []
     for variant, changes in (variants or {"": {}}).items():
         try:
-            parsed[variant] = _parse_variant(changes, train, drafter)
+            parsed[variant] = parse(changes)
         except ValueError as error:
             problems += [(variant, line) for line in str(error).splitlines()]
     if not problems:
@@ -187,7 +191,7 @@ def parse_variants(
 
     # 2. A problem of the run's own options is in every variant: report it once, under the run's name.
     try:
-        _parse_variant({}, train, drafter)
+        parse({})
         shared = set()
     except ValueError as error:
         shared = set(str(error).splitlines())
@@ -205,21 +209,34 @@ def _parse_variant(changes: dict[str, Any], train: Any, drafter: dict[str, Any])
     """
     from ..models.drafters.saved.build import parse_drafter  # imports torch and transformers
 
-    problems = []
+    variant, problems = _variant(changes), []
     try:
-        variant = Variant(**changes)
-    except ValidationError as error:
-        raise ValueError("\n".join(problems_of(error))) from None
-    try:
-        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, variant.train))
-    except (ValidationError, OmegaConfBaseException) as error:
-        problems += _lines(error, "train")
+        merged = _parse_train(changes, train)
+    except ValueError as error:
+        problems += str(error).splitlines()
     try:
         spec = parse_drafter(variant.drafter if _is_other_kind(changes, drafter) else {**drafter, **variant.drafter})
     except ValueError as error:
         problems += str(error).splitlines()
     raise_problems(problems)
     return merged, spec
+
+
+def _parse_train(changes: dict[str, Any], train: Any) -> TrainConfig:
+    """Apply a variant's changes to the run's training options. Imports no torch."""
+    variant = _variant(changes)
+    try:
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, variant.train))
+    except (ValidationError, OmegaConfBaseException) as error:
+        raise ValueError("\n".join(_lines(error, "train"))) from None
+    return cast(TrainConfig, merged)
+
+
+def _variant(changes: dict[str, Any]) -> Variant:
+    try:
+        return Variant(**changes)
+    except ValidationError as error:
+        raise ValueError("\n".join(problems_of(error))) from None
 
 
 def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
@@ -234,16 +251,33 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     try:
         problems = list(missing_values(composed).values())
         if not problems:
+            # The sections are checked before the drafters, whose checks import torch.
             values = checked_values(composed)
-            return TypeAdapter(RunConfig).validate_json(json.dumps(values))
+            if problems := field_problems(values):
+                problems += parse_variants(values["variants"], lambda changes: _parse_train(changes, values["train"]))[1]
+            else:
+                return TypeAdapter(RunConfig).validate_json(json.dumps(values))
     except ValidationError as error:
-        # pydantic skips RunConfig's own checks if a field failed. The drafters can still be checked.
-        problems = problems_of(error) + parse_variants(values["variants"], values["train"], values["drafter"])[1]
+        problems = problems_of(error)
     except OmegaConfBaseException as error:
         problems = _lines(error)
-    # Sections interpolate the run's seed: report a wrong seed once.
-    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
     raise ValueError(problem_report(problems))
+
+
+def field_problems(values: dict[str, Any]) -> list[str]:
+    """Return a line for each wrong value of a composed configuration's fields.
+
+    Imports no torch, and so leaves out the section `export`, whose checks do.
+    """
+    problems = []
+    for name, hint in get_type_hints(RunConfig, include_extras=True).items():
+        if name not in values or name == "export":
+            continue
+        try:
+            TypeAdapter(hint).validate_json(json.dumps(values[name]))
+        except ValidationError as error:
+            problems += problems_of(error, name)
+    return problems
 
 
 def checked_values(composed: DictConfig) -> dict[str, Any]:
@@ -264,6 +298,8 @@ def missing_values(composed: DictConfig) -> dict[str, str]:
 
 def problem_report(problems: list[str]) -> str:
     """Return one message with all problems of a configuration."""
+    # Sections interpolate the run's seed: report a wrong seed once.
+    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
     layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     lines = "\n".join(map(layout.fill, problems))
     return f"{len(problems)} problem(s) in the configuration:\n{lines}"

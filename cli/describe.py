@@ -84,7 +84,7 @@ class Choice:
     @property
     def summary(self) -> str:
         """The comment's first sentence."""
-        return re.split(r"(?<=[.:])\s", " ".join(self.meaning.split()), maxsplit=1)[0].rstrip(":")
+        return re.split(r"(?<=\.)\s", " ".join(self.meaning.split()), maxsplit=1)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

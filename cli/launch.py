@@ -4,6 +4,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from .describe import choices
 from .keys import closest
@@ -15,14 +18,14 @@ def launch(file: str, options: Sequence[str], overrides: Sequence[str]) -> None:
     `file` is the name of a packaged file, or a path. Raises ValueError if there is no such file.
     """
     command = launch_command(file, options, overrides)
+    require_gpus(file, options)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
 def launch_command(file: str, options: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return the command of accelerate's launcher for the module outrider.train."""
-    packaged = choices("launch")
-    path = packaged[file].path if file in packaged else Path(file).expanduser()
+    packaged, path = choices("launch"), _path(file)
     if not path.is_file():
         meant = closest(file, list(packaged))
         raise ValueError(
@@ -31,3 +34,40 @@ def launch_command(file: str, options: Sequence[str], overrides: Sequence[str]) 
         )
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     return [*launcher, *options, "-m", "outrider.train", *overrides]
+
+
+def _path(file: str) -> Path:
+    packaged = choices("launch")
+    return packaged[file].path if file in packaged else Path(file).expanduser()
+
+
+def require_gpus(file: str, options: Sequence[str]) -> None:
+    """Raise ValueError if this machine has fewer GPUs than processes.
+
+    Without a GPU and without mixed precision, the processes run on the CPU.
+    """
+    # 1. Read the number of processes on this machine.
+    content: Any = yaml.safe_load(_path(file).read_text(encoding="utf-8"))
+    settings = dict(content) if isinstance(content, dict) else {}
+    for option, following in zip(options, [*options, ""][1:], strict=True):
+        name, separator, value = option.removeprefix("--").partition("=")
+        settings[name.replace("-", "_")] = value if separator else following
+    try:
+        needed = int(settings.get("num_processes", 1)) // int(settings.get("num_machines", 1))
+    except ValueError:  # accelerate reports it
+        return
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or settings.get("use_cpu") is True
+    if needed <= 1 or on_cpu or "cpu" in settings:
+        return
+
+    # 2. Compare it with the number of GPUs.
+    from torch import accelerator
+
+    count = accelerator.device_count()
+    if count >= needed or (count == 0 and settings.get("mixed_precision", "no") in ("no", False)):
+        return
+    remedy = f"--num_processes {count}" if count else "--launch cpu"
+    raise ValueError(
+        f"--launch {file} needs {needed} GPUs, one for each process on a machine, and there {'is' if count == 1 else 'are'} "
+        f"{count}; use {remedy}" + (", or put ACCELERATE_USE_CPU=true before `outrider run --launch cpu`" if count else "")
+    )

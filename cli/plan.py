@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
@@ -77,7 +78,7 @@ def print_plan(
     All processes measure; the first one prints. `suites` is None if the evaluation's prompts can't
     be read: then the evaluation isn't planned.
     """
-    load = os.getloadavg()[0]
+    load, num_threads = os.getloadavg()[0], torch.get_num_threads()
 
     # 1. Plan each stage. Training needs the examples of the distillation.
     plans: dict[str, list[StagePlan]] = {}
@@ -97,11 +98,11 @@ def print_plan(
 
     # 2. Print the tables.
     if accelerator.is_main_process:
-        _print(plans, folder, load)
+        _print(plans, folder, load, num_threads)
     accelerator.wait_for_everyone()
 
 
-def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float) -> None:
+def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float, num_threads: int) -> None:
     console = Console(highlight=False)
     console = Console(highlight=False, width=min(WIDTH, console.width))
     for name, stages in plans.items():
@@ -110,6 +111,8 @@ def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float) 
         if not stages:
             console.print(f"{name}: finished in {folder}\n", soft_wrap=True)
     stages = [stage for plan in plans.values() for stage in plan]
+    if stages:
+        console.print(f"Speeds are measured with {num_threads} CPU thread(s) per process (num_threads).\n")
     if load > BUSY * (os.cpu_count() or 1):
         console.print(
             f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be several "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from .describe import GROUPS, choices
+from .describe import GROUPS, choices, sections
 from .describe import recipes as packaged_recipes
 from .keys import closest, unknown_keys
 
@@ -58,6 +59,8 @@ class RecipeFile:
 def find_recipe_file(name: str) -> Path | None:
     """Return the file of conf=NAME, with or without its suffix; None if NAME is no file."""
     path = Path(name).expanduser()
+    if not path.name:  # such as `.`
+        return None
     candidates = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + suffix) for suffix in SUFFIXES]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
@@ -85,7 +88,8 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     # 2. Collect the problems, and remove the wrong values.
     defaults = values.pop("defaults", None) or []
     recipe = RecipeFile(path=path, values=values, defaults=[], lines=lines)
-    problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
+    problems = _wrong_sections(recipe)
+    problems += _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
     for name, message in unknown_keys({key: value for key, value in values.items() if key != "hydra"}).items():
         problems.append(f"{recipe.where(name)}: {message}")
         if not name.endswith(".kind"):
@@ -93,6 +97,17 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     problems += _misplaced_paths(recipe)
     values.setdefault("name", path.stem)
     return recipe, problems
+
+
+def _wrong_sections(recipe: RecipeFile) -> list[str]:
+    """Remove the sections that aren't mappings. Returns a line for each."""
+    problems = []
+    for name in [name for name in recipe.values if name in {*sections(), "drafter", "variants"}]:
+        value = recipe.values[name]
+        if not isinstance(value, dict) and value is not None and not str(value).startswith("${"):
+            problems.append(f"{recipe.where(name)}: {name} is {value!r}; it must be a mapping such as {{NAME: VALUE}}")
+            recipe.drop(name)
+    return problems
 
 
 def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str]) -> list[str]:
@@ -148,16 +163,28 @@ def _base(group: str, section: Mapping[str, Any]) -> str | None:
     return kind if group == "drafter" and is_new and kind in choices("drafter") else None
 
 
+def find_near_file(name: str) -> Path | None:
+    """Return the YAML file whose path is almost `name`, such as my.yaml for my.yam."""
+    path = Path(name).expanduser()
+    files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
+    close = get_close_matches(path.name, list(files), 1, 0.8)
+    return files[close[0]] if close else None
+
+
 def unknown_choice(group: str, name: Any) -> str | None:
     """Return the message for an unknown choice GROUP=NAME; None if the choice exists."""
     known = list(choices(group))
     if name in known:
         return None
     there_are = f"there are: {', '.join(known)}"
-    if group == "conf" and str(name).endswith(SUFFIXES):
+    if group == "conf" and str(name).endswith(SUFFIXES) and not find_near_file(str(name)):
         path = Path(str(name)).expanduser().absolute()
         return f"{group}={name}: there is no file {path}. The recipes are: {', '.join(known)}"
     meant = closest(str(name), known)
+    if group == "conf" and (path := Path(str(name)).expanduser()).is_dir():
+        return f"{group}={name}: this is a folder; name a recipe's YAML file, such as {path / 'NAME.yaml'}"
+    if group == "conf" and (near := find_near_file(str(name))):
+        return f"{group}={name}: there is no such file; did you mean {near}?"
     what = "recipe" if group == "conf" else "choice"
     return f"{group}={name}: there is no such {what}; {f'did you mean {group}={meant}? T' if meant else 't'}{there_are[1:]}"
 

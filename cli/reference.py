@@ -25,15 +25,20 @@ def options_command(
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="Print this recipe's description. Default: list all recipes.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe, to describe it, or a word, to list the recipes with it. Default: all.")
+    ] = None,
 ) -> None:
     """List the recipes that ship with outrider. To run one: outrider run NAME."""
     from .describe import recipes  # imports the whole schema
 
     known = recipes()
-    if name is None:
+    matching = [
+        recipe for recipe in known.values() if (name or "").lower() in f"{recipe.name} {recipe.target} {recipe.summary}".lower()
+    ]
+    if name is None or (name not in known and matching):
         lines = [f"{'RECIPE':20} {'TARGET':10} {'DATA':9} DRAFTER"]
-        for recipe in known.values():
+        for recipe in matching:
             lines.append(f"{recipe.name:20} {recipe.target:10} {recipe.data:9} {recipe.drafter}")
             lines.append(_wrapped(recipe.summary, 4))
         lines += [
@@ -72,6 +77,7 @@ def _one_section(name: str) -> Iterator[str]:
     """
     # 1. A section or a kind of drafter.
     from .describe import choices, drafter_sections, sections
+    from .keys import closest
 
     kinds = drafter_sections()
     if name == "drafter":
@@ -90,7 +96,8 @@ def _one_section(name: str) -> Iterator[str]:
         if not matching:
             names = [*filter(None, sections()), "drafter", *kinds, *(option.name for _, option in everything)]
             there_are = ", ".join([*filter(None, sections()), "drafter", *kinds])
-            raise ValueError(f"there is no section or option {name!r}{_suggestion(name, names)}; the sections are: {there_are}")
+            suggestion = _suggestion(name, names, closest(name, names))
+            raise ValueError(f"there is no section or option {name!r}{suggestion}; the sections are: {there_are}")
         for where, option in matching:
             yield from _option_lines(option, where)
 
@@ -131,6 +138,6 @@ def _wrapped(text: str, indent: int) -> str:
     )  # fmt: skip
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 1)
+def _suggestion(name: str, known: list[str], meant: str | None = None) -> str:
+    close = [meant] if meant else difflib.get_close_matches(name, known, 1)
     return f" (did you mean {close[0]}?)" if close else ""

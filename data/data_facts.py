@@ -47,7 +47,9 @@ def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
         SUITES: "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
     }
     changes = [
-        words.get(name, f"{name} was {{0!r}} and is {{1!r}}").format(before[name], now[name])
+        words[name].format(before[name], now[name])
+        if name in words
+        else f"{name} was {_quoted(before[name])} and is {_quoted(now[name])}"
         for name in before
         if name in now and before[name] != now[name] and name != "data.chat_template"  # the template itself is compared
     ]
@@ -75,7 +77,13 @@ def describe_target_change(changes: Mapping[str, str], before: TargetIdentity, n
     if before.name != now.name:
         text = f"target.name_or_path was {before.name!r} and is {now.name!r}, with other {parts.replace('its ', '')}"
     elif before.revision != now.revision:
-        text = f"target.revision was {before.revision!r} and is {now.revision!r}, with other {parts.replace('its ', '')}"
+        earlier, revision = _quoted(before.revision), _quoted(now.revision)
+        text = f"target.revision was {earlier} and is {revision}, with other {parts.replace('its ', '')}"
     else:
         text = f"target.name_or_path {now.name}: {parts} changed"
     return {"target.name_or_path": text} | {name: change for name, change in changes.items() if name not in digests}
+
+
+def _quoted(value: Any) -> str:
+    """Return a value as in a message: null for None."""
+    return "null" if value is None else repr(value)

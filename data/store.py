@@ -26,7 +26,7 @@ M = TypeVar("M", bound=BaseManifest)
 T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
-REMEDY = "Choose another output directory, or delete this one to start again"
+REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class ShardStore(Generic[Entry, M]):
         """
         if not (self.directory / MANIFEST_FILE).exists():
             if any(self.directory.glob(f"{self.stem}-*")):
-                raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, so their run is unknown. {REMEDY}")
+                remedy = REMEDY.format(self.directory)
+                raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, so their run is unknown. {remedy}")
             return
         earlier = self.load()
         changes = differences(earlier.facts(), manifest.facts())
@@ -152,7 +153,8 @@ class ShardStore(Generic[Entry, M]):
             for name in [name for name in changes if f"data.{name} " in changes["data_sha256"]]:
                 del changes[name]
         if changes:
-            raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {REMEDY}")
+            remedy = REMEDY.format(self.directory)
+            raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {remedy}")
 
     def find_damage(self) -> tuple[M, list[str]]:
         """Return the manifest, and problems of the shards with remedies. Reads every byte.

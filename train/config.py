@@ -156,7 +156,10 @@ class TrainConfig:
                 "first decides the second: set gradient_accumulation to 1, or global_batch_size to null"
             )
         if self.warmup_steps >= self.steps:
-            problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
+            problems.append(
+                f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}; set train.warmup_steps=0 or "
+                "below train.steps"
+            )
         if self.validate_every is not None and not self.validation_texts:
             problems.append("validate_every is set, but validation_texts is 0; set that too")
         if self.patience is not None and self.validate_every is None:

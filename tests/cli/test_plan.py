@@ -59,6 +59,7 @@ def test_a_plan_has_a_table_for_every_stage_and_one_headline(
     assert max(map(len, printed.splitlines())) <= 80
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
     assert "3 of 2 texts" in printed
+    assert "with 1 CPU thread(s)" in printed
     assert not (tmp_path / "run").exists()
 
 

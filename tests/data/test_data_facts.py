@@ -22,6 +22,7 @@ def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:
     data = DataConfig(source="messages", path=str(file), limit=20)
     before = describe_data(data, "template")
     assert describe_change(before, describe_data(replace(data, limit=30), "template")) == "data.limit was 20 and is 30"
+    assert describe_change(before, describe_data(replace(data, limit=None), "template")) == "data.limit was 20 and is null"
     file.write_text("{} ")
     text = describe_change(before, describe_data(replace(data, seed=1), "other"))
     assert [part.split(" was ")[0].split(": ")[0] for part in text.split("; ")] == [
@@ -61,7 +62,7 @@ def test_another_target_is_named_by_its_option() -> None:
     other = describe_target_change(changes, before, replace(before, name="b"))
     assert other["target.name_or_path"] == "target.name_or_path was 'a' and is 'b', with other weights and tokenizer"
     revised = describe_target_change(changes, before, replace(before, revision="c"))
-    assert revised["target.name_or_path"].startswith("target.revision was None and is 'c'")
+    assert revised["target.name_or_path"].startswith("target.revision was null and is 'c'")
     assert describe_target_change({"horizon": "x"}, before, before) == {"horizon": "x"}
 
 
