@@ -97,7 +97,7 @@ def test_a_failed_composition_raises_our_config_error(override: str) -> None:
 
 
 def test_a_value_that_cannot_be_read_is_named_with_its_option() -> None:
-    assert "train.steps=[1 can't be read" in problems("train.steps=[1")
+    assert "train.steps is [1, which can't be read" in problems("train.steps=[1")
 
 
 def test_every_alias_means_an_option() -> None:
