@@ -119,6 +119,7 @@ def plain_unroll(
     A position attends to the text before it and to its own branch.
     """
     attention = drafter.layer.self_attn
+    rotary: Any = drafter.own_rotary or drafter._target_parts[1]
     hidden, seq = drafter.fuse(features), tokens_read.shape[1]
     columns = torch.arange(seq)
     before = columns < columns[:, None]
@@ -129,7 +130,7 @@ def plain_unroll(
             getattr(attention, name)(attended).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
-        query, key = apply_rotary_pos_emb(query, key, *drafter._target_parts[1](attended, positions[None]))
+        query, key = apply_rotary_pos_emb(query, key, *rotary(attended, positions[None]))
         groups = attention.num_key_value_groups
         return residual, query, repeat_kv(key, groups), repeat_kv(value, groups)
 

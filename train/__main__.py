@@ -2,4 +2,5 @@
 
 from ..cli.compose import main
 
-main()
+if __name__ == "__main__":
+    main()

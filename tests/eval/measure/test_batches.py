@@ -282,7 +282,7 @@ def test_a_batch_size_can_be_added_to_a_finished_run_but_not_removed(run_tiny: E
     timed = [(row["method"], row["tokens_per_second"], row["speedup"]) for row in rows]
     assert timed[6:] == [(row["method"], row["tokens_per_second"], row["speedup"]) for row in before]
     written = (folder / "records.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"batch_sizes \(was \[1, 3\], is \[3\]\).* may be added .* taking any away"):
+    with pytest.raises(ValueError, match=r"batch_sizes \(was \[1, 3\], is \[3\]\).* may add .* to remove some"):
         run_tiny(folder, batch_sizes=[3, 2], temperatures=[0.0, 0.7])
     with pytest.raises(ValueError, match="differs in methods.redrafter beam_width=1 "):
         run_tiny(folder, batch_sizes=[1, 3, 2], temperatures=[0.0, 0.7], settings=[{}, {"beam_width": 1}])

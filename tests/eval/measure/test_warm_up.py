@@ -205,4 +205,4 @@ def test_more_shapes_than_recordings_are_kept_is_a_warning(
     assert len(warnings) == (num_kept == 3), "one, however often caches were cold"
     for warning in warnings:
         assert "the target keeps 3 recordings" in warning
-        assert "fewer settings or batch sizes, or each a folder of its own" in warning
+        assert "give fewer settings or batch sizes, or measure each in a separate" in warning
