@@ -394,4 +394,4 @@ class Bench:
 
 
 def _key(turn: PromptTurn, method: str, repeat: int, profiled: bool) -> RecordKey:
-    return (turn.suite.name, turn.prompt.id, turn.turn, turn.temperature, method, repeat, profiled, turn.batch_size)
+    return (turn.suite.name, turn.prompt.id, turn.turn, turn.temperature, method, repeat, profiled, turn.batch_size, 0)

@@ -103,9 +103,28 @@ class Figures(TypedDict):
     num_unaudited: int
     """Mismatched prompts without a known error whose audit ran out of memory."""
     first_mismatch: dict[str, Any] | None
-    outliers: list[dict[str, Any]]
-    """Answers that took far longer per step than the method's others (Outlier). Every figure
-    includes them."""
+    median_speedup: NotRequired[float | None]
+    """Median of the speedups over the units of the interval. It and the next two fields are None
+    and 0 for plain decoding, and for methods without a speedup."""
+    num_faster: NotRequired[int]
+    """Units in which the method was faster than plain decoding."""
+    num_compared: NotRequired[int]
+    """Units in which the method was compared with plain decoding."""
+    processor_seconds_per_token: NotRequired[float | None]
+    """Processor seconds of all threads per token of the answers, prefill included."""
+    processor_speedup: NotRequired[float | None]
+    """Plain decoding's processor seconds per token over the method's."""
+    exceeds: NotRequired[str]
+    """The bound that the speedup exceeds: "tokens per step" (an error of measurement), "ceiling",
+    or an empty text."""
+    num_repeated: NotRequired[int]
+    """Answers (of all repeats) that were decoded again because a timing was disturbed."""
+    disturbed: NotRequired[list[dict[str, Any]]]
+    """Answers that are still disturbed in the attempt that counts: `prompt_ids` of the batch,
+    `turn`, `repeat`, `side` ("method" or "baseline"), and `ratio` to the usual time (0 where the
+    clock jumped, so that there is no positive time)."""
+    outliers: NotRequired[list[dict[str, Any]]]
+    """Slow answers in summaries of older versions, which have no `disturbed`."""
     by_category: dict[str, dict[str, Any]]
     out_of_memory: bool
     """Whether the method or plain decoding ran out of memory here, so that there are no figures."""
@@ -118,9 +137,10 @@ class Row(Conditions, Figures):
 NO_FIGURES = cast(
     "Figures",
     {
-        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__},
+        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__ if name != "outliers"},
         "accepted_histogram": [],
-        "outliers": [],
+        "exceeds": "",
+        "disturbed": [],
         "by_category": {},
         "lossless_label": "-",
         "out_of_memory": True,
@@ -307,7 +327,14 @@ def _figures(
         "num_within_noise": lossless.num_within_noise,
         "num_unaudited": lossless.num_unaudited,
         "first_mismatch": lossless.first,
-        "outliers": [asdict(outlier) for outlier in find_outliers(timed)],
+        "median_speedup": None,
+        "num_faster": 0,
+        "num_compared": 0,
+        "processor_seconds_per_token": None,
+        "processor_speedup": None,
+        "exceeds": "",
+        "num_repeated": 0,
+        "disturbed": [{"side": "method", **asdict(outlier)} for outlier in find_outliers(timed)],
         "by_category": categories,
         "out_of_memory": False,
     }
@@ -325,6 +352,11 @@ def loop_share(row: Row) -> float:
     """
     num_answers = row["num_turns"] * row["num_repeats"]
     return row.get("num_loops", 0) / num_answers if num_answers else 0.0
+
+
+def slow_answers(row: Row) -> list[dict[str, Any]]:
+    """List the row's disturbed answers, or the outliers of a summary of an older version."""
+    return row["disturbed"] if "disturbed" in row else row.get("outliers", [])
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
