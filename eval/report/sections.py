@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.marks import ERROR, MEASURE_AGAIN, MEASURE_ANEW, is_disturbed, is_error, marks, units
+from ..results.marks import ERROR, MEASURE_AGAIN, MEASURE_ANEW, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
@@ -111,10 +111,10 @@ def _time_notes(entries: Sequence[Entry]) -> list[str]:
     if any(entry.row.get("num_compared") for entry in entries):
         unit = units(entries[0].row)
         notes.append(f"Median: of the speedups of single {unit}. CPU ms/token: processor time of all threads.")
-    if num_repeated := sum(entry.row.get("num_repeated", 0) for entry in entries):
-        notes.append(f"{num_repeated} answers were decoded again, since their first timing was disturbed.")
+    if number := num_repeated([entry.row for entry in entries]):
+        notes.append(f"{number} answers were decoded again, in turn with plain decoding's, since a timing was disturbed.")
     if any(is_disturbed(entry.row) for entry in entries):
-        notes.append(f"disturbed: answers took far longer per step than usual, also when they were repeated. {MEASURE_AGAIN}")
+        notes.append(f"disturbed: answers took far longer than usual, also when they were repeated. {MEASURE_AGAIN}")
     if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):
         notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding was disturbed. {MEASURE_ANEW}")
     return notes

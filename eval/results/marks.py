@@ -3,10 +3,12 @@
 Table, plots, report and model card show the same marks.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
+from ..records.names import BASELINE
 from .rows import Row, method_name
 
 ERROR = "error: above its tokens per step"
@@ -40,7 +42,7 @@ def marks(row: Row) -> list[str]:
 
 
 def disturbed_answers(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
-    """List the disturbed answers with the names of their methods, the slowest first.
+    """List the disturbed answers with the names of their methods, the worst first.
 
     An answer of plain decoding disturbs the rows of all methods, and is listed once.
     """
@@ -50,7 +52,12 @@ def disturbed_answers(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
             name = PLAIN_DECODING if answer["side"] == "baseline" else method_name(row)
             key = row["suite"], row["temperature"], row["batch_size"], name, *map(str, answer["prompt_ids"])
             answers[*key, answer["turn"], answer["repeat"]] = (name, answer)
-    return sorted(answers.values(), key=lambda item: -item[1]["ratio"])
+    return sorted(answers.values(), key=lambda item: -(item[1]["ratio"] or math.inf))  # 0: the clock jumped
+
+
+def num_repeated(rows: Sequence[Row]) -> int:
+    """Count the drafters' answers that were decoded again, as pairs with plain decoding's."""
+    return sum(row.get("num_repeated", 0) for row in rows if row["method"] != BASELINE)
 
 
 def units(row: Row) -> str:

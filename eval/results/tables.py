@@ -9,7 +9,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..records.names import BASELINE, OOM
 from .headline import group_name, headline
 from .lossless import LOSSY
-from .marks import ERROR, MEASURE_AGAIN, MEASURE_ANEW, disturbed_answers, is_above_ceiling, is_disturbed, is_error, marks, units
+from .marks import (
+    ERROR,
+    MEASURE_AGAIN,
+    MEASURE_ANEW,
+    disturbed_answers,
+    is_above_ceiling,
+    is_disturbed,
+    is_error,
+    marks,
+    num_repeated,
+    units,
+)
 from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
@@ -86,6 +97,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         num_outliers=sum(len(row.get("outliers", [])) for row in measured),
         num_named=NUM_OUTLIERS_NAMED,
         disturbed=disturbed_answers(measured),
+        num_repeated=num_repeated(measured),
         measure_again=MEASURE_AGAIN,
         measure_anew=MEASURE_ANEW,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),

@@ -21,6 +21,7 @@ from .marks import (
     is_above_ceiling,
     is_disturbed,
     is_error,
+    num_repeated,
     units,
 )
 from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
@@ -91,8 +92,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"{DISTURBED.capitalize()}: {_count(len(disturbed), 'answer')}, the worst of {name} ({worst}).")
     if above := [row for row in measured if is_above_ceiling(row)]:
         notes.append(f"{ABOVE_CEILING.capitalize()}: {_names(above)}. Times of answers and profile contradict each other.")
-    if num_repeated := sum(row.get("num_repeated", 0) for row in measured):
-        notes.append(f"Repeated: {_count(num_repeated, 'answer')}, whose first timing was disturbed.")
+    if number := num_repeated(measured):
+        notes.append(f"Repeated: {_count(number, 'answer')}, since its timing or plain decoding's was disturbed.")
     # 2. What is absent or misleading.
     if num_skipped := sum(row["num_skipped"] for members in by_group(measured).values() for row in members[:1]):
         notes.append(f"{num_skipped} turns were SKIPPED: they don't fit the context window.")
@@ -114,7 +115,8 @@ def _group_note(rows: Sequence[Row]) -> str:
     """Describe what was measured in a group, and the intervals."""
     row = rows[0]
     few = too_few(row["num_batches"] or row["num_prompts"])
-    measured = f"{row['num_prompts']} prompts in {row['dtype']}, up to {row['max_new_tokens']} new tokens"
+    weights = " with quantised weights" if row.get("quantization") else ""
+    measured = f"{row['num_prompts']} prompts in {row['dtype']}{weights}, up to {row['max_new_tokens']} new tokens"
     return f"{group_name(row)}: {measured}. Intervals are over {units(row)}{few}."
 
 

@@ -36,7 +36,7 @@ def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_
     methods = ["baseline", "redrafter beam_width=1 beam_length=2", "redrafter beam_width=3 beam_length=2"]
     assert [row["method"] for row in rows] == methods
     assert {row["dtype"] for row in rows} == {"float32"}
-    assert "Lossless" in result.output
+    assert "Identical" in result.output
     assert "Speedup" in result.output
     assert str(tmp_path / "out") in result.output.replace("\n", "")
 

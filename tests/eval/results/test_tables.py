@@ -138,8 +138,8 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
     assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
     assert lines[2].startswith("| mt_bench | 0 | 1 | plain decoding |")
     assert lines[3].startswith(
-        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 2.10x | 1 of 2 | 12.50 | 1.50x | "
-        "1.4M | 160 | 250.00 | 50% |"
+        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00], above its ceiling | 1.20x | yes | "
+        "2.10x | 1 of 2 | 12.50 | 1.50x | 1.4M | 160 | 250.00 | 50% |"
     )
 
 
@@ -233,6 +233,29 @@ def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRec
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     plot_suite(rows[:1], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_plots_show_no_speed_for_an_error_of_measurement_and_mark_a_disturbed_one(
+    records: list[EvalRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    texts: list[str] = []
+    draw = Axes.annotate
+    monkeypatch.setattr(
+        Axes, "annotate", lambda axes, text, *args, **options: [texts.append(text), draw(axes, text, *args, **options)][1]
+    )
+    other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
+    plain, first, second = rows_of([*records, *other], [])
+    first |= {"exceeds": "tokens per step", "speedup": 7.77}
+    second |= {"exceeds": "", "disturbed": [{"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "ratio": 27.0}]}
+    plot_suite([plain, first, second], tmp_path / "suite.png")
+    assert texts.count("error") == 3, "in both categories and over all"
+    texts.clear()
+    plot_comparison([plain, first, second], tmp_path / "comparison.png")
+    assert texts.count("error") == 1
+    assert "2.00x (disturbed)" in texts
+    assert not [text for text in texts if "7.77" in text]
 
 
 def test_drafters_are_compared_where_there_are_two_of_them(
