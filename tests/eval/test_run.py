@@ -739,10 +739,10 @@ def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     original = measure.Bench._records
     changed: list[str] = []
 
-    def swapped(self: Any, batch: Any, method: Any, repeat: int, profiled: bool) -> list[EvalRecord]:
-        records = original(self, batch, method, repeat, profiled)
-        if method.name == "redrafter" and not changed:
-            changed.append(method.name)
+    def swapped(self: Any, job: Any) -> list[EvalRecord]:
+        records = original(self, job)
+        if job.method.name == "redrafter" and not changed:
+            changed.append(job.method.name)
             tokens = records[0].token_ids
             records[0] = replace(records[0], token_ids=[*tokens[:-1], (tokens[-1] + 1) % 50])
         return records
