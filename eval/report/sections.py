@@ -39,9 +39,8 @@ def speedup(entry: Entry) -> Value:
     if is_error(row):
         return Value(text=ERROR, tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
-    if is_lossy(row):
-        return replace(value, note=", ".join(["not lossless", *marks(row)]), tone="bad")
-    return replace(value, note=", ".join([value.note, *marks(row)]), tone="bad") if marks(row) else value
+    value = replace(value, mark=", ".join(marks(row)), tone="bad" if marks(row) else "")
+    return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
 def median(entry: Entry) -> Value:
@@ -156,6 +155,7 @@ def _overviews(group: Group) -> list[Table]:
                     text=value.text,
                     number=value.number,
                     note="" if entry.row["out_of_memory"] else f"{steps} a step",
+                    mark=value.mark,
                     tone=value.tone,
                 )
 

@@ -29,6 +29,8 @@ ROW_INCHES, BAR_SHARE = 0.34, 0.8
 LINE_INCHES, DOT_INCHES = 0.2, 0.2
 NAME_WIDTH = 34
 """Longest line of a method's name, in characters."""
+LEGEND_WIDTH = 60
+"""Longest line of a method's name in a legend of two columns, in characters."""
 PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
@@ -214,7 +216,7 @@ def _bars(
                     fontsize=8,
                 )
                 continue
-            label = method_name(row) + _in_brackets(row) if category == OVERALL else None
+            label = textwrap.fill(method_name(row) + _in_brackets(row), LEGEND_WIDTH) if category == OVERALL else None
             alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
             axes.barh(line + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value
