@@ -106,6 +106,14 @@ def test_answers_without_steps_and_profiled_ones_are_not_disturbed(make_record: 
     assert find_repetitions([*answers(make_record, [1.0] * 6), *profiled]) == {}
 
 
+def test_disturbed_repetitions_do_not_change_what_is_usual(make_record: MakeRecord) -> None:
+    records = stalled(usual(make_record), "1", BASELINE)
+    for attempt in range(1, 20):
+        again = [record for record in usual(make_record, attempt=attempt) if record.prompt_id == "1"]
+        records += stalled(again, "1", BASELINE, attempt=attempt)
+    assert find_repetitions(records) == {("1", 0, 0): Repetition(attempt=20, methods=[BASELINE])}
+
+
 def test_a_batch_that_stalled_is_one_disturbance_of_all_its_prompts(make_record: MakeRecord) -> None:
     records = []
     for index in range(6):
