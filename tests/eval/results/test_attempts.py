@@ -246,6 +246,29 @@ def test_a_speedup_above_its_tokens_per_step_or_its_ceiling_is_flagged(make_reco
     assert row(1.5, 0.5)["exceeds"] == ""
 
 
+def test_a_stall_in_a_profile_changes_no_ceiling(make_record: MakeRecord) -> None:
+    phases = PhaseSeconds(draft=1.0, verify=0.5, accept=0.1)
+    profiled = [record for record in usual(make_record, "a", phase_seconds=phases) if record.prompt_id in "012"]
+    clean = [*usual(make_record, "a"), *profiled]
+    expected = rows_of(clean)["a"]
+    assert expected["rho"] == pytest.approx(1 / NUM_STEPS)
+    for method in (BASELINE, "a"):
+        slow = PhaseSeconds(draft=99.0, verify=0.5, accept=0.1)
+        changes: dict[str, Any] = {"decode_seconds": 100.0, "phase_seconds": slow}
+        records = [
+            dataclasses.replace(record, **changes)
+            if record.profiled and (record.prompt_id, record.method) == ("1", method)
+            else record
+            for record in clean
+        ]
+        row = rows_of(records)["a"]
+        assert (row["rho"], row["ceiling"]) == (expected["rho"], expected["ceiling"])
+        assert row["time_split"] == pytest.approx(expected["time_split"])
+    # Phase timers that make every answer slow are no stall.
+    records = [dataclasses.replace(record, decode_seconds=100.0) if record.profiled else record for record in clean]
+    assert rows_of(records)["a"]["rho"] == pytest.approx(1 / 100)
+
+
 def test_a_batch_may_be_faster_than_the_tokens_per_step_of_its_answers(make_record: MakeRecord) -> None:
     """The longest answer sets the batch's steps. If it is easy to draft, the batch gains more."""
     records = []
