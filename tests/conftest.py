@@ -23,6 +23,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from .tiny_models import save_tiny_target
+
 torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).parents[1]
@@ -91,28 +93,10 @@ def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: p
 
     The whole session shares it, so tests must not change it.
     """
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
     directory = tmp_path_factory.mktemp("tiny_target")
-    model.save_pretrained(directory)
-    tiny_tokenizer.save_pretrained(directory)
-    return directory
+    return save_tiny_target(
+        directory, LlamaForCausalLM, LlamaConfig, tiny_tokenizer, num_hidden_layers=2, initializer_range=0.2
+    )
 
 
 @pytest.fixture(scope="session")
