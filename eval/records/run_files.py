@@ -161,8 +161,10 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterFacts:
-    """Size and training of a method's drafter; `training` is None if the folder has no record of
-    it."""
+    """Size and training of a method's drafter.
+
+    `training` is None if the folder has no record of it.
+    """
 
     parameters: int
     """Parameters of the drafter, without those of the target."""
