@@ -154,7 +154,7 @@ def _files_to_open(config: RunConfig, folder: Path) -> dict[Path, str]:
 
 
 def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None:
-    """Rename the evaluation of earlier drafters, so that those that were trained since are evaluated anew.
+    """Rename the evaluation of earlier drafters, so that today's drafters are evaluated.
 
     A drafter changes in its folder where the training got more steps. An evaluation that has all of
     today's drafters stays: it is resumed, or refused with the reason.

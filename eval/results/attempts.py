@@ -161,6 +161,20 @@ def find_repetitions(records: Sequence[EvalRecord]) -> dict[PairKey, Repetition]
     return result
 
 
+def steady_profiles(timed: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> list[EvalRecord]:
+    """Leave out the profiled answers that are disturbed, measured by the usual seconds per step.
+
+    The usual time is that of the method's timed answers. Where it is unknown, or where all profiled
+    answers are slow because of the phase timers, nothing is left out.
+    """
+    runs = [record for record in batches(timed) if record.attempt == 0 and record.num_steps and _is_positive(record)]
+    if len(runs) < MIN_ANSWERS:
+        return list(profiled)
+    limit = MAX_RATIO * median(record.decode_seconds / record.num_steps for record in runs)
+    steady = {run.batch_key for run in batches(profiled) if _is_positive(run) and run.decode_seconds <= limit * run.num_steps}
+    return [record for record in profiled if record.batch_key in steady] or list(profiled)
+
+
 def num_repeated(records: Iterable[EvalRecord]) -> int:
     """Count the answers that were decoded more than once because of a disturbed timing."""
     return len({(*_pair_key(record), record.prompt_id) for record in records if record.attempt > 0})

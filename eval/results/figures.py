@@ -13,7 +13,7 @@ from ...data.loops import ends_in_a_loop
 from ..records.records import BASELINE, EvalRecord
 from ..records.run_files import Roofline
 from . import stats
-from .attempts import Pairs, least_disturbed, num_repeated
+from .attempts import Pairs, least_disturbed, num_repeated, steady_profiles
 from .lossless import Mismatch, judge
 
 TOLERANCE = 1.02
@@ -139,15 +139,17 @@ def compute_figures(
     # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
     # follows from it.
     sides = (plain_records, method_records)
-    pairs = least_disturbed(*([record for record in records if not record.profiled] for records in sides))
-    firsts = [record for record in method_records if not record.profiled and record.attempt == 0]
+    plain, timed = ([record for record in records if not record.profiled] for records in sides)
+    pairs = least_disturbed(plain, timed)
+    firsts = [record for record in timed if record.attempt == 0]
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in sides)
+    steady_plain, steady = steady_profiles(plain, profiled_plain), steady_profiles(timed, profiled)
 
     # 2. Compare the method with plain decoding.
     is_baseline = firsts[0].method == BASELINE
     lossless = judge(method_records, mismatches)
     tau = stats.tokens_per_step(firsts)
-    rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
+    rho = None if is_baseline else stats.relative_draft_cost(steady_plain, steady)
     histogram = stats.accepted_histogram(firsts)
 
     # 3. The row.
@@ -169,8 +171,8 @@ def compute_figures(
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
         "rho": rho,
         "ceiling": None if lossless.broken else stats.ceiling(tau, rho),
-        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
-        "time_split": stats.time_split(profiled),
+        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(steady),
+        "time_split": stats.time_split(steady),
         "tree_tokens": stats.tree_tokens(profiled),
         "roofline_fraction": _roofline_fraction(pairs.method, roofline),
         "lossless": False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,

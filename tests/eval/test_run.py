@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -365,7 +364,7 @@ def test_a_sampler_of_a_wrong_distribution_is_caught(
     rows = run_tiny(tmp_path / "wrong", target, **options)
     assert [is_broken(row) for row in rows] == [False, False, False, True]
     table = (tmp_path / "wrong" / "table.md").read_text()
-    assert re.search(r"ReDrafter.* on mt_bench.*temperature 0\.8.* is NOT LOSSLESS", table)
+    assert "ReDrafter, 2 beams of 3 on mt_bench (temperature 0.8) is NOT LOSSLESS, so it has no speedup" in table
 
 
 def test_every_answer_has_a_different_seed_that_is_the_same_for_all_methods() -> None:
@@ -420,7 +419,7 @@ def test_a_suite_without_a_fitting_prompt_is_an_error(run_tiny: Evaluate, tmp_pa
 
 def test_repeats_are_measured_and_compared(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path, repeats=2, profile_prompts=0)
-    assert len(read(tmp_path)) == 3 * NUM_TURNS * 2
+    assert sum(record.attempt == 0 for record in read(tmp_path)) == 3 * NUM_TURNS * 2
     assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 3
     assert all(row["lossless"] and row["time_split"] is None and row["ceiling"] is None for row in rows)
 

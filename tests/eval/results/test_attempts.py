@@ -106,6 +106,14 @@ def test_answers_without_steps_and_profiled_ones_are_not_disturbed(make_record: 
     assert find_repetitions([*answers(make_record, [1.0] * 6), *profiled]) == {}
 
 
+def test_disturbed_repetitions_do_not_change_what_is_usual(make_record: MakeRecord) -> None:
+    records = stalled(usual(make_record), "1", BASELINE)
+    for attempt in range(1, 20):
+        again = [record for record in usual(make_record, attempt=attempt) if record.prompt_id == "1"]
+        records += stalled(again, "1", BASELINE, attempt=attempt)
+    assert find_repetitions(records) == {("1", 0, 0): Repetition(attempt=20, methods=[BASELINE])}
+
+
 def test_a_batch_that_stalled_is_one_disturbance_of_all_its_prompts(make_record: MakeRecord) -> None:
     records = []
     for index in range(6):
@@ -236,6 +244,29 @@ def test_a_speedup_above_its_tokens_per_step_or_its_ceiling_is_flagged(make_reco
     assert row(1.0, 0.5)["ceiling"] == pytest.approx(4 / 3)
     assert row(1.0, 0.5)["exceeds"] == "ceiling"
     assert row(1.5, 0.5)["exceeds"] == ""
+
+
+def test_a_stall_in_a_profile_changes_no_ceiling(make_record: MakeRecord) -> None:
+    phases = PhaseSeconds(draft=1.0, verify=0.5, accept=0.1)
+    profiled = [record for record in usual(make_record, "a", phase_seconds=phases) if record.prompt_id in "012"]
+    clean = [*usual(make_record, "a"), *profiled]
+    expected = rows_of(clean)["a"]
+    assert expected["rho"] == pytest.approx(1 / NUM_STEPS)
+    for method in (BASELINE, "a"):
+        slow = PhaseSeconds(draft=99.0, verify=0.5, accept=0.1)
+        changes: dict[str, Any] = {"decode_seconds": 100.0, "phase_seconds": slow}
+        records = [
+            dataclasses.replace(record, **changes)
+            if record.profiled and (record.prompt_id, record.method) == ("1", method)
+            else record
+            for record in clean
+        ]
+        row = rows_of(records)["a"]
+        assert (row["rho"], row["ceiling"]) == (expected["rho"], expected["ceiling"])
+        assert row["time_split"] == pytest.approx(expected["time_split"])
+    # Phase timers that make every answer slow are no stall.
+    records = [dataclasses.replace(record, decode_seconds=100.0) if record.profiled else record for record in clean]
+    assert rows_of(records)["a"]["rho"] == pytest.approx(1 / 100)
 
 
 def test_a_batch_may_be_faster_than_the_tokens_per_step_of_its_answers(make_record: MakeRecord) -> None:
