@@ -31,9 +31,9 @@ def headline(rows: Sequence[Row]) -> str:
         if row["method"] != BASELINE and _reason(row) is None:
             valid.setdefault(method_name(row), []).append(row)
     complete = {name: of_method for name, of_method in valid.items() if len(of_method) == len(groups)}
-    where = groups[0] if len(groups) == 1 else f"all {len(groups)} groups"
+    where = f"on {groups[0]}" if len(groups) == 1 else f"over {len(groups)} groups"
     if not complete:
-        return f"No setting has a valid speedup on {where}.{_not_counted(rows)}"
+        return f"No setting has a valid speedup {where}.{_not_counted(rows)}"
     # 2. A line about the fastest of them.
     name, best = max(complete.items(), key=lambda item: _mean_speedup(item[1]))
     facts = [
@@ -83,8 +83,8 @@ def _mean_speedup(rows: Sequence[Row]) -> float:
 
 def _verdict(rows: Sequence[Row], where: str) -> str:
     if _mean_speedup(rows) > 1:
-        return f"Fastest on {where}"
-    return f"No setting is faster than plain decoding on {where}; the best"
+        return f"Fastest {where}"
+    return f"No setting is faster than plain decoding {where}; the best"
 
 
 def _speed(rows: Sequence[Row]) -> str:

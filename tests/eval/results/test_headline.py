@@ -109,7 +109,7 @@ def test_several_groups_are_summed_up_by_ranges() -> None:
     sampled: dict[str, Any] = {"temperature": 1.0, "speedup": 0.97, "speedup_ci95": (0.9, 1.02), "median_speedup": 0.98}
     rows = [PLAIN, make_row("medusa"), make_row("medusa", **sampled, num_faster=10, tokens_per_step=1.4)]
     assert headline(rows) == (
-        "Fastest on all 2 groups: Medusa: 0.97x to 1.22x, not distinguishable from plain decoding in 1 of 2, "
+        "Fastest over 2 groups: Medusa: 0.97x to 1.22x, not distinguishable from plain decoding in 1 of 2, "
         "median over prompts 0.98x to 1.25x, faster on 37 of 60, 1.40 to 1.90 tokens per step, all answers identical."
     )
 
@@ -121,7 +121,7 @@ def test_a_method_without_a_speed_in_one_group_is_not_the_fastest() -> None:
         *(make_row("medusa", **elsewhere), make_row("eagle", **elsewhere, out_of_memory=True, speedup=None)),
     ]
     text = headline(rows)
-    assert text.startswith("Fastest on all 2 groups: Medusa: 1.10x to 1.22x,")
+    assert text.startswith("Fastest over 2 groups: Medusa: 1.10x to 1.22x,")
     assert text.endswith("all answers identical. Not counted: 1 out of memory.")
 
 
