@@ -16,7 +16,7 @@ OWN_MODEL = "outrider init my.yaml --target DIR_OR_ID --data FILE"
 def print_measure_again(rows: Sequence[Row], console: Console) -> None:
     """Print the command that measures the disturbed answers again, if there are any."""
     if number := len(disturbed_answers(rows)):
-        answers = "1 disturbed answer" if number == 1 else f"{number} disturbed answers"
+        answers = "disturbed answer" if number == 1 else f"{number} disturbed answers"
         console.print(Text(f"\nTo measure the {answers} again, and nothing else:", style="bold"))
         console.print(Text(f"  {command_line()}"), soft_wrap=True)
 

@@ -111,7 +111,7 @@ def _time_notes(entries: Sequence[Entry]) -> list[str]:
         unit = units(entries[0].row)
         notes.append(f"Median: of the speedups of single {unit}. CPU ms/token: processor time of all threads.")
     if number := num_repeated([entry.row for entry in entries]):
-        notes.append(f"{number} answers were decoded again, in turn with plain decoding's, since a timing was disturbed.")
+        notes.append(f"Repeated answers: {number}. They were decoded again, since a timing was disturbed.")
     if any(is_disturbed(entry.row) for entry in entries):
         notes.append(f"disturbed: answers took far longer than usual, also when they were repeated. {MEASURE_AGAIN}")
     if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):

@@ -275,7 +275,7 @@ def test_disturbed_speeds_are_marked_and_errors_of_measurement_have_none(write_r
     assert page.tables[caption][2][2] == "2.00x 2.00 to 2.00 disturbed"
     assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "2.00x"]
     assert "run the same command again: it repeats only these answers" in page.text
-    assert "1 answers were decoded again" in page.text
+    assert "Repeated answers: 1." in page.text
     page = report(tmp_path / "wrong", write_run("two", row={"exceeds": "tokens per step"}))
     assert page.tables[caption][2][2] == "error: above its tokens per step"
     assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "-"]

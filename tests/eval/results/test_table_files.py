@@ -96,7 +96,7 @@ def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     assert rows[1]["disturbed"] == [
         {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
     ]
-    (note,) = [note for note in footnotes(rows) if note.startswith("Disturbed: 1 answers")]
+    (note,) = [note for note in footnotes(rows) if note.startswith("Disturbed answers: 1.")]
     assert "prompt 0 turn 1 of redrafter a" in note
     assert "(20.0x). To measure again, run the same command again" in note
     answer = rows[1]["disturbed"][0]
@@ -108,7 +108,7 @@ def test_a_stalled_answer_of_plain_decoding_is_listed_once_for_all_methods(rows:
     stalled = {"side": "baseline", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 9.0}
     several: Any = [{**rows[1], "method": method, "name": method, "disturbed": [stalled]} for method in ("one", "two")]
     (note,) = [note for note in footnotes([rows[0], *several]) if note.startswith("Disturbed")]
-    assert "Disturbed: 1 answers" in note
+    assert "Disturbed answers: 1." in note
     assert "prompt 0 turn 1 of plain decoding (9.0x)" in note
 
 
