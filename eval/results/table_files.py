@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..records.names import OOM
-from .rows import Row, method_name
+from .rows import Row, method_name, slow_answers
 from .tables import RESULT_COLUMNS, footnotes, texts
 
 CSV_COLUMNS = (
@@ -79,5 +79,5 @@ def _spread(row: Row) -> dict[str, Any]:
         **{f"time_{phase}": split.get(phase) for phase in ("draft", "verify", "accept", "rest")},
         "out_of_memory": OOM if row["out_of_memory"] else None,
         "training_seconds": training.get("seconds"),
-        "num_outliers": len(row["outliers"]),
+        "num_outliers": len(slow_answers(row)),
     }

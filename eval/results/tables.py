@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..records.names import BASELINE, OOM
 from .lossless import LOSSY
-from .rows import Row, decoding_name, is_broken, is_lossy, is_unproven, loop_share, method_name
+from .rows import Row, decoding_name, is_broken, is_lossy, is_unproven, loop_share, method_name, slow_answers
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
@@ -109,7 +109,7 @@ def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
         groups=_groups(measured),
         left_out=_groups([row for row in rows if row["out_of_memory"]]),
         outliers=_worst_outliers(measured),
-        num_outliers=sum(len(row["outliers"]) for row in measured),
+        num_outliers=sum(len(slow_answers(row)) for row in measured),
         num_outliers_named=NUM_OUTLIERS_NAMED,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
@@ -138,7 +138,7 @@ def loop_note(row: Row) -> str:
 
 def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
     """Select the worst outliers, relative to their method's median."""
-    outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
+    outliers = [(row, outlier) for row in rows for outlier in slow_answers(row)]
     return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
 

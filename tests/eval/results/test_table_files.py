@@ -91,14 +91,14 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
 
 
 def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
-    assert rows[0]["outliers"] == []
-    assert rows[1]["outliers"] == [
-        {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 20.0},
+    assert rows[0]["disturbed"] == []
+    assert rows[1]["disturbed"] == [
+        {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
     ]
     (note,) = [note for note in footnotes(rows) if note.startswith("Outliers: 1 answers")]
     assert "prompt 0 turn 1 of redrafter a" in note
     assert "(20.0x). Every figure includes them" in note
-    many: Any = {**rows[1], "outliers": rows[1]["outliers"] * 5}
+    many: Any = {**rows[1], "disturbed": rows[1]["disturbed"] * 5}
     assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
 
 
