@@ -176,13 +176,22 @@ def padding(records: Records, *names: str) -> str:
 
 
 def plain_decoding(records: Records, name: str) -> str:
-    """Return our plain decoding beside transformers'."""
-    record = records.read(name)
+    """Return the seconds of other ways to decode plainly over ours, by number type and threads."""
+    words = {
+        "rows first": "layers as transformers computes them",
+        "packed": "every layer packed",
+        "transformers": "transformers' `generate`",
+    }
     rows = [
-        [words, number(record[f"{arm}_median_seconds"], 3), number(record[f"{arm}_tokens_per_second"], 0)]
-        for arm, words in (("ours", "our loop"), ("transformers", "transformers' `generate`"))
+        [
+            cell["dtype"],
+            str(cell["threads"]),
+            number(cell["tokens_per_second"]["ours"], 0),
+            *(number(cell["wall"][way]["median_over_ours"], 2) for way in words),
+        ]
+        for cell in records.read(name)["cells"]
     ]
-    return table(["plain decoding", f"seconds for {record['new_tokens']} tokens, median", "tokens/s"], rows)
+    return table(["plain decoding", "threads", "tokens/s", *(f"seconds of {text}, over ours" for text in words.values())], rows)
 
 
 def batches(records: Records, name: str) -> str:
