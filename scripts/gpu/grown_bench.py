@@ -97,6 +97,7 @@ def run(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]]) -> No
         add_shares(report)
         report["seconds"] = time.perf_counter() - started
         write_json(args.output, report)
+    write_json(args.output, report)
     print_report(report)
     print(f"Written to {args.output}")
 
