@@ -21,10 +21,12 @@ from outrider.data.chat import encode_prompt
 from outrider.data.suites import load_suite
 from outrider.data.types import Turn
 from outrider.eval.measure.audit import audit
+from outrider.eval.measure.roofline import weight_bytes
 from outrider.eval.measure.timing import time_generation
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.decoding.protocols import Drafter
 from outrider.models.drafters import NullDrafter, load_drafter
+from outrider.models.machine import available_memory
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -32,6 +34,8 @@ from outrider.models.target.loading import load_target
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers generate", "transformers prompt lookup"
 LOOKUP_TOKENS = 10
 WARM_UP_TOKENS = 6
+COPIES = 3
+"""Free memory, in copies of the weights, above which transformers gets a copy of its own."""
 STALL, MAX_ROUNDS = 3.0, 3
 """A prompt is decoded again by all methods if one took so many times its median seconds per token;
 it has at most so many rounds."""
@@ -86,7 +90,8 @@ def measure_cell(
     # 1. The target. Its linear kernels may depend on the number of threads, so this comes first.
     torch.set_num_threads(threads)
     target = load_target(TargetConfig(name_or_path=str(folder), dtype=dtype, device="cpu"))
-    methods = methods_of(target, drafters)
+    theirs = their_target(target, folder, dtype)
+    methods = methods_of(target, theirs, drafters)
     prompts = fitting_prompts(target, num_prompts, new_tokens)
     # 2. A warm-up, then all prompts; prompts with a stall again.
     for decode in methods.values():
@@ -105,7 +110,9 @@ def measure_cell(
         "threads": threads,
         "dtype": dtype,
         "parameters": target.model.num_parameters(),
-        "weight_bytes": sum(weight.nbytes for weight in target.model.parameters()),
+        "weight_bytes": weight_bytes(target.model),
+        "linears": target.linears,
+        "transformers_shares_weights": theirs is target,
         "prompt_tokens": [prompt.shape[1] for prompt in prompts],
         "used_rounds": [tries.index(chosen) for tries, chosen in zip(rounds, used, strict=True)],
         "unexplained": unexplained(target, prompts, used, new_tokens),
@@ -133,12 +140,23 @@ def fitting_prompts(target: HFTarget, num_prompts: int, new_tokens: int) -> list
     return prompts
 
 
-def methods_of(target: HFTarget, drafters: Sequence[DrafterSetting]) -> dict[str, Decode]:
+def their_target(target: HFTarget, folder: Path, dtype: str) -> HFTarget:
+    """Load the weights once more for transformers, in the memory order that its users have.
+
+    Where memory is too small for that and for packed copies, transformers shares our weights.
+    """
+    available = available_memory()
+    if available is not None and available < COPIES * weight_bytes(target.model):
+        return target
+    return load_target(TargetConfig(name_or_path=str(folder), dtype=dtype, device="cpu", fast_linears=False))
+
+
+def methods_of(target: HFTarget, theirs: HFTarget, drafters: Sequence[DrafterSetting]) -> dict[str, Decode]:
     """Return the methods by name, those without a drafter first."""
     methods: dict[str, Decode] = {
         PLAIN: decoder(target, NullDrafter()),
-        TRANSFORMERS: their_decoder(target),
-        LOOKUP: their_decoder(target, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        TRANSFORMERS: their_decoder(theirs),
+        LOOKUP: their_decoder(theirs, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
     for drafter in drafters:
         methods[drafter.name] = decoder(target, load_drafter(drafter.folder, target, **drafter.setting))

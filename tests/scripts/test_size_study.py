@@ -69,6 +69,7 @@ def test_every_method_is_measured_in_every_cell(run: Callable[..., Path], capsys
         if row["method"] in METHODS[:2]:
             assert row["tokens_per_step"] == 1
     assert {len(tries) for cell in record["cells"] for answers in cell["answers"].values() for tries in answers} <= {1, 2, 3}
+    assert [cell["transformers_shares_weights"] for cell in record["cells"]] == [False, False]
     assert not (output / "targets").exists()
     assert (output / "speedup.png").read_bytes()[:4] == b"\x89PNG"
     text = (output / "table.md").read_text()
@@ -209,3 +210,16 @@ def test_a_stall_is_decoded_again_and_the_least_disturbed_round_counts(study: An
     rounds[1].append(round_of(1.1, 1.1))
     assert methods.stalled(rounds) == []
     assert methods.least_disturbed(rounds)[1] is rounds[1][1]
+
+
+@pytest.mark.parametrize(("free_bytes", "is_shared"), [(1 << 30, False), (1 << 10, True), (None, False)])
+def test_transformers_gets_weights_of_its_own_where_memory_allows_it(
+    study: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, is_shared: bool
+) -> None:
+    """Our target may change the memory order of its weights, which would change transformers' speed."""
+    methods = importlib.import_module("size_methods")
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    monkeypatch.setattr(methods, "available_memory", lambda: free_bytes)
+    theirs = methods.their_target(target, tiny_target_dir, "float32")
+    assert (theirs is target) == is_shared
+    assert is_shared or not theirs.fast_linears
