@@ -112,6 +112,22 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Format the speedups over size, a table for each type and number of threads."""
+    tables = []
+    for dtype, threads in dict.fromkeys((row["dtype"], row["threads"]) for row in rows):
+        here = [row for row in rows if (row["dtype"], row["threads"]) == (dtype, threads)]
+        sizes = list(dict.fromkeys(row["size"] for row in here))
+        lines = [f"| {dtype}, {count_threads(threads)} | {' | '.join(sizes)} |", "|---|" + "---:|" * len(sizes)]
+        for name in dict.fromkeys(row["method"] for row in here):
+            speedups = {row["size"]: row["speedup"] for row in here if row["method"] == name}
+            lines.append(f"| {name} | " + " | ".join(f"{speedups[size]:.2f}x" for size in sizes) + " |")
+        fastest = {row["size"]: row["tokens_per_second"] for row in here if row["method"] == row["baseline"]}
+        lines.append("| tokens/s of the faster plain one | " + " | ".join(f"{fastest[size]:.1f}" for size in sizes) + " |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import yaml
 from grow_target import DTYPES, Size, Source, copy_drafter, grow, parse_parameters, require_room
 from size_methods import DrafterSetting, count_threads, measure_cell
-from size_report import notes, plot, rows_of, table
+from size_report import notes, plot, rows_of, summary, table
 
 from outrider.data.differences import differences
 from outrider.data.files import atomic_write_text, locked, read_json, sha256_file, write_json
@@ -290,11 +290,11 @@ def write_results(records: Sequence[Mapping[str, Any]], output: Path) -> None:
     """Write and print the table with its notes, the record and the plot."""
     rows = [row for record in records for row in rows_of(record)]
     lines = notes(rows, has_bf16_matrices=has_bf16_matrices())
-    text = f"{table(rows)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+    short = f"{summary(rows)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     write_json(output / "size_study.json", {"rows": rows, "notes": lines, "cells": records})
-    atomic_write_text(output / "table.md", text)
+    atomic_write_text(output / "table.md", f"{short}\n{table(rows)}")
     plot(rows, output / "speedup.png")
-    print(f"{text}\nWritten to {output}: table.md, speedup.png, size_study.json")
+    print(f"{short}\nWritten to {output}: table.md, speedup.png, size_study.json")
     if any(row["unexplained"] for row in rows):
         raise SystemExit(1)
 

@@ -73,8 +73,8 @@ def test_every_method_is_measured_in_every_cell(run: Callable[..., Path], capsys
     assert not (output / "targets").exists()
     assert (output / "speedup.png").read_bytes()[:4] == b"\x89PNG"
     text = (output / "table.md").read_text()
-    assert text.count("\n| ") == len(rows)
-    assert text in capsys.readouterr().out
+    assert text.count("\n| 60K | ") == len(rows)
+    assert text.split("\n| size |")[0] in capsys.readouterr().out
 
 
 def test_a_killed_study_loses_one_cell(
@@ -185,6 +185,13 @@ def test_marks_and_the_budget(report: Any, drafted: float, has_matrices: bool, w
     assert any(words in line for line in lines), lines
     assert any("250.0, verify 1000.0" in line and "if drafting cost nothing 2.00x" in line for line in lines)
     assert any("each cell: reached" in line for line in lines)
+
+
+def test_the_summary_has_a_column_for_each_size(report: Any) -> None:
+    small = {**cell(5.0), "size": "7M", "parameters": 7e6}
+    lines = report.summary(report.rows_of(small) + report.rows_of(cell(2.5))).splitlines()
+    assert lines[0] == "| float32, 2 threads | 7M | 400M |"
+    assert lines[-2:] == ["| rd, 5 nodes | 0.80x | 1.60x |", "| tokens/s of the faster plain one | 1.2 | 1.2 |"]
 
 
 def test_what_cannot_be_true_is_named(report: Any) -> None:
