@@ -69,9 +69,9 @@ def compose(request: Request) -> DictConfig:
 
     Raises one ValueError with all wrong keys, choices and values, before torch is imported.
     """
-    wrong_values = {override: problem for override in request.overrides if (problem := _unreadable(override))}
-    named, files, problems = _take_files([override for override in request.overrides if override not in wrong_values])
-    problems += wrong_values.values()
+    unreadable = {override: problem for override in request.overrides if (problem := _unreadable(override))}
+    named, files, problems = _take_files([override for override in request.overrides if override not in unreadable])
+    problems += unreadable.values()
     overrides = []
     for override in named:
         group, _, value = override.partition("=")

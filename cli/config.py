@@ -63,13 +63,13 @@ class RunConfig:
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
     """Stages to run: distill, train, eval, export. They always run in this order."""
     plan: bool = False
-    """Only print the time, memory and disk that the unfinished stages need, as `--plan` does. Speeds are measured for some
-    seconds, the other figures are computed. Nothing is written."""
+    """Only print the time, memory and disk that the unfinished stages need, as `--plan` does.
+    Speeds are measured for some seconds, the other figures are computed. Nothing is written."""
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
     num_threads: PositiveInt | None = None
-    """CPU threads per process, unless a section sets its own number. null: the launcher's choice under `accelerate launch`,
-    torch's default otherwise."""
+    """CPU threads per process, unless a section sets its own number. null: the launcher's choice
+    under `accelerate launch`, torch's default otherwise."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None
     """Mixed precision of the training: bf16 or no. None keeps the launcher's setting."""
     target: TargetConfig
@@ -83,7 +83,8 @@ class RunConfig:
     eval: EvalConfig
     export: ExportConfig = field(default_factory=ExportConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several drafters from one distillation, compared in one table. Each has a name, and its changes to `train` or `drafter`.
+    """Several drafters from one distillation, compared in one table. Each has a name, and its changes
+    to `train` or `drafter`.
 
     A `drafter` of another kind inherits no options of `drafter`. Its `settings` replace `eval.settings`."""
 

@@ -66,7 +66,17 @@ def in_command_words(text: str) -> str:
     """Replace a configuration's options in a message by command options (`--chat-template`)."""
     for option, name in COMMAND_OPTIONS.items():
         text = text.replace(f"{option}=", f"{name} ").replace(option, name)
-    return re.sub(r"eval\.suites=\[.*\]", "--suite-path (`outrider eval`: --suite-path SUITE=FILE)", text)
+    return re.sub(r"eval\.suites=\[.*\]", _suite_paths, text)
+
+
+def _suite_paths(suites: re.Match[str]) -> str:
+    """Return the command options for the suites that need a file, `{name: NAME, path: FILE}`.
+
+    `outrider eval` takes several suites, and each file with its suite's name; other commands take
+    one suite and its file.
+    """
+    options = [f"--suite-path {name}=FILE" for name in re.findall(r"name: ([^,}]+), path: FILE\b", suites[0])]
+    return f"--suite-path FILE (`outrider eval`: {options[0]})" if len(options) == 1 else " ".join(options)
 
 
 def command_line() -> str:

@@ -59,7 +59,7 @@ def eval_command(
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
-    pack_weights: shared.PackWeights = True,
+    fast_linears: shared.FastLinears = True,
     seed: shared.Seed = 0,
 ) -> None:
     """Measure the speedup of drafters against plain decoding on the same prompts.
@@ -88,11 +88,12 @@ def eval_command(
 
 def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: dict[str, Any]) -> "list[Row]":
     from ..data.files import locked
-    from ..eval.run import check_inputs, evaluate
+    from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
 
     check_inputs(config, drafters)
-    target = load_chosen_target(options)
+    with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
+        target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
     with locked(output):
         return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)

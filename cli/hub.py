@@ -79,7 +79,7 @@ def push_command(
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
-        raise ValueError(f"{repo!r} is no name of a repository; give user/name")
+        raise ValueError(f"{repo!r} is not the name of a repository; give user/name")
     with telling_hub_errors(repo):
         validate_repo_id(repo)
 

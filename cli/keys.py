@@ -76,6 +76,7 @@ ALIASES = {
     "bf16": "mixed_precision",
     "fp16": "mixed_precision",
     "precision": "mixed_precision",
+    "pack_weights": "target.fast_linears",
     "threads": "num_threads",
     "recipe": "conf",
     "config": "conf",

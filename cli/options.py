@@ -60,7 +60,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of tokens per an
 Limit = Annotated[int, typer.Option(help="Maximum number of prompts, drawn at random.")]
 SuitePath = Annotated[str | None, typer.Option(help="Local file to read the suite of --suite from.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. Default: torch's choice.")]
-PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers: faster steps, more memory.")]
+FastLinears = Annotated[bool, typer.Option(help="On a CPU, compute linear layers in the fastest way, by a measurement.")]
 Seed = Annotated[int, typer.Option(help="Random seed of drawn prompts, samples and the bootstrap.")]
 
 
@@ -130,7 +130,7 @@ def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = Tr
 
     silence_bars()
     device = options["device"] or str(default_device())
-    # A CPU emulates bfloat16, and only float32 reproduces exactly the same tokens.
+    # Only float32 reproduces exactly the same tokens, and not every CPU has fast bfloat16.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")
     tokenizer_options = parse_tokenizer_options(options.get("tokenizer_options") or [])
     changes = {

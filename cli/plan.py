@@ -104,7 +104,7 @@ def print_plan(
 
 def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float, num_threads: int) -> None:
     console = Console(highlight=False)
-    console = Console(highlight=False, width=min(WIDTH, console.width))
+    console.width = min(WIDTH, console.width)
     for name, stages in plans.items():
         for stage in stages:
             console.print(stage.table)

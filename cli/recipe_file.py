@@ -157,7 +157,10 @@ def _complete_sections(values: Mapping[str, Any], below: Sequence[str]) -> Itera
 
 
 def _base(group: str, section: Mapping[str, Any]) -> str | None:
-    """The packaged choice below a complete section: that of the drafter's kind, if its options aren't another drafter's."""
+    """Return the packaged choice below a complete section; None if there is none.
+
+    Only a drafter has one, that of its kind, unless its options are those of another drafter.
+    """
     kind = section.get("kind")
     is_new = section.get("start_from") is None and section.get("path") is None
     return kind if group == "drafter" and is_new and kind in choices("drafter") else None

@@ -129,7 +129,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
 
 
 def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None:
-    """Rename the evaluation of earlier drafters, so that those that were trained since are evaluated anew.
+    """Rename the evaluation of earlier drafters, so that today's drafters are evaluated.
 
     A drafter changes in its folder where the training got more steps. An evaluation that has all of
     today's drafters stays: it is resumed, or refused with the reason.

@@ -47,7 +47,7 @@ def tune_command(
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
-    pack_weights: shared.PackWeights = True,
+    fast_linears: shared.FastLinears = True,
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
     seed: shared.Seed = 0,

@@ -1,4 +1,7 @@
-"""The data of a folder of shards by option, beside its manifest: so that an error names what changed, and no digest."""
+"""Facts about the data of a folder of shards, by option, beside its manifest.
+
+With them, an error names the option that changed, and no digest.
+"""
 
 import hashlib
 import platform
@@ -36,28 +39,40 @@ def describe_data(data: DataConfig, chat_template: object, overlap: PromptOverla
 
 
 def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Name the options that changed, such as `data.limit was 20 and is 30`. `before` is None where nothing was recorded."""
+    """Name the options that changed, such as `data.limit was 20 and is 30`.
+
+    `before` is None where nothing was recorded.
+    """
     if before is None:
         return "the conversations are others than those that it was made from (its options weren't recorded)"
-    path = now.get("data.path")
-    words = {
-        FILE_CONTENT: f"data.path {path}: its conversations changed, sha256 {{0:.12}}... to {{1:.12}}...",
-        TEMPLATE: describe_template_change(before, now),
-        PYTHON: "data.source is stdlib, and Python was {0} and is {1}, which has other files",
-        SUITES: "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
-    }
     changes = [
-        words[name].format(before[name], now[name])
-        if name in words
-        else f"{name} was {_quoted(before[name])} and is {_quoted(now[name])}"
+        _describe_fact(name, before, now)
         for name in before
         if name in now and before[name] != now[name] and name != "data.chat_template"  # the template itself is compared
     ]
     return "; ".join(changes) or "the conversations (or the target's answers to them) changed, though no option of the data did"
 
 
+def _describe_fact(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the change of one fact, by the option that the user can change."""
+    earlier, current = before[name], now[name]
+    if name == FILE_CONTENT:
+        digests = f"{earlier[:DIGEST_LENGTH]}... to {current[:DIGEST_LENGTH]}..."
+        return f"data.path {now.get('data.path')}: its conversations changed, sha256 {digests}"
+    if name == TEMPLATE:
+        return describe_template_change(before, now)
+    if name == PYTHON:
+        return f"data.source is stdlib, and Python was {earlier} and is {current}, which has other files"
+    if name == SUITES:
+        return "eval.suites changed, whose prompts are left out of the data (data.overlap_words)"
+    return f"{name} was {_quoted(earlier)} and is {_quoted(current)}"
+
+
 def describe_template_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Name the option that changed the chat template; `before` is None where nothing was recorded."""
+    """Name the option that changed the chat template.
+
+    `before` is None where nothing was recorded.
+    """
     old, new = ((facts or {}).get("data.chat_template") for facts in (before, now))
     words = ["the one of the target's tokenizer" if name is None else repr(name) for name in (old, new)]
     if before is None:
@@ -69,7 +84,10 @@ def describe_template_change(before: Mapping[str, Any] | None, now: Mapping[str,
 
 
 def describe_target_change(changes: Mapping[str, str], before: TargetIdentity, now: TargetIdentity) -> dict[str, str]:
-    """Return the changes with those of the target's digests in one text, which names the option."""
+    """Return the changes, with those of the target's digests in one text.
+
+    That text names the option that changed.
+    """
     digests = [name for name in changes if name in TARGET_PARTS]
     if not digests:
         return dict(changes)

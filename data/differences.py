@@ -5,7 +5,10 @@ from typing import Any
 
 
 def name_digests(changes: dict[str, str], words: Mapping[str, str]) -> list[str]:
-    """Texts about the changes, with those of digests replaced by words. A name of `words` may end in `.`: a prefix."""
+    """Return texts about the changes, with those of digests replaced by words.
+
+    A name of `words` may end in `.`: it is then a prefix.
+    """
     texts = []
     for name, text in changes.items():
         found = [replacement for key, replacement in words.items() if name == key or (key[-1] == "." and name.startswith(key))]

@@ -55,7 +55,7 @@ def require_paths(paths: Iterable[NamedPath]) -> None:
 
 
 def expand_home(value: Any) -> Any:
-    """Return the value with `~` at the start of every text in it replaced by the home directory.
+    """Return the value with the home directory for `~` at the start of every text in it.
 
     A shell expands it only at the beginning of a word, so not in data.path=~/chats.jsonl.
     """

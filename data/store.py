@@ -129,9 +129,10 @@ class ShardStore(Generic[Entry, M]):
         return self.entries(num_shards) == manifest.shards
 
     def require_same(self, manifest: M, data_facts: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError, with every difference, where the folder holds the shards of another run than `manifest`'s.
+        """Raise ValueError, with every difference, if the folder's shards are of another run.
 
-        With `data_facts` (see `describe_data`), other data are named by the options that changed.
+        `manifest` is today's run. With `data_facts` (see `describe_data`), other data are named by the
+        options that changed.
         """
         if not (self.directory / MANIFEST_FILE).exists():
             if any(self.directory.glob(f"{self.stem}-*")):

@@ -1,4 +1,7 @@
-"""Evaluation: decode with and without drafters, record each turn, and report tables and plots."""
+"""Evaluation: decode with and without drafters, record the turns, and report them.
+
+The reports are tables and plots.
+"""
 
 from ..data.entry import require_entry
 

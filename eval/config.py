@@ -98,9 +98,6 @@ class EvalConfig:
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
     num_threads: PositiveInt | None = None
     """CPU threads during the measurement; None keeps torch's default."""
-    pack_weights: bool = True
-    """On a CPU in float32: pack the linear layers for few rows, as a good CPU engine does, for
-    baseline and drafters alike. This needs the weights' memory a second time."""
 
     def __post_init__(self) -> None:
         problems = []

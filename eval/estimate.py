@@ -13,7 +13,6 @@ from ..data.types import Turn
 from ..models.decoding.acceptance import GreedyAcceptance
 from ..models.drafters import NullDrafter
 from ..models.target.hf_target import HFTarget
-from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig
 from .measure.timing import time_generation
 from .run import cpu_threads
@@ -77,17 +76,16 @@ def _measure(config: EvalConfig, suite: PromptSet, size: int, target: HFTarget) 
     ]
     num_tokens = min(MEASURED_TOKENS, config.max_new_tokens)
     with cpu_threads(config.num_threads):
-        packing = packed_linears(target.model) if config.pack_weights else cpu_threads(None)
-        with packing:
-            for limit in (min(WARMUP_TOKENS, num_tokens), num_tokens):
-                generation = time_generation(
-                    target,
-                    NullDrafter(),
-                    GreedyAcceptance(),
-                    prompts,
-                    max_new_tokens=limit,
-                    stop_ids=(),
-                    seeds=[0] * len(prompts),
-                )
+        target.choose_linears()
+        for limit in (min(WARMUP_TOKENS, num_tokens), num_tokens):
+            generation = time_generation(
+                target,
+                NullDrafter(),
+                GreedyAcceptance(),
+                prompts,
+                max_new_tokens=limit,
+                stop_ids=(),
+                seeds=[0] * len(prompts),
+            )
     per_token = generation.decode_seconds / max(1, num_tokens - 1)
     return generation.prefill_seconds + per_token * (config.max_new_tokens - 1)

@@ -20,7 +20,6 @@ from ..models.decoding.sampling import Sampling
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.target.hf_target import HFTarget
-from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
 from .measure.bench import Bench
@@ -83,8 +82,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         drafters = load_drafters(specs, target)
-        if config.pack_weights:
-            stack.enter_context(packed_linears(target.model, *drafters.values()))
+        target.choose_linears(*drafters.values())
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
@@ -218,7 +216,12 @@ def recorded_config(
     """
     return {
         "suites": {suite.name: suite.revision for suite in suites},
-        "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype), "form": target.form},
+        "target": {
+            **dataclasses.asdict(target.identity),
+            "dtype": str(target.dtype),
+            "form": target.form,
+            "fast_linears": target.fast_linears,
+        },
         "chat_template": digest_of(tokenizer.chat_template),
         "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
@@ -251,7 +254,7 @@ def open_run(
         )
     else:
         roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
-        info = RunInfo(config=recorded, environment=environment, roofline=roofline)
+        info = RunInfo(config=recorded, environment=environment, roofline=roofline, linears=target.linears)
     write_json(path, dataclasses.asdict(info))
     return info
 

@@ -1,8 +1,9 @@
-"""The hardware of a process: its name, synchronisation, and running out of memory."""
+"""The hardware of a process: its name, synchronisation, and its memory."""
 
 import gc
 import logging
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +22,15 @@ def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work; a CPU operation returns when it is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that a process could still take, or None if that is unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 OUT_OF_MEMORY_TEXTS = (

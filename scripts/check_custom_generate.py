@@ -42,7 +42,11 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method, in turns; the median is printed")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pack-weights", action="store_true", help="pack the weights in the drafter's runs (on a CPU)")
+    parser.add_argument(
+        "--fast-linears",
+        action="store_true",
+        help="with the drafter, use packed linear layers where they are faster (CPU)",
+    )
     parser.add_argument("--options", type=json.loads, default={}, help="options of the drafter: '{\"beam_width\": 8}'")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -66,7 +70,7 @@ def main() -> int:
 def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, calls: list[int]) -> dict[str, Any]:
     """Measure tokens and seconds of plain decoding and of the drafter, after a warm-up."""
     common = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
-    drafter_arguments = {"drafter_options": options.options, "pack_weights": options.pack_weights}
+    drafter_arguments = {"drafter_options": options.options, "fast_linears": options.fast_linears}
     by_name = {**common, **drafter_arguments, "custom_generate": folder, "trust_remote_code": True}
     # A user with many short calls may load the code once, like this.
     loaded = partial(model.load_custom_generate(folder, trust_remote_code=True), model, drafter=folder)

@@ -2,11 +2,14 @@
 
 import gc
 import os
+import pathlib
 
 # Set these before the imports below: the libraries read them at import time.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
+# The speeds of linear layers, which processes of all tests share, and which aren't the user's.
+os.environ["OUTRIDER_CACHE"] = str(pathlib.Path(__file__).parents[1] / "build" / "test-cache")
 # One thread, also in processes that tests start: the models are so small that a second thread slows
 # them down.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,6 +25,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .tiny_models import save_tiny_target
 
 torch.set_num_threads(1)
 
@@ -91,28 +96,10 @@ def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: p
 
     The whole session shares it, so tests must not change it.
     """
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
     directory = tmp_path_factory.mktemp("tiny_target")
-    model.save_pretrained(directory)
-    tiny_tokenizer.save_pretrained(directory)
-    return directory
+    return save_tiny_target(
+        directory, LlamaForCausalLM, LlamaConfig, tiny_tokenizer, num_hidden_layers=2, initializer_range=0.2
+    )
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,10 @@ def all_blocks() -> list[Block]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a shell block, without comments, redirections and assignments before a command."""
+    """Yield the words of each command of a shell block.
+
+    Comments, redirections and assignments before a command are left out.
+    """
     lexer = shlex.shlex(_without_comments(text.replace("\\\n", " ")), posix=True, punctuation_chars="\n;&|<>()")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t", "", True
     words: list[str] = []

@@ -154,7 +154,10 @@ def _without_launch(arguments: list[str]) -> list[str]:
 
 
 def prepare_files(arguments: Sequence[str]) -> None:
-    """Write recipes and drafters that a command names into the current folder, as far as composing reads them."""
+    """Write the recipes and drafters that a command names into the current folder.
+
+    The files have only what composing reads.
+    """
     from .doc_files import write_drafter_config, write_recipe
 
     for argument in arguments:

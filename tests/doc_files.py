@@ -5,7 +5,6 @@ from pathlib import Path
 
 from outrider.cli.config import DEMO_TARGET
 from outrider.data.files import write_json
-from outrider.data.manifest import TargetIdentity
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import RedrafterConfig
 from outrider.models.drafters.saved.folder import DrafterFile
@@ -13,16 +12,7 @@ from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tu
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 
-TARGET = TargetIdentity(
-    name="t",
-    revision=None,
-    weights_sha256="1",
-    config_sha256="",
-    quantization="",
-    tokenizer_sha256="2",
-    hidden_size=8,
-    vocab_size=16,
-)
+from .tiny_models import IDENTITY
 
 
 def write_recipe(path: Path) -> None:
@@ -33,7 +23,7 @@ def write_recipe(path: Path) -> None:
 
 def write_drafter_config(folder: Path) -> None:
     """Write what composing a recipe reads of a trained ReDrafter."""
-    saved = DrafterFile(format_version=1, kind="redrafter", drafter=asdict(RedrafterConfig()), target=TARGET)
+    saved = DrafterFile(format_version=1, kind="redrafter", drafter=asdict(RedrafterConfig()), target=IDENTITY)
     write_json(folder / "config.json", asdict(saved))
 
 

@@ -1,4 +1,7 @@
-"""The commands and the code of README and docs/ are composed, parsed or run, so that no page shows what doesn't work."""
+"""Commands and code of README and docs/, composed, parsed or run.
+
+So no page shows what doesn't work.
+"""
 
 import re
 from collections import Counter

@@ -19,6 +19,8 @@ from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
 from outrider.models.target.loading import load_target
 
+from .tiny_models import save_tiny_target
+
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
     path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.startswith("adapt") and not path.stem.endswith("demo")
@@ -80,28 +82,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen3_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with the fewest layers from which engines read three, and the tokenizer of `tiny_target_dir`."""
+    """Save a random Qwen3 with the fewest layers from which engines read three."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    directory = tmp_path_factory.mktemp("qwen3")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    sizes = {"num_hidden_layers": 7, "head_dim": 16, "tie_word_embeddings": True}
+    return save_tiny_target(tmp_path_factory.mktemp("qwen3"), Qwen3ForCausalLM, Qwen3Config, tokenizer, **sizes)
 
 
 def composed_of(*overrides: str) -> RunConfig:

@@ -1,4 +1,7 @@
-"""The entry for launchers, with or without a clone: accelerate launch -m outrider.train conf=demo"""
+"""Entry for launchers, with or without a clone.
+
+Run it with `accelerate launch -m outrider.train conf=demo`.
+"""
 
 from ..cli.compose import main
 

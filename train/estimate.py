@@ -1,4 +1,7 @@
-"""What a training will take, before it runs: a few real steps are timed, memory and disk are computed."""
+"""Estimate of what a training will take, before it runs.
+
+A few real steps are timed; memory and disk are computed.
+"""
 
 import math
 import time
@@ -102,7 +105,7 @@ def estimate_training(
     *,
     steps_done: int = 0,
 ) -> TrainingEstimate:
-    """Train a fresh drafter on these texts for some seconds, and count what the whole training takes.
+    """Train a fresh drafter on these texts for some seconds, and estimate the training.
 
     Writes nothing. Each process measures its own steps. The exchange of gradients, the reading of
     shards and the writing of checkpoints aren't in them.
@@ -149,7 +152,10 @@ def _time_steps(
     examples: Sequence[DistilledExample],
     accelerator: Accelerator,
 ) -> float:
-    """Return the seconds of an optimizer step: medians, so that another program's burst doesn't count."""
+    """Return the median seconds of an optimizer step.
+
+    With a median, another program's burst doesn't count.
+    """
     objective = make_objective(config, target)
     model, reads = LossModule(drafter, objective), target_reads(drafter, objective)
     batch_seconds: list[float] = []
@@ -179,7 +185,10 @@ def _time_steps(
 
 
 def _count_due(steps: int, steps_done: int, every: int) -> int:
-    """Count what happens every so many steps, and after the last one, in the steps that are left."""
+    """Count the times that work of every so many steps is due in the steps that are left.
+
+    It is due after the last step too.
+    """
     return 0 if steps_done >= steps else math.ceil(steps / every) - steps_done // every
 
 
@@ -194,7 +203,10 @@ def _time_copy(copy: HostCopy, content: dict[str, Any]) -> float:
 def _time_answers(
     config: TrainConfig, target: HFTarget, examples: Sequence[DistilledExample], accelerator: Accelerator
 ) -> float:
-    """Return the seconds in which plain decoding answers all held-out prompts, each process its share."""
+    """Return the seconds in which plain decoding answers all held-out prompts.
+
+    Each process answers its share.
+    """
     room = target.context_length - max(config.validation_tokens, DECODED_TOKENS)
     prompts = []
     for example in examples[: config.batch_size]:

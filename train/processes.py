@@ -91,7 +91,9 @@ def _limit_collectives(limit: timedelta) -> None:
 
 
 class Sigterm:
-    """Record of a SIGTERM or Ctrl-C to any process, so that all processes end after the same step.
+    """Record of a SIGTERM or Ctrl-C to any process.
+
+    All processes then end after the same step.
 
     A context manager: inside the block the first signal alone ends nothing; a second Ctrl-C raises
     KeyboardInterrupt at once. `is_interrupt` is whether the signal was Ctrl-C. The processes share

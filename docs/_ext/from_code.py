@@ -41,7 +41,10 @@ def _on_docstring(app: Any, kind: str, name: str, value: Any, options: Any, line
 
 
 def rst_line(line: str) -> str:
-    """Convert a docstring's line to reStructuredText: code gets two backticks, and stars that aren't `**bold**` a backslash."""
+    """Convert a docstring's line to reStructuredText.
+
+    Code gets two backticks, and stars that aren't `**bold**` get a backslash.
+    """
     line = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line)
     parts = re.split(r"(``.+?``|(?<![\w*])\*\*[^*`\s](?:[^*`]*[^*`\s])?\*\*(?![\w*]))", line)
     return "".join(part if number % 2 else part.replace("*", r"\*") for number, part in enumerate(parts))

@@ -1,1 +1,4 @@
-"""Proof that decoding is lossless: exact for rules, on real prompts for targets with drafters."""
+"""Proof that decoding is lossless.
+
+It is exact for rules, and on real prompts for targets with drafters.
+"""

@@ -1,1 +1,1 @@
-"""Files of a run: one JSON line for each answer, and the settings that the answers depend on."""
+"""Files of a run: a JSON line for each answer, and the settings that answers depend on."""

@@ -21,7 +21,6 @@ RECORDED_OPTIONS = (
     "profile_prompts",
     "too_long",
     "seed",
-    "pack_weights",
 )
 """Options of EvalConfig that a record depends on, besides suites and settings. The number of
 threads is part of the environment."""
@@ -117,6 +116,8 @@ class RunInfo:
     """Suites (revision by name), target, chat template, methods and RECORDED_OPTIONS."""
     environment: Environment
     roofline: Roofline
+    linears: str = ""
+    """How linear layers were computed (`choose_linears`); empty: as transformers computes them."""
 
     def __post_init__(self) -> None:
         if missing := sorted({"suites", "target", "methods", *RECORDED_OPTIONS} - self.config.keys()):
@@ -161,8 +162,10 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterFacts:
-    """Size and training of a method's drafter; `training` is None if the folder has no record of
-    it."""
+    """Size and training of a method's drafter.
+
+    `training` is None if the folder has no record of it.
+    """
 
     parameters: int
     """Parameters of the drafter, without those of the target."""

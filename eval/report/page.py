@@ -128,8 +128,10 @@ def _facts(group: Group) -> list[tuple[str, str]]:
     facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
     if target.get("quantization"):
         facts.append(("Quantisation", target["quantization"]))
-    options = ("max_new_tokens", "acceptance", "seed", "pack_weights")
+    options = ("max_new_tokens", "acceptance", "seed")
     facts.append(("Options", ", ".join(f"{name} {info.config[name]}" for name in options)))
+    if info.linears:
+        facts.append(("Linear layers", info.linears))
     for run in group.runs:
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         suites = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))

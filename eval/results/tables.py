@@ -183,8 +183,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print the headline, the results and the notes; a method that should be lossless but isn't is
-    red."""
+    """Print the headline, the results and the notes.
+
+    A method that should be lossless but isn't is red.
+    """
     console = console or Console()
     console.print(Text(headline(rows), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)

@@ -22,7 +22,6 @@ from ...models.drafters.saved.build import saved_spec
 from ...models.drafters.saved.loading import read_drafter_config
 from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice
 from ...models.target.hf_target import HFTarget
-from ...models.target.packed_linears import packed_linears
 from ..config import EvalConfig
 from ..measure.environment import describe_environment
 from ..measure.memory import within_memory
@@ -117,15 +116,13 @@ def tune(
         stack.enter_context(cpu_threads(config.num_threads))
         _require_trees_of_the_text(drafter_dir, settings)
         drafter = _first_fitting(drafter_dir, target, settings)
-        if config.pack_weights:
-            stack.enter_context(packed_linears(target.model))
+        target.choose_linears()
         longest = min(target.context_length, drafter.context_length or target.context_length)
         trial = Trial(
             directory=drafter_dir,
             target=target,
             rule=acceptance_rule("exact", temperature),
             answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
-            pack=config.pack_weights,
         )
         tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
         setup, environment = describe_setup(target, drafter_dir, temperature), describe_environment(target.device)

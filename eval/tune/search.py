@@ -10,8 +10,7 @@ each other down, for example by sharing a cache.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.saved.tuned import Choice
 from ...models.machine import synchronize
 from ...models.target.hf_target import HFTarget
-from ...models.target.packed_linears import packed_linears
 from ..measure.memory import within_memory
 from ..measure.methods import proposer
 from .replay import Answered, ReplayTarget
@@ -178,22 +176,16 @@ class Trial:
     target: HFTarget
     rule: AcceptanceRule
     answered: Sequence[Answered]
-    pack: bool
-    """Whether linear layers are packed (`packed_linears`)."""
 
     def batches(self, size: int) -> list[Sequence[Answered]]:
         """Split the answers into batches, in order; the last one may be smaller."""
         return [self.answered[start : start + size] for start in range(0, len(self.answered), size)]
 
-    @contextmanager
-    def drafter(self, setting: Setting) -> Iterator[Drafter[Any, Any]]:
+    def drafter(self, setting: Setting) -> Drafter[Any, Any]:
         """Load the drafter in this setting, as the evaluation runs it."""
         if setting is None:
-            yield NullDrafter()
-            return
-        drafter = load_drafter(self.directory, self.target, **setting)
-        with packed_linears(*([drafter] if self.pack else [])):
-            yield proposer(drafter, self.target)
+            return NullDrafter()
+        return proposer(load_drafter(self.directory, self.target, **setting), self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +205,14 @@ def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[
     replays = []
     with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
         for setting in settings:
-            with ExitStack() as stack:
-                drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)
-                if drafter is None:
-                    progress.update(len(batch_sizes))
-                    continue
-                for size in batch_sizes:
-                    if (total := within_memory(partial(_replay, trial, drafter, size), trial.target)) is not None:
-                        replays.append(Replay(setting=setting, batch_size=size, run=total))
-                    progress.update()
+            drafter = within_memory(partial(trial.drafter, setting), trial.target)
+            if drafter is None:
+                progress.update(len(batch_sizes))
+                continue
+            for size in batch_sizes:
+                if (total := within_memory(partial(_replay, trial, drafter, size), trial.target)) is not None:
+                    replays.append(Replay(setting=setting, batch_size=size, run=total))
+                progress.update()
     return replays
 
 
@@ -284,12 +275,12 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
     def decode(drafter: Drafter[Any, Any], answered: Sequence[Answered]) -> Decoding | None:
         return within_memory(partial(run, trial.target, drafter, trial.rule, answered, timed=False), trial.target)
 
-    with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
+    with tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
         # 1. Load and warm up a drafter for each setting.
         drafters: list[Drafter[Any, Any]] = []
         first = [replace(item, answer=item.answer[:8]) for item in groups[0]]
         for index, setting in enumerate(settings):
-            drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)
+            drafter = within_memory(partial(trial.drafter, setting), trial.target)
             if drafter is None or decode(drafter, first) is None:  # warms up
                 return index
             drafters.append(drafter)

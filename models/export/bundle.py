@@ -121,7 +121,10 @@ def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
 
 
 def _flat(module: str) -> str:
-    """Flatten a module's name to that of its file: models.decoding.tree becomes `decoding_tree`."""
+    """Flatten a module's name to that of its file.
+
+    For example, models.decoding.tree becomes `decoding_tree`.
+    """
     return module.removeprefix("models.").replace(".", "_")
 
 

@@ -25,7 +25,7 @@ from ..decoding.loop import generate as decode
 from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.types import Step
 from ..drafters.saved.download import resolve_drafter
-from ..target.packed_linears import packed_linears
+from ..target.linears import chosen_linears
 from .bound_drafters import Bound, bind, drafters_of, require_usable
 from .generate_arguments import (
     require_honoured,
@@ -50,7 +50,7 @@ def generate(
     drafter_options: Mapping[str, Any] | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
-    pack_weights: bool = False,
+    fast_linears: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Run `model.generate` with speculative decoding; arguments and result are the same.
@@ -59,9 +59,9 @@ def generate(
     code came with. `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
     batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
-    default from torch's global one. `pack_weights` packs linear layers on a CPU for few rows (see
-    `packed_linears`). This is faster, rounds differently, and needs the weights' memory a second
-    time.
+    default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
+    where this machine multiplies them faster (see `chosen_linears`). This rounds differently, and
+    may need the weights' memory a second time.
 
     Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
     options that speculative decoding can't follow. Raises RuntimeError if the model is already
@@ -69,7 +69,7 @@ def generate(
     """
     # 1. Check the arguments, and find the drafter.
     kwargs |= {} if inputs is None else {"inputs": inputs}
-    require_own_arguments(drafter, drafter_options, seed, generator, pack_weights)
+    require_own_arguments(drafter, drafter_options, seed, generator, fast_linears)
     require_honoured(kwargs)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     folder = find_folder(drafter, hub_options)
@@ -83,7 +83,7 @@ def generate(
     with drafters_of(model) as drafters, _uncompiled():
         require_usable(model)
         bound = bind(model, drafters, folder, dict(drafter_options or {}), tokenizer)
-        packed = packed_linears(model, bound.drafter) if pack_weights else nullcontext()
+        packed = chosen_linears(model, bound.drafter) if fast_linears else nullcontext()
         prepare: Any = GenerationMixin.generate
         try:
             return prepare(prepared_model, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)

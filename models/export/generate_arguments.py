@@ -37,7 +37,7 @@ GIVEN_KWARGS = ("cache_position", "past_key_values", "position_ids")
 """Those that would be ignored if the caller sets them, so that setting them raises ValueError."""
 
 
-def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generator: Any, pack_weights: Any) -> None:
+def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generator: Any, fast_linears: Any) -> None:
     """Raise ValueError for invalid values of the arguments that this `generate` adds."""
     if drafter is not None and (not isinstance(drafter, str | os.PathLike) or not os.fspath(drafter)):
         raise ValueError(f"drafter is {drafter!r}; give a folder or a name on the Hub, or leave it out")
@@ -51,8 +51,8 @@ def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generat
         raise ValueError(f"generator is {generator!r}; give a torch.Generator, or leave it out")
     if seed is not None and generator is not None:
         raise ValueError("generate was given a seed and a generator; give one of them")
-    if not isinstance(pack_weights, bool):
-        raise ValueError(f"pack_weights is {pack_weights!r}; give True or False")
+    if not isinstance(fast_linears, bool):
+        raise ValueError(f"fast_linears is {fast_linears!r}; give True or False")
 
 
 def require_honoured(kwargs: Mapping[str, Any]) -> None:

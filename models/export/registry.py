@@ -1,4 +1,7 @@
-"""The formats that exist. A new format is a module, a row here, and a page in `docs/how-to/engines`."""
+"""Formats that drafters are exported to.
+
+A new format is a module, a row here, and a page in `docs/how-to/engines`.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -122,7 +125,10 @@ def holds_kind(name: str, kind: str) -> bool:
 
 
 def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list[str]:
-    """Return the formats, each once, for a drafter of a kind: engines' names stand for their format."""
+    """Return the distinct formats for a drafter of a kind.
+
+    An engine's name stands for its format.
+    """
     chosen = [
         engine_format_of(name, kind, feature_layers, name, "it") if name in ENGINES else name
         for name in names
@@ -132,7 +138,10 @@ def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list
 
 
 def engine_format_of(engine: str, kind: str, feature_layers: object, chosen: str, drafter: str) -> str:
-    """Return the format in which an engine reads a drafter of a kind. The texts are for the error."""
+    """Return the format in which an engine reads a drafter of a kind.
+
+    The texts are for the error.
+    """
     served = ENGINES[engine]
     if kind not in served:
         others = ", ".join(name for name, format in FORMATS.items() if format.kind == kind) or "no format"

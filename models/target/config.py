@@ -21,8 +21,8 @@ class TargetConfig:
     revision: str | None = None
     """Branch, tag or commit on the Hub; None is the default branch."""
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
-    """Type of the weights and of the computation; `auto` keeps the stored type. On a CPU use
-    float32: bfloat16 is emulated there."""
+    """Type of the weights and of the computation; `auto` keeps the stored type. On a CPU
+    without bfloat16 instructions use float32."""
     attn_implementation: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
     """Attention function of transformers, sdpa or eager: both support the 4-D masks of draft
     trees."""
@@ -32,6 +32,10 @@ class TargetConfig:
     cuda_graphs: bool = False
     """Replay passes over draft trees as CUDA graphs: a step then costs no Python time. Needs a CUDA
     device."""
+    fast_linears: bool = True
+    """On a CPU: compute each linear layer in the way that is fastest on this machine, by a
+    measurement of two seconds that is remembered. The drafters and plain decoding get the same
+    choice. Packed copies may need the weights' memory a second time."""
     device: str | None = None
     """For example `cuda:1`. None: the launcher's device, else the first accelerator, else the
     CPU."""

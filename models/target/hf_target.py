@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
@@ -15,6 +16,7 @@ from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
+from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
 from .tree_reader import TreeReader
 
@@ -28,7 +30,8 @@ class HFTarget(FrozenModel):
 
     `compiled` runs the model's passes over draft trees through `torch.compile`. `cuda_graphs`
     replays them as CUDA graphs (see `GraphedFunction`). Both may be on. Prefills run eagerly,
-    because nearly every prefill has a new shape.
+    because nearly every prefill has a new shape. `fast_linears` computes linear layers in the way
+    that is fastest on this machine (see `linears`).
     """
 
     def __init__(
@@ -40,9 +43,14 @@ class HFTarget(FrozenModel):
         compiled: bool = False,
         cuda_graphs: bool = False,
         tensor_parallel: bool = False,
+        fast_linears: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
+        self.fast_linears = fast_linears and not (compiled or tensor_parallel)
+        self.linears = ""
+        """How linear layers are computed; empty if all are computed as transformers does."""
+        self.choose_linears()
         self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._feature_layers: tuple[int, ...] = ()
@@ -51,6 +59,11 @@ class HFTarget(FrozenModel):
         self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes)
         self._logits = SharedBuffer()
         self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
+
+    def choose_linears(self, *drafters: nn.Module) -> None:
+        """Choose how linear layers are computed, with torch's present number of threads."""
+        if self.fast_linears:
+            self.linears = choose_linears(self.model, *drafters)
 
     @property
     def form(self) -> str:

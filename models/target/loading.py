@@ -84,6 +84,7 @@ def load_target(
         compiled=config.compiled,
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
+        fast_linears=config.fast_linears,
     )
     if tokenizer is not None:
         _check_stop_tokens(target)

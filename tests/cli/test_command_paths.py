@@ -1,4 +1,7 @@
-"""Local paths of every command: `~` is expanded, and all that are missing are named at once, by option."""
+"""Local paths of every command: `~` is expanded.
+
+All missing paths are named at once, by option.
+"""
 
 from pathlib import Path
 

@@ -13,6 +13,8 @@ from outrider.cli.config import to_run_config
 from outrider.cli.errors import INTERRUPTED, in_command_words, starts_again, user_errors
 from outrider.cli.kept import describe_kept
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
+from outrider.eval.config import SuiteConfig
+from outrider.eval.run import with_files
 
 
 def test_ctrl_c_is_one_message_with_the_command_that_resumes(
@@ -75,10 +77,16 @@ def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_commands_error_names_the_commands_options() -> None:
-    text = "set data.chat_template=a.jinja. Give local files: eval.suites=[{name: mt_bench, path: FILE}]"
-    words = in_command_words(text)
-    assert words.startswith("set --chat-template a.jinja. Give local files: --suite-path")
-    assert "eval.suites" not in words
+    text = "set data.chat_template=a.jinja. Give local files: eval.suites=[{name: mt_bench, path: FILE, limit: 3}]"
+    assert in_command_words(text) == (
+        "set --chat-template a.jinja. Give local files: --suite-path FILE (`outrider eval`: --suite-path mt_bench=FILE)"
+    )
+
+
+def test_a_commands_error_names_only_the_suites_that_need_a_file() -> None:
+    suites = [SuiteConfig(name="mt_bench", limit=3), SuiteConfig(name="mine", path="b.jsonl"), SuiteConfig(name="spec_bench")]
+    text = f"Give local files: {with_files(suites, ['mt_bench', 'spec_bench'])}"
+    assert in_command_words(text) == "Give local files: --suite-path mt_bench=FILE --suite-path spec_bench=FILE"
 
 
 def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: P
 def test_an_invalid_repository_name_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
     result = CliRunner().invoke(app, ["push", str(drafter), repo])
     assert isinstance(result.exception, ValueError)
-    assert "give user/name" in str(result.exception)
+    assert "is not the name of a repository; give user/name" in str(result.exception)
 
 
 @pytest.mark.usefixtures("no_network")

@@ -20,6 +20,8 @@ from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.eagle3 import default_feature_layers
 from outrider.models.target.loading import load_target
 
+from ..tiny_models import save_tiny_target
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -29,27 +31,10 @@ CHATML = (
 @pytest.fixture(scope="module")
 def qwen3(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a random Qwen3 of six layers with a chat template."""
+    sizes = {"num_hidden_layers": 6, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.2}
     folder = tmp_path_factory.mktemp("qwen3")
-    tiny_tokenizer.save_pretrained(folder)
+    save_tiny_target(folder, Qwen3ForCausalLM, Qwen3Config, tiny_tokenizer, **sizes)
     (folder / "chat_template.jinja").write_text(CHATML)
-    config = Qwen3Config(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

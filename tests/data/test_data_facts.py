@@ -45,6 +45,17 @@ def test_a_changed_template_is_named_by_its_option() -> None:
     assert describe_template_change(None, after).startswith("data.chat_template changed (it is 'own.jinja'")
 
 
+def test_braces_in_a_name_stay_in_the_message(tmp_path: Path) -> None:
+    file = tmp_path / "{chats}.jsonl"
+    file.write_text("{}")
+    data = DataConfig(source="messages", path=str(file), chat_template="{0}.jinja")
+    before = describe_data(data, "a")
+    file.write_text("{} ")
+    text = describe_change(before, describe_data(replace(data, chat_template="{x}.jinja"), "b"))
+    assert text.startswith(f"data.path {file}: its conversations changed, sha256 ")
+    assert text.endswith("data.chat_template changed (it was '{0}.jinja' and is '{x}.jinja')")
+
+
 def test_another_target_is_named_by_its_option() -> None:
     before = TargetIdentity(
         name="a",

@@ -1,4 +1,7 @@
-"""The preview of an example: the trained part is marked, white space is visible, and long texts are shortened."""
+"""Preview of an example.
+
+The trained part is marked, white space is visible, and long texts are shortened.
+"""
 
 import logging
 

@@ -99,9 +99,12 @@ def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: 
     [
         (["--setting", "beam_width"], "'{depth: 5, top_k: 8}'"),
         (["--setting", "{beam_width: 1"], "'{depth: 5, top_k: 8}'"),
-        (["--setting", "{tree_nodes:0}"], "'tree_nodes:0' is one word"),
+        (["--setting", "{tree_nodes:0}"], "where 'tree_nodes:0' is one word; put a space after the colon"),
         (["--setting", "{depth: 5}"], "the drafter redrafter has no option depth"),
-        (["--setting", "{beam_width: 1}", "--beam-length", "2"], "excludes --beam-width"),
+        (
+            ["--setting", "{beam_width: 1}", "--beam-length", "2"],
+            "--setting excludes --beam-width, --beam-length and --tree-nodes; use --setting alone",
+        ),
     ],
 )
 def test_an_invalid_setting_is_an_error(command: list[str], options: list[str], words: str) -> None:

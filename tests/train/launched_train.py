@@ -31,7 +31,10 @@ target_dir, shards_dir, output_dir = map(Path, sys.argv[1:4])
 
 
 def relaunched(training: dict[str, Any]) -> Accelerator:
-    """Make an accelerator with other launch options in these processes; new ones would import torch again."""
+    """Make an accelerator with other launch options in these processes.
+
+    New processes would import torch again.
+    """
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(training.get("zero_stage", 2))
     return make_accelerator(training.get("mixed_precision"))

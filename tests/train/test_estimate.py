@@ -1,4 +1,7 @@
-"""What a plan says that a training takes: medians of warm steps, and all that a training does beside them."""
+"""Estimates in a plan of what a training takes.
+
+They are medians of warm steps, and include all that a training does beside the steps.
+"""
 
 from types import SimpleNamespace
 from typing import Any

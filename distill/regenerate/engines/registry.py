@@ -9,7 +9,6 @@ from pathlib import Path
 from ....models.drafters.null import NullDrafter
 from ....models.drafters.saved.loading import load_drafter
 from ....models.target.hf_target import HFTarget
-from ....models.target.packed_linears import packed_linears
 from ...config import DistillConfig
 from ..engine import Engine, Limits
 from ..lengths.predictors import make_predictor
@@ -46,7 +45,6 @@ def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iter
 
 def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
     trained = None if config.drafter is None else load_drafter(Path(config.drafter), target, **config.drafter_settings)
-    stack.enter_context(packed_linears(target.model, *([] if trained is None else [trained])))
     return decoder.DecoderEngine(
         target,
         NullDrafter() if trained is None else trained,
@@ -67,7 +65,6 @@ def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: 
             f"distill.kv_budget_gib={config.kv_budget_gib} holds the keys and values of {num_tokens} tokens, and a text may "
             f"have {limits.max_tokens} (data.max_length); raise it, or lower data.max_length"
         )
-    stack.enter_context(packed_linears(target.model))
     return batch.BatchEngine(
         target,
         sampling=config.sampling,

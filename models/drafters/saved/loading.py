@@ -11,6 +11,7 @@ import safetensors.torch
 from ....data.files import atomic_write_bytes, write_json
 from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
+from ...target.linears import choose_linears
 from ..base import TrainableDrafter
 from ..registry import kind_of
 from .build import drafter_of_weights, saved_spec
@@ -48,6 +49,8 @@ def load_drafter(
 ) -> TrainableDrafter:
     """Load a drafter for `target`, in its device and dtype, ready to draft.
 
+    Its linear layers are computed as the target's are: see `choose_linears`.
+
     `directory` is a folder, or a repository on the Hub (`user/name`, `user/name@revision`).
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError
     for a target of another shape or tokenizer, for options that would change the weights, and for
@@ -61,7 +64,10 @@ def load_drafter(
     # texts.
     for parameter in drafter.parameters():
         parameter.data = parameter.data.to(target.dtype)
-    return drafter.to(device=target.device).eval().requires_grad_(False)
+    drafter.to(device=target.device).eval().requires_grad_(False)
+    if target.fast_linears:
+        choose_linears(drafter)
+    return drafter
 
 
 def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:

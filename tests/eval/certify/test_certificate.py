@@ -54,7 +54,7 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
     assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, 2, certify.SAMPLED_TOKENS - 1]
     assert "4 prompts at a time" in certificate["lines"][2]["subject"]
     oracle = certificate["lines"][0]["subject"]
-    assert "an oracle drafter" in oracle
+    assert "an oracle drafter (drafts the right answers)" in oracle
     assert int(oracle.split()[-5]) > 4, "accepted paths were not exercised"
     assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
 

@@ -81,7 +81,7 @@ def evaluate_graphed(
         options = {"kind": "redrafter", "beam_width": 4, "beam_length": 3, "tree_nodes": tree_nodes}
         save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
         graphed = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
-        common: dict[str, Any] = {"suites": suites, "max_new_tokens": NEW_TOKENS, "pack_weights": False}
+        common: dict[str, Any] = {"suites": suites, "max_new_tokens": NEW_TOKENS}
         config = EvalConfig(**common, memory_bandwidth_gbs=10.0, profile_prompts=1, **changes)
         return evaluate(config, graphed, graphed.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
 

@@ -139,7 +139,7 @@ def guessed(
         save_drafter(
             build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target), tmp_path / kind, tiny_target.identity
         )
-        config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+        config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
         tuning = tune(config, tiny_target, tmp_path / kind, tmp_path, settings=settings, write=False)
         return {"rounds": rounds, "chosen": tuning.choices[1].setting}
 
@@ -222,7 +222,7 @@ def test_settings_that_run_out_of_memory_are_left_out_and_named(
 
     monkeypatch.setattr(Redrafter, "propose", limited_propose)
     monkeypatch.setattr(HFTarget, "verify", limited_verify)
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
     small, wide, deep = ({"beam_width": width, "beam_length": length} for width, length in ((1, 2), (5, 1), (2, 9)))
     options: dict[str, Any] = {"settings": [small, wide, deep], "batch_sizes": [1, 2], "write": False}
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
@@ -246,7 +246,7 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
         return decode(target, drafter, rule, answered, **options)
 
     monkeypatch.setattr(tuning_module, "run", limited)
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
     options: dict[str, Any] = {"settings": [{"beam_width": 1}], "batch_sizes": [1, 2], "check": True, "write": False}
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
     assert list(tuning.choices) == [1]
@@ -258,7 +258,7 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
 
 @pytest.fixture
 def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> Callable[..., Tuning]:
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
 
     def tune_it(settings: list[dict[str, Any]]) -> Tuning:
         return tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=settings, write=False)
@@ -315,7 +315,7 @@ def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_tar
     graphed = HFTarget(
         tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=is_fixed, recorder=ReplayingRecorder()
     )
-    trial = Trial(directory=tmp_path, target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered, pack=False)
+    trial = Trial(directory=tmp_path, target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered)
     (replayed,) = replay_all(trial, [None], [8])
     real = run(graphed, NullDrafter(), trial.rule, answered, timed=False)
     assert [step.rows for step in replayed.run.passes] == [8, 8] + [8 if is_fixed else 5] * 6
@@ -457,7 +457,7 @@ def test_tuning_finds_measures_and_writes(
         return propose(self, *arguments, **options)
 
     monkeypatch.setattr(Redrafter, "propose", slow_propose)
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
     settings = [{"beam_width": 3, "beam_length": 2}, {"beam_width": 1, "beam_length": 2}]
     options: dict[str, Any] = {"settings": settings, "batch_sizes": [1, 2], "check": True, "write": False}
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
@@ -486,7 +486,7 @@ def test_tuning_finds_measures_and_writes(
 def test_a_batch_that_no_prompts_fill_is_refused(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8, pack_weights=False)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8)
     with pytest.raises(ValueError, match="the batch size 64 exceeds .* raise the suite's limit"):
         tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=[{"beam_width": 1}], batch_sizes=[64])
     with pytest.raises(ValueError, match="batch size 64 exceeds .* prompts of mt_bench"):
@@ -497,7 +497,7 @@ def test_the_command_prints_a_table_and_a_verdict(
     tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": tiny_drafter_dir, "suite": "mt_bench"}
-    arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path, "pack_weights": False}
+    arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path}
     tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
     output = capsys.readouterr().out
     assert "plain decoding" in output.replace("\n", " ")

@@ -224,7 +224,7 @@ def test_code_outside_of_a_package_needs_the_drafter_argument(model):
 
 
 def test_packed_weights_change_no_token_here(model, folder):
-    tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, pack_weights=True)
+    tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, fast_linears=True)
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=20))
 
 

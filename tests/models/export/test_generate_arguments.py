@@ -176,11 +176,11 @@ def test_an_unsupported_argument_is_an_error_that_names_it(model, folder, option
         ({"seed": True}, "seed is True; give an integer from 0"),
         ({"seed": 2**70}, "seed is 1180591620717411303424; give an integer from 0"),
         ({"generator": 3}, "generator is 3; give a torch.Generator"),
-        ({"pack_weights": "no"}, "pack_weights is 'no'; give True or False"),
+        ({"fast_linears": "no"}, "fast_linears is 'no'; give True or False"),
     ],
 )
 def test_wrong_values_of_our_arguments_are_errors_with_value_and_remedy(options, message):
-    values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None, "pack_weights": False}
+    values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None}
     require_own_arguments(**values)
     with pytest.raises(ValueError, match=message):
         require_own_arguments(**{**values, **options})

@@ -10,11 +10,10 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.target import quantization
+from outrider.models.target import linears, quantization
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
-from outrider.models.target.packed_linears import packed_linears
 
 pytest.importorskip("torchao")  # pip install 'outrider[quantization]'
 
@@ -56,7 +55,7 @@ def test_a_quantized_target_is_another_target(plain: HFTarget, int8: HFTarget) -
     assert int8.identity.quantization == json.dumps(INT8, sort_keys=True)
 
 
-def test_tree_decoding_gives_the_quantized_targets_tokens(int8: HFTarget) -> None:
+def test_tree_decoding_gives_the_quantized_targets_tokens(int8: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.arange(3, 20)[None]
     options: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": ()}
 
@@ -67,9 +66,10 @@ def test_tree_decoding_gives_the_quantized_targets_tokens(int8: HFTarget) -> Non
     assert len(plainly) == 12
     drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16}), int8).eval()
     assert answer(drafter) == plainly
-    with packed_linears(int8.model) as num_packed:
-        assert num_packed == 1, "the head alone is in 32 bits"
+    monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
+    with linears.chosen_linears(int8.model):
         assert answer(drafter) == plainly
+    assert linears._linears([int8.model]) == [int8.head], "the head alone is in 32 bits"
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])

@@ -1,0 +1,223 @@
+"""Seconds of a linear layer's product in several ways, measured once per machine and remembered.
+
+The file lies in the folder OUTRIDER_CACHE, or `~/.cache/outrider`. It is named after the machine:
+the processor, torch's version and all else that the seconds depend on. A file that can't be read,
+or that belongs to another machine, is ignored and written again.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ...data.files import write_json
+from ..machine import cpu_model
+
+logger = logging.getLogger(__name__)
+
+TYPES = (torch.float32, torch.bfloat16)
+"""Types with fast kernels on some CPUs."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of rows that are measured: 1 is plain decoding, the others are draft trees and batches."""
+MAX_SECONDS = 1.6
+"""Limit for all measurements of one call."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 100
+WAYS = ("rows_first", "columns_first", "packed")
+LAST_NEEDED = 8
+"""Number of rows up to which the limit of time doesn't hold: on a machine that is too slow for it,
+larger numbers are left out."""
+MAX_ELEMENTS = 1 << 21
+"""A larger matrix is measured with fewer outputs."""
+POOL_BYTES = 1 << 24
+"""Bytes of equal matrices that take turns, as the layers of a model do: a matrix is read from
+farther away than the innermost cache."""
+MAX_POOL = 64
+SAMPLE_WORK, MAX_CALLS = 1 << 23, 256
+"""Multiplications of one timed sample, unless that takes too many calls."""
+
+
+class Shape(NamedTuple):
+    """A linear layer's shape and type."""
+
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one product in each way, by number of rows."""
+
+    rows: tuple[int, ...]
+    rows_first: tuple[float, ...]
+    columns_first: tuple[float, ...]
+    packed: tuple[float, ...]
+    """Infinite where the type can't be packed on this machine."""
+
+    def __post_init__(self) -> None:
+        ways = (self.rows_first, self.columns_first, self.packed)
+        if not self.rows or self.rows[0] != 1 or any(len(way) != len(self.rows) for way in ways):
+            raise ValueError("each way needs the seconds of each number of rows, which begin with 1")
+        if not all(value > 0 for way in ways for value in way):  # also false for NaN
+            raise ValueError("seconds must be above 0")
+
+
+def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
+    """Return the times of each shape with torch's present number of threads.
+
+    A shape that can't be timed is missing. Those that this machine's file lacks are measured first, in MAX_SECONDS together.
+    """
+    machine = _machine()
+    path = _cache_folder() / f"linears-{hashlib.sha256(repr(machine).encode()).hexdigest()[:12]}.json"
+    known = _read(path, machine)
+    missing = [shape for shape in shapes if _key(shape) not in known]
+    if missing:
+        started = time.perf_counter()
+        measured = {}
+        for shape in missing:
+            with suppress(ValueError):  # the clock stood still
+                measured[_key(shape)] = _measure(shape, MAX_SECONDS / len(missing))
+        logger.info("linear layers: measured %d shapes in %.1f s", len(missing), time.perf_counter() - started)
+        known = {**_read(path, machine), **measured}  # another process may have added its own meanwhile
+        _write(path, machine, known)
+    return {shape: known[_key(shape)] for shape in shapes if _key(shape) in known}
+
+
+# --- packed weights
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Copy a weight [out, in] to the layout that oneDNN's kernels read.
+
+    Raises RuntimeError if this machine or build of torch has no such kernel for the type.
+    """
+    try:
+        # torch.compile emits these operators for a frozen linear layer. They have no public API.
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
+    except AttributeError as error:
+        raise RuntimeError("this build of torch has no oneDNN") from error
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear layer with a packed weight."""
+    output: torch.Tensor = _operator()(x, packed, bias, "none", [], "")
+    return output
+
+
+@cache
+def _operator() -> Callable[..., Any]:
+    operator: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
+    return operator
+
+
+# --- measuring
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, max_seconds: float) -> Times:
+    """Time the ways in turns; the fastest sample of each counts, because others were disturbed."""
+    num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
+    num_matrices = max(1, min(MAX_POOL, POOL_BYTES // (num_outputs * shape.num_inputs * shape.dtype.itemsize)))
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    stored = [
+        torch.randn(num_outputs, shape.num_inputs, generator=generator).to(shape.dtype).div_(shape.num_inputs**0.5)
+        for _ in range(num_matrices)
+    ]
+    columns = [weight.t().contiguous().t() for weight in stored]
+    packed: list[torch.Tensor] = []
+    with suppress(RuntimeError):  # the type can't be packed here
+        packed = [pack(weight) for weight in stored]
+    ways: dict[str, tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]] = {
+        "rows_first": (F.linear, stored),
+        "columns_first": (F.linear, columns),
+    }
+    if packed:
+        ways["packed"] = (packed_linear, packed)
+
+    inputs = {rows: torch.randn(1, rows, shape.num_inputs, generator=generator).to(shape.dtype) for rows in ROWS}
+    best = {way: dict.fromkeys(ROWS, math.inf) for way in WAYS}
+    deadline = time.perf_counter() + max_seconds
+    for number in range(MAX_ROUNDS):
+        for rows, x in inputs.items():
+            is_measured = all(math.isfinite(best[way][rows]) for way in ways)
+            if time.perf_counter() > deadline and (is_measured or rows > LAST_NEEDED):
+                continue
+            num_calls = max(1, min(MAX_CALLS, SAMPLE_WORK // (rows * num_outputs * shape.num_inputs)))
+            for way, (product, weights) in ways.items():
+                start = time.perf_counter()
+                for weight in islice(cycle(weights), num_calls):
+                    product(x, weight, None)
+                seconds = (time.perf_counter() - start) / num_calls
+                # The first round warms up. A clock may stand still or jump back.
+                if number > 0 and seconds > 0:
+                    best[way][rows] = min(best[way][rows], seconds)
+        if number >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+    measured = tuple(rows for rows in ROWS if all(math.isfinite(best[way][rows]) for way in ways))
+    return Times(rows=measured, **{way: tuple(seconds[rows] for rows in measured) for way, seconds in best.items()})
+
+
+# --- the machine's file
+
+
+def _machine() -> dict[str, Any]:
+    """Describe all that the times depend on, besides shape and type."""
+    return {
+        "cpu": cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+
+
+def _key(shape: Shape) -> str:
+    return f"{shape.num_outputs}x{shape.num_inputs} {str(shape.dtype).removeprefix('torch.')}"
+
+
+def _read(path: Path, machine: dict[str, Any]) -> dict[str, Times]:
+    try:
+        content = json.loads(path.read_text())
+        if content["machine"] != machine:
+            return {}
+        return {key: _times(values) for key, values in content["times"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("%s can't be read (%s); the speeds of linear layers are measured again", path, error)
+        return {}
+
+
+def _times(values: dict[str, Any]) -> Times:
+    ways = {way: tuple(math.inf if value is None else float(value) for value in values[way]) for way in WAYS}
+    return Times(rows=tuple(values["rows"]), **ways)
+
+
+def _write(path: Path, machine: dict[str, Any], known: dict[str, Times]) -> None:
+    """Write the machine's file; without it the next process measures again."""
+    times = {
+        key: {name: [value if math.isfinite(value) else None for value in values] for name, values in asdict(value).items()}
+        for key, value in known.items()
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"machine": machine, "times": times})
+    except OSError as error:
+        logger.info("%s can't be written (%s): the next process measures the speeds of linear layers again", path, error)

@@ -1,0 +1,218 @@
+"""Linear layers on a CPU, each computed in the way that is fastest on this machine.
+
+Decoding multiplies each weight matrix with a handful of rows: one for plain decoding, one per node
+for a draft tree. Three ways compute the same product:
+
+- rows first: `F.linear` on the weights as they are stored, [out, in];
+- columns first: `F.linear` on the same weights with the memory order of their transpose;
+- packed: a oneDNN kernel on a second copy of the weights, in a layout of its own.
+
+Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
+So `linear_speeds` measures it, once per machine, and plain decoding and tree decoding use the same
+choice: otherwise a speedup over plain decoding would partly be that of a kernel.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..machine import available_memory
+from .linear_speeds import TYPES, Shape, Times, linear_speeds, pack, packed_linear
+
+logger = logging.getLogger(__name__)
+
+MIN_ELEMENTS = 1 << 15
+"""Smaller matrices stay as they are: their product takes a few microseconds in any way."""
+PLAIN_TOLERANCE = 1.02
+"""Largest ratio to the fastest way at one row. Plain decoding is what drafters are compared with, so
+it comes first."""
+MIN_GAIN = 1.04
+"""Smallest ratio that decides for columns first or packed; a smaller one may be chance."""
+MAX_MEMORY_SHARE = 0.5
+"""Largest share of the free memory that packed copies may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the products of one matrix are computed."""
+
+    columns_first: bool = False
+    packed_rows: tuple[int, int] | None = None
+    """Fewest and most rows that the packed copy multiplies; None packs nothing."""
+
+    def __str__(self) -> str:
+        order = "columns first" if self.columns_first else "rows first"
+        return order if self.packed_rows is None else f"{order}, packed for {self.packed_rows[0]} to {self.packed_rows[1]} rows"
+
+
+def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice:
+    """Choose how to compute a matrix's products, from the seconds of each way by number of rows.
+
+    The memory order must be within PLAIN_TOLERANCE of the fastest way at one row. Among such orders
+    the one with the lowest mean of relative seconds over all numbers of rows counts. Without
+    `in_place` the memory order stays rows first, and without `packs` nothing is packed.
+    """
+    candidates = []
+    for columns_first, plain in ((False, times.rows_first), (True, times.columns_first)):
+        packed_rows = _packed_range(times.rows, plain, times.packed) if packs else None
+        seconds = [
+            pair[1] if packed_rows and packed_rows[0] <= rows <= packed_rows[1] else pair[0]
+            for rows, *pair in zip(times.rows, plain, times.packed, strict=True)
+        ]
+        candidates.append((Choice(columns_first, packed_rows), seconds))
+    (first, first_seconds), (other, other_seconds) = candidates
+    if not in_place:
+        return first
+    # At one row.
+    fastest = min(first_seconds[0], other_seconds[0])
+    is_slow, other_is_slow = (seconds[0] > PLAIN_TOLERANCE * fastest for seconds in (first_seconds, other_seconds))
+    if is_slow != other_is_slow:
+        return other if is_slow else first
+    # Over all numbers of rows.
+    ratios = [mine / others for mine, others in zip(first_seconds, other_seconds, strict=True)]
+    return other if sum(ratios) / len(ratios) > MIN_GAIN else first
+
+
+def _packed_range(rows: Sequence[int], plain: Sequence[float], packed: Sequence[float]) -> tuple[int, int] | None:
+    """Return the longest run of numbers of rows at which the packed copy is faster."""
+    runs: list[list[int]] = [[]]
+    for number, without, seconds in zip(rows, plain, packed, strict=True):
+        if without > MIN_GAIN * seconds:
+            runs[-1].append(number)
+        else:
+            runs.append([])
+    longest = max(runs, key=len)
+    return (longest[0], longest[-1]) if longest else None
+
+
+def choose_linears(*modules: nn.Module) -> str:
+    """Let the linear layers of frozen modules compute in the fastest way, and describe the ways.
+
+    This concerns linear layers on a CPU, of at least MIN_ELEMENTS weights, in a type that has fast
+    kernels. The first call on a machine measures for at most two seconds; the result is kept in a
+    file. The choice depends on torch's number of threads, so call this again if it changes.
+
+    A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
+    made again if the weights have changed. Weights that are columns first hold the same numbers;
+    only their strides differ. Rounding may differ between the ways, as it does between two BLAS
+    libraries.
+    """
+    plain_linears(*modules)
+    return _describe(_apply(_linears(modules), in_place=True, uses=Counter(map(id, _parameters(modules)))))
+
+
+def plain_linears(*modules: nn.Module) -> None:
+    """Undo `choose_linears`."""
+    for module in _distinct(modules):
+        if isinstance(vars(module).get("forward"), PackedForSomeRows):
+            del vars(module)["forward"]
+        if _is_linear(module) and not module.weight.is_contiguous():
+            module.weight.data = module.weight.data.contiguous()
+
+
+@contextmanager
+def chosen_linears(*modules: nn.Module) -> Iterator[None]:
+    """Decode with packed copies inside the block where they are faster; change no weight.
+
+    Layers that `choose_linears` has handled stay as they are.
+    """
+    linears = _linears(modules)
+    _apply(linears, in_place=False)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            vars(linear).pop("forward", None)
+
+
+def _apply(linears: Sequence[nn.Linear], *, in_place: bool, uses: Mapping[int, int] | None = None) -> dict[Shape, Choice]:
+    """Choose for each shape, and change the layers. `uses` counts the modules of each parameter."""
+    # 1. Choose by the machine's speeds.
+    speeds = linear_speeds(list(dict.fromkeys(map(_shape, linears))))
+    linears = [linear for linear in linears if _shape(linear) in speeds]
+    choices = {shape: choose(speeds[shape], in_place=in_place) for shape in speeds}
+    # 2. Copies of all weights may not fit into memory.
+    copies = sum(linear.weight.nbytes for linear in linears if choices[_shape(linear)].packed_rows)
+    free = available_memory()
+    if copies and free is not None and copies > MAX_MEMORY_SHARE * free:
+        logger.warning(
+            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none; "
+            "draft trees take longer to verify",
+            copies / 2**30,
+            free / 2**30,
+        )
+        choices = {shape: choose(speeds[shape], in_place=in_place, packs=False) for shape in speeds}
+    # 3. Change the layers. A weight that embeddings share keeps its rows together: they are looked up.
+    for linear in linears:
+        choice = choices[_shape(linear)]
+        if in_place and choice.columns_first and (uses or {}).get(id(linear.weight), 1) == 1:
+            linear.weight.data = linear.weight.data.t().contiguous().t()
+        if choice.packed_rows is not None:
+            # An attribute of the instance hides the class's forward; `weight` stays as it is.
+            vars(linear)["forward"] = PackedForSomeRows(linear, *choice.packed_rows)
+    return choices
+
+
+def _distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for root in modules for module in root.modules()}.values())
+
+
+def _linears(modules: Sequence[nn.Module]) -> list[nn.Linear]:
+    """Return the layers that a choice exists for, each once."""
+    return [module for module in _distinct(modules) if _is_linear(module) and module.weight.numel() >= MIN_ELEMENTS]
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    # Subclasses may compute something else, and quantised or sliced weights have another format.
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or "forward" in vars(module):
+        return False
+    weight = module.weight
+    return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference() and not weight.requires_grad
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield each module's parameters; one that several modules share is repeated."""
+    for module in _distinct(modules):
+        yield from module.parameters(recurse=False)
+
+
+def _shape(linear: nn.Linear) -> Shape:
+    return Shape(linear.out_features, linear.in_features, linear.weight.dtype)
+
+
+def _describe(choices: Mapping[Shape, Choice]) -> str:
+    """Describe the choices, the matrices of one choice together."""
+    shapes: dict[Choice, list[str]] = {}
+    for shape, choice in choices.items():
+        shapes.setdefault(choice, []).append(f"{shape.num_outputs}x{shape.num_inputs}")
+    return "; ".join(f"{', '.join(sorted(names))}: {choice}" for choice, names in shapes.items())
+
+
+class PackedForSomeRows:
+    """A linear layer's forward: packed for some numbers of rows in inference, else as always."""
+
+    def __init__(self, linear: nn.Linear, fewest: int, most: int) -> None:
+        self.linear = linear
+        self.fewest, self.most = fewest * linear.in_features, most * linear.in_features
+        self._packed: Any = None
+        self._packed_from: Any = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        linear = self.linear
+        weight = linear.weight
+        if not (self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype):
+            return F.linear(x, weight, linear.bias)
+        if self._packed_from != (weight.data_ptr(), weight._version):
+            self._packed, self._packed_from = pack(weight.detach()), (weight.data_ptr(), weight._version)
+        return packed_linear(x, self._packed, linear.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the packed weights out, which can be neither copied nor pickled; a copy packs its own."""
+        return {**vars(self), "_packed": None, "_packed_from": None}
