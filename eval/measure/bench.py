@@ -114,7 +114,9 @@ class Bench:
         yield from self._plan(timed)
         for _ in range(MAX_REPETITIONS):
             repetitions = self._repetitions(timed)
-            progress.total += sum(len(job.batch.turns) for job in repetitions)
+            if num_answers := sum(len(job.batch.turns) for job in repetitions):
+                logger.info("%d answers are decoded again, because the time of one of each pair was disturbed", num_answers)
+            progress.total += num_answers
             yield from repetitions
         yield from self._plan(passes[len(timed) :])
 

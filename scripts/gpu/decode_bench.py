@@ -2,9 +2,11 @@
 
     python scripts/gpu/decode_bench.py --output "$OUT/decode.json"
     python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json
+    python scripts/gpu/decode_bench.py --grown demo=outputs/demo/drafter
 
 The first command takes under 8 minutes for an 8B-shaped Llama in bf16. The second runs anywhere in
-seconds.
+seconds. The third measures a real drafter with its real acceptance (see `grown_bench.py`); the rest
+of this page is about random ones.
 
 The target and the drafters have random weights of real sizes, so no download is needed. Every step
 does all the work of a real step: the drafter's search, the target's pass over the tree, the
@@ -42,6 +44,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grown_bench
 import torch
 from host_reads import patched_reads
 from random_target import LLAMA_1B, LLAMA_8B, TINY, memory_bandwidth, open_device, random_llama, target_of, weight_bytes
@@ -74,6 +77,9 @@ COUNTED_STEPS = 4
 
 def main() -> None:
     args = parse_args()
+    if args.grown:
+        grown_bench.run(args, FORMS)
+        return
     started = time.perf_counter()
     device = open_device(args.device, cudnn_attention=args.cudnn_attention)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
@@ -125,6 +131,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default=None)
     parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
+    grown = parser.add_argument_group("a grown target with real drafters")
+    grown.add_argument("--grown", nargs="+", metavar="NAME=FOLDER[:SETTING]", help="drafters of --target; turns this on")
+    grown.add_argument("--target", type=Path, default=Path("models/demo_target"))
+    grown.add_argument("--parameters", default="8B", help="size that the target is grown to")
+    grown.add_argument("--prompts", type=int, default=8)
+    grown.add_argument("--new-tokens", type=int, default=96)
     return parser.parse_args()
 
 
