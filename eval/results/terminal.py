@@ -29,9 +29,10 @@ from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
 TERMINAL_COLUMNS = tuple(column for column in RESULT_COLUMNS if column != "Ceiling")
-WIDTHS = {"Speedup [95 %]": 22, "Identical": 10}
-"""Widest lines of columns with words, in characters; longer texts take several lines."""
-METHOD_WIDTH = 28
+WIDTHS = {"Speedup [95 %]": (21, 21), "Identical": (9, 10)}
+"""Smallest and largest width of columns with words, in characters; longer texts take several
+lines."""
+METHOD_WIDTH = 25
 """Width of a method's name beside the widest figures, in characters; longer names take several
 lines."""
 
@@ -46,11 +47,12 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("Method", min_width=METHOD_WIDTH, overflow="fold")
     for column in TERMINAL_COLUMNS:
-        table.add_column(column, justify="right", no_wrap=column not in WIDTHS, max_width=WIDTHS.get(column), overflow="fold")
+        narrow, wide = WIDTHS.get(column, (None, None))
+        table.add_column(column, justify="right", no_wrap=wide is None, min_width=narrow, max_width=wide, overflow="fold")
     for group, of_group in by_group(rows).items():
         table.add_row(Text(group), style="bold")
         for row in of_group:
-            shown = (_in_lines(method_name(row)), *(cells(row)[column].replace("], ", "],\n") for column in TERMINAL_COLUMNS))
+            shown = (_in_lines(method_name(row)), *(cells(row)[column].replace("], ", "]\n") for column in TERMINAL_COLUMNS))
             is_red = is_broken(row) or is_error(row) or is_disturbed(row)
             table.add_row(*map(Text, shown), style="red" if is_red else None)
         table.add_section()

@@ -70,8 +70,9 @@ def test_the_longest_names_fit_eighty_columns(suite: str) -> None:
     text = printed([cast("Row", {**row, "suite": suite}) for row in rows])
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    assert text.split("─\n")[1].count(" 10.25x [10.12, 11.34],") == len(names) + 1
+    assert text.split("─\n")[1].count(" 10.25x [10.12, 11.34] ") == len(names) + 1
     assert "disturbed" in text
+    assert text.count("  Identical\n") == 1, "a column's name is never folded"
     assert len(notes_of(text)) <= 6
 
 
