@@ -27,7 +27,7 @@ help: ## Show this list
 install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
 
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
-	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
+	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))" $(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
 test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 4 minutes on two cores)
 	$(PYTEST) -m "not slow"

@@ -20,6 +20,8 @@ COMMAND_OPTIONS = {
     "target.cuda_graphs": "--cuda-graphs",
 }
 """Options of a configuration, and their names in the commands other than `outrider run`."""
+COMMAND_VARIABLE = "OUTRIDER_COMMAND"
+"""Environment variable with the command that the user ran, such as `make demo`."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
@@ -82,8 +84,11 @@ def _suite_paths(suites: re.Match[str]) -> str:
 def command_line() -> str:
     """Return the command that the user ran, so that it can be run again.
 
-    For `accelerate launch`, only the launched script and its arguments are known.
+    A command that starts this one passes its own name in COMMAND_VARIABLE. Under another
+    `accelerate launch` only the launched script and its arguments are known.
     """
+    if command := os.environ.get(COMMAND_VARIABLE):
+        return command
     script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name  # `outrider run` stays two words
     prefix = "python " if script.endswith(".py") else ""
     if "LOCAL_RANK" in os.environ:

@@ -105,10 +105,12 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     Returns whether all methods are lossless.
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
-    from ..eval.results.tables import print_table
+    from ..eval.results.terminal import print_table
+    from .results import print_measure_again
 
     console = Console()
     print_table(rows, console)
+    print_measure_again(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
     broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))

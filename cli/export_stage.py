@@ -9,7 +9,8 @@ from pathlib import Path
 from ..data.files import finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
-from ..eval.results.rows import is_broken
+from ..eval.results.marks import is_disturbed
+from ..eval.results.rows import is_broken, method_name
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate_file import read_certificate
@@ -75,6 +76,12 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
         evaluation = folder / "eval"
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
+        if any(map(is_disturbed, rows)) and not config.allow_disturbed:
+            log.warning(
+                "other programs disturbed the speed of %s, so the card of %s leaves it out; run the same command again, which "
+                "repeats only the disturbed answers, or set export.allow_disturbed=true to show it with a mark",
+                *("; ".join(dict.fromkeys(method_name(row) for row in rows if is_disturbed(row))), directory),
+            )
         options = CardOptions(
             evaluations=[evaluation] if rows else [],
             run=folder,
@@ -82,6 +89,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             licence=config.licence,
             base_model=config.base_model,
             repo=config.repo,
+            disturbed="mark" if config.allow_disturbed else "omit",
             programs=programs_for(directory, target),
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)

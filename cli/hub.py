@@ -26,6 +26,9 @@ def package_command(
         typer.Option(help="Quantisation of the target in the card's code (as in outrider eval). Default: as in training."),
     ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
+    allow_disturbed: Annotated[
+        bool, typer.Option("--allow-disturbed", help="Show a speed that other programs disturbed, with a mark.")
+    ] = False,
 ) -> None:
     """Write a drafter's folder for the Hub.
 
@@ -48,6 +51,7 @@ def package_command(
         base_model=base_model,
         quantization=parse_quantization(quantization),
         repo=repo,
+        disturbed="mark" if allow_disturbed else "refuse",
     )
     card = model_card(drafter, options)
 

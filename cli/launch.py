@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from .describe import choices
+from .errors import COMMAND_VARIABLE, command_line
 from .keys import closest
 
 
@@ -20,6 +21,7 @@ def launch(file: str, options: Sequence[str], overrides: Sequence[str]) -> None:
     command = launch_command(file, options, overrides)
     require_gpus(file, options)
     sys.stdout.flush()
+    os.environ.setdefault(COMMAND_VARIABLE, command_line())
     os.execv(command[0], command)
 
 

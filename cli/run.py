@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from rich.console import Console
 from tqdm import tqdm
 from yaml import YAMLError
 
@@ -24,14 +25,16 @@ from ..data.suites import PromptSet
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
-from ..eval.records.names import RUN_FILE
+from ..eval.records.names import RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
+from ..eval.report.page import PAGE_FILE, write_report
 from ..eval.results.rows import Row, is_broken
-from ..eval.results.tables import print_table
+from ..eval.results.terminal import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from ..models.export.package import README_FILE
 from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
@@ -41,10 +44,11 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
-from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
+from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
 from .kept import describe_kept
 from .plan import print_plan
 from .quiet import silence_bars
+from .results import print_measure_again, print_next
 
 log = logging.getLogger(__name__)
 
@@ -113,19 +117,40 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     # shorter than an evaluation.
     if not accelerator.is_main_process:
         return
-    rows: list[Row] = []
-    if "eval" in config.stages:
-        settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
-        set_aside_evaluation(folder / "eval", list(settings))
-        rows = evaluate(config.eval, target, tokenizer, list(settings), folder / "eval", settings)
-        print_table(rows)
+    console = Console()
+    rows = _evaluate(config, target, folder, console) if "eval" in config.stages else []
     # Written last: a run that fails because of another run's folder must not overwrite its config.yaml.
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
     if "export" in config.stages:
         export(config.export, config.drafter_runs(), target, folder)
     log.info("results: %s", folder)
+    if files := _files_to_open(config, folder):
+        print_next(files, console)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Console) -> list[Row]:
+    """Evaluate the drafters, print the table, and write the report into the run's folder."""
+    settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+    set_aside_evaluation(folder / "eval", list(settings))
+    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings)
+    print_table(rows, console)
+    print_measure_again(rows, console)
+    write_report([folder / "eval"], folder, figures=False)
+    return rows
+
+
+def _files_to_open(config: RunConfig, folder: Path) -> dict[Path, str]:
+    """Return the files of the last stages that a user opens first, each with its content."""
+    files: dict[Path, str] = {}
+    if "eval" in config.stages:
+        files |= {folder / "eval" / TABLE_FILE: "the table with all notes", folder / PAGE_FILE: "the report, in a browser"}
+    if "export" in config.stages:
+        cards = [drafter.drafter_dir.parent / PACKAGE_FOLDER / README_FILE for drafter in config.drafter_runs()]
+        others = f", of the first of {len(cards)} drafters" if len(cards) > 1 else ""
+        files[cards[0]] = f"the drafter's model card{others}"
+    return files
 
 
 def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None:

@@ -113,6 +113,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "eval/table.tex",
         "eval/answers/mt_bench/baseline.jsonl",
         "eval/mt_bench.png",
+        "report.html",
         "package/README.md",
         "package/model.safetensors",
         "package/custom_generate/generate.py",
@@ -128,6 +129,12 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert drafter["training"]["steps"] == 3
     assert drafter["training"]["parameters"] == drafter["parameters"]
     assert f"results: {folder}" in printed
+    assert max(map(len, printed.split(" on mt_bench, greedy")[1].split("table.md has all notes")[0].splitlines())) <= 80
+    last = printed.split("\nOpen:\n")[1].splitlines()
+    assert [line.split()[0] for line in last[:3]] == [
+        f"{folder}/{name}" for name in ("eval/table.md", "report.html", "package/README.md")
+    ]
+    assert last[4] == "  outrider init my.yaml --target DIR_OR_ID --data FILE"
     assert printed.count("the first example, with what is trained on between [[ and ]]") == 1
     assert "ReDrafter" in printed
 
@@ -191,6 +198,25 @@ def test_an_edited_model_card_is_replaced_only_with_overwrite(
     run_here("conf=demo", *export, "export.overwrite=true")
     assert (folder / "package/README.md").read_text() == card
     assert not list(folder.glob(".package*"))
+
+
+def test_a_disturbed_speed_is_left_out_of_the_card_and_the_run_goes_on(
+    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
+    rows = json.loads((copy / "eval/summary.json").read_text())
+    stall = {"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 27.0}
+    stalled = {**rows[1], "speedup": 1.23, "speedup_ci95": None, "exceeds": "", "disturbed": [stall]}
+    (copy / "eval/summary.json").write_text(json.dumps([rows[0], stalled]))
+    export = [f"output_dir={copy}", *overrides[1:], "stages=[export]", "export.overwrite=true"]
+    with caplog.at_level("WARNING", "outrider"):
+        run_here("conf=demo", *export)
+    assert "export.allow_disturbed=true" in caplog.text
+    assert "none: disturbed" in (copy / "package/README.md").read_text()
+    caplog.clear()
+    run_here("conf=demo", *export, "export.allow_disturbed=true")
+    assert "| 1.23x, disturbed |" in (copy / "package/README.md").read_text()
+    assert "allow_disturbed" not in caplog.text
 
 
 # huggingface_hub itself uploads this way

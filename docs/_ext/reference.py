@@ -145,13 +145,18 @@ def _type_name(kind: Any) -> str:
 
 
 def _field_docstring(cls: type, field: str) -> str:
-    bases = [*cls.__mro__, *getattr(cls, "__orig_bases__", ())]
-    for base in bases:
+    for base in _bases(cls):
         if base.__module__.startswith("outrider"):
             texts = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
             if lines := texts.get((base.__qualname__, field)):
                 return " ".join(lines).strip()
     return ""
+
+
+def _bases(cls: type) -> list[type]:
+    """Return a class and all its bases; those of a TypedDict are not in its `__mro__`."""
+    bases = [*cls.__mro__, *getattr(cls, "__orig_bases__", ())]
+    return [*bases, *(below for base in bases if base is not cls for below in getattr(base, "__orig_bases__", ()))]
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> list[str]:

@@ -1,6 +1,5 @@
 """Timing of plain decoding and drafters: interleaved, through the same decode loop."""
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,20 +22,21 @@ from ...models.target import cuda_graphs
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import OOM
-from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
+from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory, Place
+from ..results.attempts import find_repetitions
+from .jobs import Job, Pass, plan_passes
 from .memory import within_memory
 from .timing import Generation, time_generation
-from .turns import Method, PromptTurn, TurnBatch, answer_seed, evenly_spaced
+from .turns import Method, PromptTurn, TurnBatch, answer_seed
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
 
 WARMUP_NEW_TOKENS = 32
+MAX_REPETITIONS = 2
+"""Times that a run decodes a disturbed answer again, at most; the next run may repeat it again."""
 T = TypeVar("T")
-Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
-"""One pass of every method over some prompts: suite, prompts to answer, batch size, repeat,
-profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Bench:
 
         A KeyboardInterrupt is raised again, with the number of answers that are kept.
         """
-        passes = self._passes(suites)
+        passes = plan_passes(suites, self.config)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, size])
             for _, prompts, size, *_ in passes
@@ -84,49 +84,43 @@ class Bench:
         try:
             self._measure(suites, passes, num_answers)
         except KeyboardInterrupt:
-            kept = f"{len(self.file.records)} of {num_answers} answers are kept in {self.file.path}."
+            num_kept = sum(record.attempt == 0 for record in self.file.records.values())
+            kept = f"{num_kept} of {num_answers} answers are kept in {self.file.path}."
             raise KeyboardInterrupt(kept) from None
 
     def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
         warm_length = 0  # texts up to this length need no further warm-up
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
-            for batch, method, repeat, profiled in self._plan(passes):
-                progress.update(len(batch.turns))
-                if all(_key(turn, method.name, repeat, profiled) in self.file.records for turn in batch.turns):
+            for job in self._jobs(passes, progress):
+                progress.update(len(job.batch.turns))
+                if all(key in self.file.records for key in job.keys):
                     continue
                 # 1. Warm up, when this batch's texts are longer than all before.
-                length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
+                length = max(map(len, job.batch.input_ids)) + self.config.max_new_tokens
                 if length > warm_length:
-                    warm_length = self._prepare(suites, batch.turns[0].suite, length, profiled)
-                    if not self._fits(batch.turns[0], method, profiled):
+                    warm_length = self._prepare(suites, job.batch.turns[0].suite, length, job.profiled)
+                    if not self._fits(job):
                         continue
                 # 2. Measure the batch, and write its records together.
-                answer = partial(self._records, batch, method, repeat, profiled)
-                if (records := self._within_memory(batch, method, answer, profiled)) is None:
+                if (records := self._within_memory(job, partial(self._records, job))) is None:
                     warm_length = 0  # all caches were released
                 else:
                     self.file.append(*records)
             progress.total = progress.n  # the remaining answers were too long, or ran out of memory
 
-    def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
-        """List the passes that measure everything.
+    def _jobs(self, passes: Sequence[Pass], progress: "tqdm[Any]") -> Iterator[Job]:
+        """Yield all jobs: timed ones, then repetitions of those that were disturbed, then profiles."""
+        timed = [one_pass for one_pass in passes if not one_pass[-1]]
+        yield from self._plan(timed)
+        for _ in range(MAX_REPETITIONS):
+            repetitions = self._repetitions(timed)
+            if num_answers := sum(len(job.batch.turns) for job in repetitions):
+                logger.info("%d answers are decoded again, because the time of one of each pair was disturbed", num_answers)
+            progress.total += num_answers
+            yield from repetitions
+        yield from self._plan(passes[len(timed) :])
 
-        Profiled passes consist of whole batches only, since a smaller batch takes a different time.
-        """
-        sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
-        passes: list[Pass] = [
-            (suite, suite.prompts, size, repeat, False)
-            for repeat in range(self.config.repeats)
-            for suite in suites
-            for size in sizes
-        ]
-        return passes + [
-            (suite, evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size), size, 0, True)
-            for suite in suites
-            for size in sizes
-        ]
-
-    def _plan(self, passes: Iterable[Pass]) -> Iterator[tuple[TurnBatch, Method, int, bool]]:
+    def _plan(self, passes: Iterable[Pass]) -> Iterator[Job]:
         """Yield every batch at every temperature with every method, interleaved.
 
         The first method changes from group to group, in rotation. The plan is lazy for two reasons:
@@ -142,7 +136,51 @@ class Bench:
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
                             if self._fits_at(suite, temperature, size, method.name, profiled):
-                                yield batch, method, repeat, profiled
+                                yield Job(batch=batch, method=method, repeat=repeat, profiled=profiled)
+
+    def _repetitions(self, passes: Iterable[Pass]) -> list[Job]:
+        """List what to decode again, because all attempts so far were disturbed.
+
+        A disturbed answer is repeated next to plain decoding's. Which of them comes first
+        alternates. A run in another environment than the recorded one repeats nothing.
+        """
+        # 1. The disturbed answers of each pass and temperature.
+        jobs: list[Job] = []
+        for suite, prompts, size, repeat, _ in passes:
+            disturbed = {t: find_repetitions(self._group(suite, t, size)) for t in self.rules}
+            if not any(disturbed.values()):
+                continue
+            # 2. Their batches, with the methods that still fit into memory.
+            for index, group in enumerate(self._groups(suite, prompts, size)):
+                for temperature in (t for t in self.rules if disturbed[t]):
+                    for batch in self._batches(suite, group, index, temperature, size):
+                        if (repetition := disturbed[temperature].get(batch.pair_key(repeat))) is None:
+                            continue
+                        names = {BASELINE, *repetition.methods}
+                        pair = [method for method in self.methods[temperature, size] if method.name in names]
+                        options: dict[str, Any] = {"repeat": repeat, "attempt": repetition.attempt}
+                        order = reversed(pair) if (index + repetition.attempt) % 2 else pair
+                        jobs += (Job(batch=batch, method=method, **options) for method in order)
+        # 3. Times of another environment can't be compared.
+        if jobs and (changes := differences(asdict(self.recorded_environment), asdict(self.environment))):
+            self._warn_once(
+                "%d answers are disturbed, but are not decoded again: this environment differs from the recorded one in %s",
+                len(jobs),
+                "; ".join(changes.values()),
+            )
+            return []
+        return jobs
+
+    def _group(self, suite: PromptSet, temperature: float, batch_size: int) -> list[EvalRecord]:
+        """List the records of a group, without those of methods that ran out of memory."""
+        key = (suite.name, temperature, batch_size)
+        return [
+            record
+            for record in self.file.records.values()
+            if record.group_key == key
+            and self._fits_at(suite, temperature, batch_size, record.method)
+            and self._fits_at(suite, temperature, batch_size, BASELINE)
+        ]
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
         """Yield groups of `size` prompts that have room for an answer.
@@ -189,7 +227,7 @@ class Bench:
             )
             yield turn
             if fits and index + 1 < len(prompt.turns):
-                answer = self.file.records[_key(turn, BASELINE, 0, False)].token_ids
+                answer = self.file.records[turn.key(BASELINE)].token_ids
                 messages.append(Turn(role="assistant", content=self._text(answer)))
 
     def _text(self, token_ids: list[int]) -> str:
@@ -235,9 +273,8 @@ class Bench:
                 for temperature in self.rules:
                     first_turns = next(self._batches(suite, group, index, temperature, size))
                     for method in self.methods[temperature, size]:
-                        answer = partial(self._time, first_turns, method, num_tokens)
-                        fits = self._fits(first_turns.turns[0], method, profiled)
-                        if fits and self._within_memory(first_turns, method, answer, profiled) is None:
+                        job = Job(batch=first_turns, method=method, profiled=profiled)
+                        if self._fits(job) and self._within_memory(job, partial(self._time, job, num_tokens)) is None:
                             return False
         return True
 
@@ -267,40 +304,48 @@ class Bench:
 
     def _warn_of_dropped_recordings(self, num_planned: int) -> None:
         """Warn once if the target can't keep the recordings of all planned shapes."""
-        subject = "recordings"
-        if self.target.cuda_graphs and num_planned > cuda_graphs.MAX_RECORDINGS and subject not in self.warnings:
-            self.warnings.add(subject)
-            logger.warning(
+        if self.target.cuda_graphs and num_planned > cuda_graphs.MAX_RECORDINGS:
+            self._warn_once(
                 "%d shapes are planned, but the target keeps %d recordings: some will be recorded again during the "
                 "measurement; give fewer settings or batch sizes, or measure each in a separate output directory",
                 num_planned,
                 cuda_graphs.MAX_RECORDINGS,
             )
 
-    def _fits(self, turn: PromptTurn, method: Method, profiled: bool) -> bool:
-        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name, profiled)
+    def _warn_once(self, message: str, *arguments: object) -> None:
+        if message not in self.warnings:
+            self.warnings.add(message)
+            logger.warning(message, *arguments)
+
+    def _fits(self, job: Job) -> bool:
+        turn = job.batch.turns[0]
+        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, job.method.name, job.profiled)
 
     def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str, profiled: bool = False) -> bool:
         """Check that a method (if `profiled`, also its profile) has not run out of memory."""
         failures = [*self.out_of_memory, *(self.without_profile if profiled else ())]
         return (suite.name, temperature, batch_size, method) not in {failure.cell for failure in failures}
 
-    def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T], profiled: bool) -> T | None:
-        """Run `work` for a batch and return its result, or None when memory runs out.
+    def _within_memory(self, job: Job, work: Callable[[], T]) -> T | None:
+        """Run the `work` of a job and return its result, or None when memory runs out.
 
-        A method that runs out of memory is left out from then on.
+        A method that runs out of memory is left out from then on, except in a repetition: all its
+        answers were measured before.
         """
         result = within_memory(work, self.target)
-        if result is None:
-            self._leave_out(batch.turns[0], method, profiled)
+        if result is None and job.attempt:
+            logger.warning("%s ran out of memory when an answer was repeated: its earlier attempts count", job.method.name)
+        elif result is None:
+            self._leave_out(job)
         return result
 
-    def _leave_out(self, turn: PromptTurn, method: Method, profiled: bool) -> None:
+    def _leave_out(self, job: Job) -> None:
         """Record which method ran out of memory; plain decoding takes all methods with it.
 
         Profiles come after all other answers. So a failure in their pass costs only the method's
         profile.
         """
+        turn, method, profiled = job.batch.turns[0], job.method, job.profiled
         where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
         # 1. Log the consequences.
         left_out = [method]
@@ -324,74 +369,29 @@ class Bench:
 
         # 2. Record the methods that are left out.
         (self.without_profile if profiled else self.out_of_memory).extend(
-            OutOfMemory(
-                suite=turn.suite.name,
-                prompt_set_revision=turn.suite.revision,
-                prompt_set_source=turn.suite.source,
-                temperature=turn.temperature,
-                batch_size=turn.batch_size,
-                method=failed.name,
-            )
-            for failed in left_out
-            if self._fits(turn, failed, profiled)
+            failed.out_of_memory for other in left_out if self._fits(failed := replace(job, method=other))
         )
 
-    def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:
+    def _time(self, job: Job, max_new_tokens: int, timed: bool = False) -> Generation:
+        turns = job.batch.turns
         return time_generation(
             self.target,
-            method.drafter,
-            self.rules[batch.turns[0].temperature],
-            batch.input_ids,
+            job.method.drafter,
+            self.rules[turns[0].temperature],
+            job.batch.input_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self.target.stop_ids,
-            seeds=[answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn) for turn in batch.turns],
+            seeds=[answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn) for turn in turns],
             timed=timed,
         )
 
-    def _records(self, batch: TurnBatch, method: Method, repeat: int, profiled: bool) -> list[EvalRecord]:
+    def _records(self, job: Job) -> list[EvalRecord]:
         """Answer a batch and return one record for each of its rows."""
-        generation = self._time(batch, method, self.config.max_new_tokens, timed=profiled)
-        # Plain decoding has no drafts, so every rule samples from the target's distribution.
-        lossless_rule = method.name == BASELINE or self.rules[batch.turns[0].temperature].lossless
-        records = []
-        for row, (turn, input_ids) in enumerate(zip(batch.turns, batch.input_ids, strict=True)):
-            answer = generation.answer(row)
-            records.append(
-                EvalRecord(
-                    suite=turn.suite.name,
-                    prompt_set_revision=turn.suite.revision,
-                    prompt_set_source=turn.suite.source,
-                    prompt_id=turn.prompt.id,
-                    category=turn.prompt.category,
-                    turn=turn.turn,
-                    temperature=turn.temperature,
-                    batch_size=turn.batch_size,
-                    batch=batch.index,
-                    num_rows=len(batch.turns),
-                    method=method.name,
-                    repeat=repeat,
-                    profiled=profiled,
-                    context_from=BASELINE if turn.turn else None,
-                    prompt_sha256=hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest(),
-                    num_prompt_tokens=len(input_ids),
-                    token_ids=answer.token_ids,
-                    accepted_histogram=answer.accepted_histogram,
-                    num_verify_tokens=len(answer.token_ids) - 1,
-                    num_draft_tokens=answer.num_draft_tokens,
-                    drawn=answer.drawn,
-                    lossless_rule=lossless_rule,
-                    truncated=answer.token_ids[-1] not in self.target.stop_ids,
-                    prefill_seconds=generation.prefill_seconds,
-                    decode_seconds=generation.decode_seconds,
-                    phase_seconds=generation.phase_seconds if profiled else None,
-                    tree_tokens=answer.tree_tokens if profiled else None,
-                    environment_digest=self.environment.digest,
-                    config_digest=self.config_digest,
-                    seed=self.config.seed,
-                )
-            )
-        return records
-
-
-def _key(turn: PromptTurn, method: str, repeat: int, profiled: bool) -> RecordKey:
-    return (turn.suite.name, turn.prompt.id, turn.turn, turn.temperature, method, repeat, profiled, turn.batch_size)
+        return job.records(
+            self._time(job, self.config.max_new_tokens, timed=job.profiled),
+            lossless_rule=self.rules[job.batch.turns[0].temperature].lossless,
+            stop_ids=self.target.stop_ids,
+            seed=self.config.seed,
+            config_digest=self.config_digest,
+            environment_digest=self.environment.digest,
+        )

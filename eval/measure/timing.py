@@ -1,4 +1,4 @@
-"""One run of the decode loop, with its wall time."""
+"""One run of the decode loop, with its wall time and its processor time."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -28,6 +28,8 @@ class Generation:
     steps: list[Step]
     prefill_seconds: float
     decode_seconds: float
+    processor_seconds: float
+    """Processor seconds of all threads of the process, over prefill and decoding."""
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -90,19 +92,24 @@ def time_generation(
     seeds: Sequence[int],
     timed: bool = False,
 ) -> Generation:
-    """Decode a batch of prompts and measure its wall time.
+    """Decode a batch of prompts and measure its wall time and its processor time.
 
     `seeds` has one seed for each row; random decisions of the rule depend on it. `timed` also times
     the phases, which slows an accelerator down.
     """
     device = prompts[0].device
     synchronize(device)
-    start = time.perf_counter()
+    processor_start, start = time.process_time(), time.perf_counter()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
     stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # the host has read its tokens, so an accelerator has finished
     first_token = time.perf_counter()
     steps = [first_step, *stream]
     synchronize(device)
-    end = time.perf_counter()
-    return Generation(steps=steps, prefill_seconds=first_token - start, decode_seconds=end - first_token)
+    end, processor_end = time.perf_counter(), time.process_time()
+    return Generation(
+        steps=steps,
+        prefill_seconds=first_token - start,
+        decode_seconds=end - first_token,
+        processor_seconds=processor_end - processor_start,
+    )

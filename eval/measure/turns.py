@@ -10,6 +10,8 @@ from jaxtyping import Int
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
 from ..records.digests import digest_of
+from ..records.records import RecordKey
+from ..results.attempts import PairKey
 
 T = TypeVar("T")
 
@@ -40,6 +42,11 @@ class PromptTurn:
     batch_size: int
     input_ids: Int[torch.Tensor, "1 seq"] | None
 
+    def key(self, method: str, *, repeat: int = 0, profiled: bool = False, attempt: int = 0) -> RecordKey:
+        """Build the key of a method's answer to this turn."""
+        place = (self.turn, self.temperature, method, repeat, profiled, self.batch_size, attempt)
+        return (self.suite.name, self.prompt.id, *place)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBatch:
@@ -53,6 +60,11 @@ class TurnBatch:
     index: int
     turns: Sequence[PromptTurn]
     input_ids: Sequence[Int[torch.Tensor, " _"]]
+
+    def pair_key(self, repeat: int) -> PairKey:
+        """Build the key of the answers to this batch, within a group."""
+        turn = self.turns[0]
+        return (turn.prompt.id if turn.batch_size == 1 else self.index, turn.turn, repeat)
 
 
 def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:

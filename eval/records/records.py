@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from ...data.files import atomic_write_bytes, naming_full_disk, parse_json
 from ...models.phases import PhaseSeconds
@@ -18,10 +19,10 @@ from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
 
-RecordKey = tuple[str, str, int, float, str, int, bool, int]
-"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: identifies one answer
-of a run."""
-BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
+RecordKey = tuple[str, str, int, float, str, int, bool, int, int]
+"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size, attempt: identifies
+one answer of a run."""
+BatchKey = tuple[str, str | int, int, float, str, int, bool, int, int]
 """Like RecordKey with the batch in place of the prompt: identifies answers that were decoded
 together."""
 Cell = tuple[str, float, int, str]
@@ -110,6 +111,12 @@ class EvalRecord:
     seed: int
     tree_tokens: TreeTokens | None
     """None unless profiled."""
+    processor_seconds: float | None = None
+    """Processor seconds of all threads of the process, over the batch's whole decoding, prefill
+    included; None in records of older versions."""
+    attempt: int = 0
+    """0 for the first attempt at this answer. Higher attempts repeat an answer whose timing was
+    disturbed, or plain decoding's answer beside it."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
@@ -117,6 +124,7 @@ class EvalRecord:
             "all tokens but the prefill's are those of verify steps": self.num_verify_tokens == len(self.token_ids) - 1,
             "each verify step emits a token or more": self.num_steps <= self.num_verify_tokens,
             f"a batch has from 1 to {self.batch_size} rows": 1 <= self.num_rows <= self.batch_size,
+            "attempt is 0 or more, and 0 when profiled": self.attempt >= 0 and not (self.profiled and self.attempt),
             "phases are timed exactly when profiled": self.profiled == (self.phase_seconds is not None),
             "tree_tokens has an entry for each verify step": self.tree_tokens is None
             or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
@@ -137,18 +145,23 @@ class EvalRecord:
             self.repeat,
             self.profiled,
             self.batch_size,
+            self.attempt,
         )
 
     @property
     def name(self) -> str:
         """The answer's description in messages."""
         at = f"turn {self.turn + 1}, temperature {self.temperature:g}, batch size {self.batch_size}, repeat {self.repeat}"
-        return f"{self.method}'s answer to prompt {self.prompt_id!r} of {self.suite} ({at}{', profiled' * self.profiled})"
+        at += ", profiled" * self.profiled + (f", attempt {self.attempt + 1}" if self.attempt else "")
+        return f"{self.method}'s answer to prompt {self.prompt_id!r} of {self.suite} ({at})"
 
     @property
     def answer_digest(self) -> str:
-        """Digest of key, prompt and answer, so that an audit applies to exactly this answer."""
-        return digest_of([self.key, self.prompt_sha256, self.token_ids])
+        """Digest of key, prompt and answer, so that an audit applies to exactly this answer.
+
+        The attempt has no part in it: an audit applies to all attempts that emit the same tokens.
+        """
+        return digest_of([self.key[:-1], self.prompt_sha256, self.token_ids])
 
     @property
     def unit(self) -> str | int:
@@ -161,7 +174,8 @@ class EvalRecord:
     @property
     def batch_key(self) -> BatchKey:
         """Key that is shared by exactly the answers that were decoded together."""
-        return (self.suite, self.unit, self.turn, self.temperature, self.method, self.repeat, self.profiled, self.batch_size)
+        _, _, *rest = self.key
+        return cast("BatchKey", (self.suite, self.unit, *rest))
 
     @property
     def group_key(self) -> GroupKey:
@@ -174,7 +188,7 @@ class EvalRecord:
     @property
     def is_reference(self) -> bool:
         """Whether all other answers to the same turn are compared with this one."""
-        return self.method == BASELINE and self.repeat == 0 and not self.profiled
+        return self.method == BASELINE and self.repeat == 0 and self.attempt == 0 and not self.profiled
 
     @property
     def is_other_sample(self) -> bool:

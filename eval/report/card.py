@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -25,7 +25,8 @@ from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
 from ..records.names import BASELINE
-from ..results.rows import Row, decoding_name, fault, is_broken
+from ..results.marks import DISTURBED, ERROR, is_disturbed, is_error, marks
+from ..results.rows import Row, decoding_name, fault, is_broken, method_name
 from ..results.tables import escape_markdown, markdown_table
 from .card_code import quantization_code, quantization_option
 from .runs import Run, cell_of, read_run
@@ -59,6 +60,9 @@ class CardOptions:
     """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
+    disturbed: Literal["refuse", "omit", "mark"] = "refuse"
+    """Whether a speed that other programs disturbed raises an error, is left out, or is shown with
+    a mark."""
     programs: Collection[str] | None = None
     """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
     its kind, except for a layer with a weight of UNSERVED."""
@@ -71,7 +75,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
     Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
-    target.
+    target, and for a disturbed speed if `options.disturbed` is "refuse".
     """
     # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
@@ -87,6 +91,8 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
+    if options.disturbed == "refuse":
+        _require_undisturbed(figures)
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
@@ -111,7 +117,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
         **_code_names(options, base_model, local_name, quantization),
         has_own_template=run_data is not None and run_data["chat_template"] is None,
-        measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
+        measurements=[_measurement(run, figures[run.directory], saved, options) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
         saved=saved,
@@ -175,11 +181,24 @@ def _rows_of(run: Run, weights: str) -> list[Row]:
     return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
-def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
+def _require_undisturbed(figures: Mapping[Path, Sequence[Row]]) -> None:
+    """Raise ValueError if other programs disturbed a speed of these evaluations."""
+    for directory, rows in figures.items():
+        if names := [f"{method_name(row)} ({row['suite']}, {decoding_name(row)})" for row in rows if is_disturbed(row)]:
+            raise ValueError(
+                f"other programs disturbed the speed of {'; '.join(names)} in {directory}, so the card would show a wrong "
+                "figure. Measure again: the evaluation's command repeats only the disturbed answers. Or give "
+                "--allow-disturbed, and the card marks the speed"
+            )
+
+
+def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: CardOptions) -> dict[str, Any]:
     """Collect the figures of one evaluation, and the environment of the measurement."""
     environment, config = run.info.environment, run.info.config
     return {
-        "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Lossless")),
+        "table": markdown_table(
+            [_line(row, run, saved, options) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")
+        ),
         "device": escape_markdown(
             f"{environment.cpu}, {environment.num_threads} threads" if environment.device == "cpu" else environment.device
         ),
@@ -192,7 +211,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str,
     }
 
 
-def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
+def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[str, str]:
     (plain,) = [
         other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
@@ -201,16 +220,40 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
         "Decoding": decoding_name(row),
         "Setting": _setting(row, run, saved),
         "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
-        "Speedup": f"none: {fault(row)}" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
-        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
-        "Lossless": row["lossless_label"],
+        "Speedup": _speedup(row, options),
+        "Median (faster on)": _median(row, options),
+        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})"
+        if _has_speed(row, options)
+        else "-",
+        "Identical": row["lossless_label"],
     }
+
+
+def _has_speed(row: Row, options: CardOptions) -> bool:
+    """Check whether the card shows the row's speed."""
+    return not is_error(row) and not (is_disturbed(row) and options.disturbed == "omit")
+
+
+def _speedup(row: Row, options: CardOptions) -> str:
+    if is_broken(row):
+        return f"none: {fault(row)}"
+    if not _has_speed(row, options):
+        return ERROR if is_error(row) else f"none: {DISTURBED}"
+    return ", ".join([_with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
+
+
+def _median(row: Row, options: CardOptions) -> str:
+    compared, median = row.get("num_compared", 0), row.get("median_speedup")
+    if median is None or is_broken(row) or not _has_speed(row, options):
+        return "-"
+    return f"{median:.2f}x ({row.get('num_faster', 0)} of {compared})"
 
 
 def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
     """Convert a row's figures to the Hub's format.
 
-    The list is empty if the answers weren't the target's.
+    The list is empty if the answers weren't the target's. A speedup with a mark is left out, since
+    the Hub would show it without.
     """
     if is_broken(row):
         return []
@@ -228,7 +271,7 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
-        if values[name] is not None
+        if values[name] is not None and not (name == "speedup" and (is_error(row) or marks(row)))
     ]
 
 

@@ -59,7 +59,7 @@ def _bar(axes: Any, line: int, value: Value) -> None:
     if value.low is not None and value.high is not None:
         axes.plot([value.low, value.high], [line, line], color=WHISKER, linewidth=1.1, marker="|", markersize=5)
         end = max(end, value.high)
-    label = f"{value.text}  ({value.note})" if value.note else value.text
+    label = (f"{value.text}  ({value.note})" if value.note else value.text) + (f"\n{value.mark}" if value.mark else "")
     axes.annotate(label, (end, line), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
 
 
@@ -71,7 +71,7 @@ def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:
         for index, (value, column) in enumerate(zip(line.values, table.columns, strict=True)):
             share = 0.0 if value.number is None else min(1.0, value.number / column.top)
             axes.add_patch(_square(index, row, colors(share)))
-            text = value.text + (f"\n{value.note}" if value.note else "")
+            text = "\n".join(filter(None, (value.text, value.note, value.mark)))
             style = {
                 "fontweight": "bold" if value.tone == "best" else "normal",
                 "color": BAD if value.tone == "bad" else "black",

@@ -21,6 +21,8 @@ class Value:
     high: float | None = None
     note: str = ""
     """Small print beside the text."""
+    mark: str = ""
+    """Reason why the number is uncertain, such as `disturbed`, on a line of its own."""
     tone: str = ""
     """`bad` for a cell that reports an error or a wrong result, `best` for the best cell of its
     line."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
+from ..results.marks import ERROR, MEASURE_AGAIN, MEASURE_ANEW, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
@@ -26,16 +27,35 @@ NO_MEMORY = Value(text=OOM, tone="bad")
 def speedup(entry: Entry) -> Value:
     """Build the cell of a speedup over plain decoding, as in the evaluation's table.
 
-    Where answers differ from the target's by mistake, the cell shows the fault instead. A lossy
-    rule's speedup is marked. (Samples that can't be compared are lossless by their rule.)
+    Where answers differ from the target's by mistake, and where the measurement is wrong, the cell
+    shows the fault instead. A lossy rule's speedup and a disturbed one are marked. (Samples that
+    can't be compared are lossless by their rule.)
     """
     row = entry.row
     if row["out_of_memory"]:
         return NO_MEMORY
     if is_broken(row):
         return Value(text=fault(row), note=row["lossless_label"], tone="bad")
+    if is_error(row):
+        return Value(text=ERROR, tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
+    value = replace(value, mark=", ".join(marks(row)), tone="bad" if marks(row) else "")
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
+
+
+def median(entry: Entry) -> Value:
+    """Build the cell of the median speedup and the number of prompts, or batches, that were faster."""
+    row = entry.row
+    if is_error(row) or not (compared := row.get("num_compared", 0)):
+        return Value(text="-")
+    return replace(number(row.get("median_speedup"), unit="x"), note=f"faster on {row.get('num_faster', 0)} of {compared}")
+
+
+def processor_time(entry: Entry) -> Value:
+    """Build the cell of the processor time per token, and its ratio to plain decoding's."""
+    seconds, ratio = entry.row.get("processor_seconds_per_token"), entry.row.get("processor_speedup")
+    value = number(None if seconds is None else 1e3 * seconds)
+    return value if ratio is None or entry.is_baseline else replace(value, note=f"speedup {ratio:.2f}x")
 
 
 def results(group: Group) -> list[Table]:
@@ -49,11 +69,18 @@ def results(group: Group) -> list[Table]:
             column("Tokens per step", "bar", steps, parity=1.0),
             column("Speedup", "bar", ratios, parity=1.0),
             column("Tokens/s", "bar", speeds),
-            Column(name="Lossless"),
         ]
+        # Columns that only newer summaries fill.
+        cells_of = {
+            "Median": [median(entry) for entry in entries],
+            "CPU ms/token": [processor_time(entry) for entry in entries],
+        }
+        filled = {name: values for name, values in cells_of.items() if any(value.text != "-" for value in values)}
+        columns += [*(Column(name=name) for name in filled), Column(name="Identical")]
+        labels = [Value(text=entry.row["lossless_label"]) for entry in entries]
         lines = [
-            _line(entry, [step, ratio, speed, Value(text=entry.row["lossless_label"])])
-            for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
+            _line(entry, list(values))
+            for entry, *values in zip(entries, steps, ratios, speeds, *filled.values(), labels, strict=True)
         ]
         tables.append(table(caption, "Method", columns, lines, _notes(entries)))
     return tables
@@ -67,12 +94,28 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
         notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
     if len(measured) < len(entries):
         notes.append(f"{OOM}: memory ran out, so there are no figures. If it ran out in plain decoding, no method has figures.")
+    notes += _time_notes(measured)
     looping = max(measured, key=lambda entry: loop_share(entry.row), default=None)
     if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
         notes.append(loop_note(looping.row))
     notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")
+    return notes
+
+
+def _time_notes(entries: Sequence[Entry]) -> list[str]:
+    """Write the notes on repeated and disturbed answers, and on errors of measurement."""
+    notes = []
+    if any(entry.row.get("num_compared") for entry in entries):
+        unit = units(entries[0].row)
+        notes.append(f"Median: of the speedups of single {unit}. CPU ms/token: processor time of all threads.")
+    if number := num_repeated([entry.row for entry in entries]):
+        notes.append(f"{number} answers were decoded again, in turn with plain decoding's, since a timing was disturbed.")
+    if any(is_disturbed(entry.row) for entry in entries):
+        notes.append(f"disturbed: answers took far longer than usual, also when they were repeated. {MEASURE_AGAIN}")
+    if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):
+        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding was disturbed. {MEASURE_ANEW}")
     return notes
 
 
@@ -112,6 +155,7 @@ def _overviews(group: Group) -> list[Table]:
                     text=value.text,
                     number=value.number,
                     note="" if entry.row["out_of_memory"] else f"{steps} a step",
+                    mark=value.mark,
                     tone=value.tone,
                 )
 
@@ -168,9 +212,9 @@ def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
     overall = speedup(entry)
     if values is None:
         return Value(text="-")
-    return (
-        number(values["speedup"], ".2f", "x", values["speedup_ci95"]) if overall.tone != "bad" else Value(text="-", tone="bad")
-    )
+    if overall.number is None or is_lossy(entry.row):
+        return Value(text="-", tone="bad")
+    return replace(number(values["speedup"], ".2f", "x", values["speedup_ci95"]), tone=overall.tone)
 
 
 def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:

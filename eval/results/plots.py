@@ -4,14 +4,15 @@ One plot shows a single temperature by category, the other compares all drafters
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
-from .rows import Row, decoding_name, fault, is_broken, is_lossy, method_name
+from .marks import is_error, marks
+from .rows import Row, decoding_name, fault, is_lossy, method_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,12 +22,15 @@ COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 OVERALL = "all"
 PLAIN_TEXT: dict[Any, Any] = {"font.family": "DejaVu Sans", "text.parse_math": False}
 """Settings of matplotlib that print names with any characters, such as dollar signs."""
-NOT_LOSSLESS = " (not lossless)"
+NO_SPEED = "error"
+"""Label in place of a speedup that is an error of measurement."""
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
 LINE_INCHES, DOT_INCHES = 0.2, 0.2
 NAME_WIDTH = 34
 """Longest line of a method's name, in characters."""
+LEGEND_WIDTH = 60
+"""Longest line of a method's name in a legend of two columns, in characters."""
 PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
@@ -48,7 +52,8 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
 
     There is a bar for each category and method, labelled with its number. Whiskers are 95 %
     intervals. "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for
-    a method that ran out of memory. Nothing is written if only the baseline was measured.
+    a method that ran out of memory, NO_SPEED for an error of measurement. Marks of a speedup follow
+    the method's name. Nothing is written if only the baseline was measured.
     """
     # 1. The methods besides the baseline.
     rows = [row for row in rows if row["method"] != BASELINE]
@@ -61,8 +66,8 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
     height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
     with drawing(path, 9.0, height) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
-        _bars(left, rows, categories, lambda values: (values["tokens_per_step"], None), "{:.2f}")
-        _bars(right, rows, categories, lambda values: (values["speedup"], values["speedup_ci95"]), "{:.2f}x")
+        _bars(left, rows, categories, "tokens_per_step", "{:.2f}")
+        _bars(right, rows, categories, "speedup", "{:.2f}x")
         left.set_title("Tokens per step", loc="left", fontweight="bold")
         right.set_title(_speedup_title(rows[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(categories)), [_category_label(measured[0], name) for name in categories])
@@ -132,19 +137,26 @@ def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
 
     style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
     style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
-    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
+    speedup = None if is_error(row) else row["speedup"]
+    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, speedup, "{:.2f}x")):
         if value is not None:
-            axes.plot(value, height, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
-            text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
-            axes.annotate(text, (value, height), (0, 4.5), **style)
-    if is_broken(row) or row["out_of_memory"]:
-        reason = OOM if row["out_of_memory"] else fault(row)
+            is_hollow = is_lossy(row) or (axes is right and bool(marks(row)))
+            axes.plot(value, height, "o", color=color, markersize=5, fillstyle="none" if is_hollow else "full")
+            axes.annotate(spec.format(value) + (_in_brackets(row) if axes is right else ""), (value, height), (0, 4.5), **style)
+    if speedup is None:
+        reason = OOM if row["out_of_memory"] else NO_SPEED if is_error(row) else fault(row)
         right.annotate(reason, (1.0, height), (0, -3), color=color, **style)
         return
     if row["speedup_ci95"]:
         right.plot(row["speedup_ci95"], [height] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
     if row["ceiling"] is not None:
         right.plot(row["ceiling"], height, "|", color=color, markersize=7, markeredgewidth=1.8)
+
+
+def _in_brackets(row: Row) -> str:
+    """Format the marks of a row's speedup, and of a lossy method; empty without marks."""
+    texts = ["not lossless"] * is_lossy(row) + marks(row)
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _speedup_title(row: Row) -> str:
@@ -174,9 +186,10 @@ def _bars(
     axes: Any,
     rows: Sequence[Row],
     categories: Sequence[str],
-    value_of: Callable[[Any], tuple[float | None, Sequence[float] | None]],
+    figure: str,
     spec: str,
 ) -> None:
+    """Draw the bars of one figure of the rows, `tokens_per_step` or `speedup`."""
     # 1. A bar for each method and category.
     thickness = BAR_SHARE / len(rows)
     furthest = 1.0
@@ -189,11 +202,21 @@ def _bars(
             axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
             continue
         for line, category in enumerate(categories):
-            value, interval = value_of(row if category == OVERALL else row["by_category"][category])
+            values: Mapping[str, Any] = {**row} if category == OVERALL else row["by_category"][category]
+            is_hidden = figure == "speedup" and is_error(row)
+            value = None if is_hidden else values[figure]
+            interval = values["speedup_ci95"] if figure == "speedup" else None
             if value is None:
-                axes.annotate("-", (0, line + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
+                axes.annotate(
+                    NO_SPEED if is_hidden else "-",
+                    (0, line + offset),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                )
                 continue
-            label = method_name(row) + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
+            label = textwrap.fill(method_name(row) + _in_brackets(row), LEGEND_WIDTH) if category == OVERALL else None
             alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
             axes.barh(line + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value

@@ -1,22 +1,17 @@
 """Rows of `summary.json`: the results of each method on each suite."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import product
-from typing import Any, NotRequired, cast
+from typing import Any, NotRequired
 
-import numpy as np
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
-from ...data.loops import ends_in_a_loop
 from ..config import EvalConfig
 from ..records.method_names import name_of_key
 from ..records.records import BASELINE, EvalRecord, GroupKey
 from ..records.run_files import DrafterFacts, OutOfMemory, Roofline
-from . import stats
-from .lossless import Mismatch, judge
-from .outliers import find_outliers
+from .figures import NO_FIGURES, Figures, compute_figures
+from .lossless import Mismatch
 
 
 class Conditions(TypedDict):
@@ -47,86 +42,8 @@ class Conditions(TypedDict):
     roofline: dict[str, Any]
 
 
-class Figures(TypedDict):
-    """Figures of a method.
-
-    None stands for a number that doesn't exist, or that must not be shown.
-    """
-
-    num_prompts: int
-    num_turns: int
-    """Answers in each repeat."""
-    num_batches: int
-    """Units of the intervals: batches, or prompts at batch size 1."""
-    num_skipped: int
-    """Turns that were skipped because they exceed the target's context window."""
-    num_truncated: int
-    """Answers (of all repeats) that ended at the token limit."""
-    num_loops: NotRequired[int]
-    """Answers (of all repeats) that end in a repeated cycle of tokens (`ends_in_a_loop`)."""
-    num_tokens: int
-    tokens_per_step: float | None
-    """Tokens per verify step of one answer."""
-    tokens_per_step_ci95: tuple[float, float] | None
-    """Bootstrap interval over prompts; None for fewer than two prompts."""
-    mean_accepted: float | None
-    accepted_histogram: list[int]
-    draft_tokens_per_step: float | None
-    tokens_per_second: float | None
-    """Throughput of the whole batch."""
-    answer_tokens_per_second: float | None
-    """Throughput of one answer in its batch (`stats.answer_tokens_per_second`)."""
-    decode_tokens_per_second: float | None
-    speedup: float | None
-    """Speedup over plain decoding. None where a method that claims to be lossless is not: a wrong
-    answer has no speed."""
-    speedup_ci95: tuple[float, float] | None
-    rho: float | None
-    ceiling: float | None
-    """tau / (1 + rho): computed, not measured. None if there is no speedup."""
-    draft_seconds_per_step: float | None
-    time_split: dict[str, float] | None
-    tree_tokens: dict[str, list[float]] | None
-    """Draft tokens per step: before and after shared prefixes are merged, and as read
-    (`stats.tree_tokens`)."""
-    roofline_fraction: float | None
-    """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
-    once for a token of every row that is not finished."""
-    lossless: bool | None
-    """Whether every answer equals the baseline's, token for token. None where random drafts make it
-    a different sample by design."""
-    lossless_label: str
-    num_mismatched_prompts: int
-    num_within_noise: int
-    """Mismatched prompts that the audit explains by arithmetic noise (in low precision or in
-    samples)."""
-    num_unaudited: int
-    """Mismatched prompts without a known error whose audit ran out of memory."""
-    first_mismatch: dict[str, Any] | None
-    outliers: list[dict[str, Any]]
-    """Answers that took far longer per step than the method's others (Outlier). Every figure
-    includes them."""
-    by_category: dict[str, dict[str, Any]]
-    out_of_memory: bool
-    """Whether the method or plain decoding ran out of memory here, so that there are no figures."""
-
-
 class Row(Conditions, Figures):
     """Results of a method on a suite at a temperature and a batch size."""
-
-
-NO_FIGURES = cast(
-    "Figures",
-    {
-        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__},
-        "accepted_histogram": [],
-        "outliers": [],
-        "by_category": {},
-        "lossless_label": "-",
-        "out_of_memory": True,
-    },
-)
-"""Figures of a method that ran out of memory."""
 
 
 def build_rows(
@@ -159,7 +76,7 @@ def build_rows(
             wrong = [item for item in mismatches if item.record.key in keys]
             skipped = num_skipped.get(group_key, 0)
             conditions = _conditions(of_method[0], config, dtype, roofline, drafters.get(method))
-            rows.append({**conditions, **_figures(plain, of_method, wrong, roofline, skipped, config.seed)})
+            rows.append({**conditions, **compute_figures(plain, of_method, wrong, roofline, skipped, config.seed)})
         # 3. If the baseline is broken, no method of the group has a speedup.
         of_group = rows[-len(names) :] if names else []
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
@@ -183,6 +100,8 @@ def _withdraw(row: Row, cause: str) -> None:
     Without a correct baseline no comparison in the group is valid.
     """
     row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
+    row["median_speedup"], row["num_faster"], row["num_compared"] = None, 0, 0
+    row["exceeds"], row["processor_speedup"] = "", None
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
     if row["method"] != BASELINE:
@@ -254,70 +173,6 @@ def _conditions(
     }
 
 
-def _figures(
-    plain_records: Sequence[EvalRecord],
-    method_records: Sequence[EvalRecord],
-    mismatches: Sequence[Mismatch],
-    roofline: Roofline,
-    num_skipped: int,
-    seed: int,
-) -> Figures:
-    # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
-    # follows from it.
-    sides = (plain_records, method_records)
-    plain, timed = ([record for record in records if not record.profiled] for records in sides)
-    profiled_plain, profiled = ([record for record in records if record.profiled] for records in sides)
-
-    # 2. Compare the method with plain decoding.
-    is_baseline = timed[0].method == BASELINE
-    lossless = judge(method_records, mismatches)
-    ratio, interval, categories = _speeds(plain, timed, is_broken=lossless.broken, seed=seed)
-    tau = stats.tokens_per_step(timed)
-    rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
-    histogram = stats.accepted_histogram(timed)
-
-    # 3. The row.
-    return {
-        "num_prompts": stats.num_prompts(timed),
-        "num_turns": len({(record.prompt_id, record.turn) for record in timed}),
-        "num_batches": len({record.unit for record in timed}),
-        "num_skipped": num_skipped,
-        "num_truncated": sum(record.truncated for record in timed),
-        "num_loops": sum(map(_ends_in_a_loop, timed)),
-        "num_tokens": sum(len(record.token_ids) for record in timed),
-        "tokens_per_step": tau,
-        "tokens_per_step_ci95": _steps_interval(timed),
-        "mean_accepted": stats.mean_accepted(histogram),
-        "accepted_histogram": histogram,
-        "draft_tokens_per_step": stats.draft_tokens_per_step(timed),
-        "tokens_per_second": stats.tokens_per_second(timed),
-        "answer_tokens_per_second": stats.answer_tokens_per_second(timed),
-        "decode_tokens_per_second": stats.decode_tokens_per_second(timed),
-        "speedup": ratio,
-        "speedup_ci95": interval,
-        "rho": rho,
-        "ceiling": None if lossless.broken else stats.ceiling(tau, rho),
-        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
-        "time_split": stats.time_split(profiled),
-        "tree_tokens": stats.tree_tokens(profiled),
-        "roofline_fraction": _roofline_fraction(timed, roofline),
-        "lossless": False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
-        "lossless_label": lossless.label,
-        "num_mismatched_prompts": lossless.num_mismatched,
-        "num_within_noise": lossless.num_within_noise,
-        "num_unaudited": lossless.num_unaudited,
-        "first_mismatch": lossless.first,
-        "outliers": [asdict(outlier) for outlier in find_outliers(timed)],
-        "by_category": categories,
-        "out_of_memory": False,
-    }
-
-
-def _ends_in_a_loop(record: EvalRecord) -> bool:
-    """Check whether an answer ends in a repeated cycle; a final stop token doesn't count."""
-    return ends_in_a_loop(record.token_ids if record.truncated else record.token_ids[:-1])
-
-
 def loop_share(row: Row) -> float:
     """Compute the share of a row's answers that end in a repeated cycle.
 
@@ -327,39 +182,6 @@ def loop_share(row: Row) -> float:
     return row.get("num_loops", 0) / num_answers if num_answers else 0.0
 
 
-def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
-    """Compute the 95 % interval of tokens per step over prompts.
-
-    Returns None if a prompt's answers took no step.
-    """
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for record in records:
-        total = sums[record.prompt_id]
-        total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
-    counts = np.array(list(sums.values()))
-    return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
-
-
-def _speeds(
-    plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, is_broken: bool, seed: int
-) -> tuple[float | None, tuple[float, float] | None, dict[str, dict[str, Any]]]:
-    """Compute the speedup, its interval, and the results of each category.
-
-    A broken method has no speed anywhere.
-    """
-    categories = stats.by_category(plain, timed, seed=seed)
-    if is_broken:
-        no_speed = {"speedup": None, "speedup_ci95": None}
-        return None, None, {name: {**figures, **no_speed} for name, figures in categories.items()}
-    if timed[0].method == BASELINE:
-        return 1.0, None, categories
-    return *stats.speedup(plain, timed, seed=seed), categories
-
-
-def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline) -> float | None:
-    """Compute decoding speed as a share of plain decoding's bound for the same number of rows.
-
-    Returns None if there was no step.
-    """
-    speed, num_rows = stats.decode_tokens_per_second(records), stats.rows_per_step(records)
-    return None if speed is None or num_rows is None else speed / (num_rows * roofline.tokens_per_second)
+def slow_answers(row: Row) -> list[dict[str, Any]]:
+    """List the row's disturbed answers, or the outliers of a summary of an older version."""
+    return row["disturbed"] if "disturbed" in row else row.get("outliers", [])

@@ -103,8 +103,34 @@ def speedup(
     repeats together. Fewer than two units have no interval, since one unit gives no information
     about others.
     """
-    sums = np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])  # [side, unit, (seconds, tokens)]
-    return bootstrap(sums, ratio_of_ratios, seed=seed)
+    return bootstrap(_both_sides(baseline, records), ratio_of_ratios, seed=seed)
+
+
+def unit_speedups(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord]) -> list[float]:
+    """Compute the speedup of each unit: of a prompt, or of a batch of them."""
+    return [float(value) for value in ratio_of_ratios(_both_sides(baseline, records))]
+
+
+def saved_steps(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord]) -> float | None:
+    """Compute the baseline's steps per token over the method's, with the steps of whole batches.
+
+    The method is faster by this factor if its steps take as long as the baseline's, and more than
+    this is impossible. At batch size 1 it equals the tokens per step. Returns None if there was no
+    step.
+    """
+    steps = [sum(record.num_steps for record in batches(side)) for side in (baseline, records)]
+    tokens = [sum(len(record.token_ids) for record in side) for side in (baseline, records)]
+    return (steps[0] / tokens[0]) / (steps[1] / tokens[1]) if all(steps) else None
+
+
+def processor_seconds_per_token(records: Sequence[EvalRecord]) -> float | None:
+    """Compute the processor seconds of all threads per token, prefill included.
+
+    Returns None if a record lacks them, as those of older versions do.
+    """
+    seconds = [record.processor_seconds for record in batches(records)]
+    measured = [value for value in seconds if value is not None]
+    return sum(measured) / sum(len(record.token_ids) for record in records) if len(measured) == len(seconds) else None
 
 
 def bootstrap(
@@ -231,6 +257,11 @@ def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *
 
 def num_prompts(records: Iterable[EvalRecord]) -> int:
     return len({record.prompt_id for record in records})
+
+
+def _both_sides(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord]) -> Float[np.ndarray, "2 unit 2"]:
+    """Sum seconds and tokens of both sides by unit: [side, unit, (seconds, tokens)]."""
+    return np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])
 
 
 def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "unit 2"]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..records.names import OOM
-from .rows import Row, method_name
+from .marks import is_error
+from .rows import Row, method_name, slow_answers
 from .tables import RESULT_COLUMNS, footnotes, texts
 
 CSV_COLUMNS = (
@@ -29,6 +30,13 @@ CSV_COLUMNS = (
     "tokens_per_second",
     "decode_tokens_per_second",
     "speedup",
+    "median_speedup",
+    "num_faster",
+    "num_compared",
+    "exceeds",
+    "num_repeated",
+    "processor_seconds_per_token",
+    "processor_speedup",
     "rho",
     "ceiling",
     "draft_seconds_per_step",
@@ -49,11 +57,12 @@ LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepacka
 def csv_table(rows: Sequence[Row]) -> str:
     """Format a line for each row, with the numbers of the summary.
 
-    A number that doesn't exist is an empty cell.
+    A number that doesn't exist is an empty cell, and so is a speedup that is an error of measurement.
     """
     import pandas as pd  # slow to import
 
-    lines, columns = [{**row, "name": method_name(row), **_spread(row)} for row in rows], [*CSV_COLUMNS, *_spread(rows[0])]
+    lines = [{**row, "name": method_name(row), **_spread(row), **_hidden(row)} for row in rows]
+    columns = [*CSV_COLUMNS, *_spread(rows[0])]
     # As objects, integers beside empty cells stay integers.
     return str(pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n"))
 
@@ -79,5 +88,11 @@ def _spread(row: Row) -> dict[str, Any]:
         **{f"time_{phase}": split.get(phase) for phase in ("draft", "verify", "accept", "rest")},
         "out_of_memory": OOM if row["out_of_memory"] else None,
         "training_seconds": training.get("seconds"),
-        "num_outliers": len(row["outliers"]),
+        "num_disturbed": len(slow_answers(row)),
     }
+
+
+def _hidden(row: Row) -> dict[str, None]:
+    """Return empty cells in place of a speedup that is an error of measurement."""
+    names = ("speedup", "speedup_ci95_low", "speedup_ci95_high", "median_speedup", "num_faster", "num_compared")
+    return dict.fromkeys(names) if is_error(row) else {}

@@ -1,31 +1,37 @@
-"""Table of an evaluation, for the terminal and as Markdown."""
+"""Table of an evaluation as Markdown, and its notes."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from statistics import geometric_mean
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from ..records.names import BASELINE, OOM
+from .headline import group_name, headline
 from .lossless import LOSSY
-from .rows import Row, decoding_name, is_broken, is_lossy, is_unproven, loop_share, method_name
+from .marks import (
+    ERROR,
+    MEASURE_AGAIN,
+    MEASURE_ANEW,
+    disturbed_answers,
+    is_above_ceiling,
+    is_disturbed,
+    is_error,
+    marks,
+    num_repeated,
+    units,
+)
+from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
 
-RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Lossless")
+RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
+UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
+"""Columns on the speed by prompt (or by batch of prompts), and on processor time."""
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 FEW_UNITS = 8
 """Number of prompts or batches below which a bootstrap interval means little."""
 NUM_OUTLIERS_NAMED = 3
 LOOP_SHARE = 0.1
 """Smallest share of answers with loops at which a note warns about them."""
-METHOD_WIDTH = 23
-"""Width of a method's name on the narrowest terminal, in characters."""
-LOSSLESS_WIDTH = 10
 BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
 """Description of the buffer that bandwidth is measured on (`roofline.measure_bandwidth`)."""
 BY_RULE_NOTE = (
@@ -39,13 +45,14 @@ def cells(row: Row) -> dict[str, str]:
     interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
     draft_seconds = row["draft_seconds_per_step"]
     if row["out_of_memory"]:
-        return {**dict.fromkeys((*RESULT_COLUMNS, *COST_COLUMNS), "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
+        return {**dict.fromkeys((*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS), "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
     shown = {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".1f"),
         "Speedup [95 %]": _number(row["speedup"], ".2f", "x"),
         "Ceiling": _number(row["ceiling"], ".2f", "x"),
-        "Lossless": row["lossless_label"],
+        "Identical": row["lossless_label"],
+        **_by_unit(row),
         "Params": "-" if row["parameters"] is None else _count(row["parameters"]),
         "Trained s": _number(training["seconds"] if training else None, ".0f"),
         "Draft ms": _number(None if draft_seconds is None else 1e3 * draft_seconds, ".2f"),
@@ -54,46 +61,25 @@ def cells(row: Row) -> dict[str, str]:
     }
     if interval:
         shown["Speedup [95 %]"] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    shown["Speedup [95 %]"] = ERROR if is_error(row) else ", ".join([shown["Speedup [95 %]"], *marks(row)])
     return shown
 
 
-def headline(rows: Sequence[Row]) -> str:
-    """Summarize the result in one sentence.
-
-    It names the method with the highest speedup, as the geometric mean over the row groups.
-    """
-    # 1. The lossless methods that have a speedup in every group.
-    groups = _groups(rows)
-    speedups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["method"] != BASELINE and row["speedup"] is not None and not is_lossy(row):
-            speedups.setdefault(method_name(row), []).append(row)
-    complete = {name: of_method for name, of_method in speedups.items() if len(of_method) == len(groups)}
-    if not complete:
-        return "No lossless method has a speedup everywhere; the table shows the reasons."
-    # 2. A sentence about the fastest of them.
-    name, best = max(complete.items(), key=lambda item: geometric_mean([row["speedup"] or 0.0 for row in item[1]]))
-    if len(best) == 1:
-        (row,) = best
-        (group,) = groups
-        steps = _number(row["tokens_per_step"], ".2f")
-        low, high = row["speedup_ci95"] or (0.0, 0.0)
-        doubt = f" The interval [{low:.2f}, {high:.2f}] includes 1, so this may be chance." if low <= 1 <= high else ""
-        return f"{_verdict([row])} on {group}: {name}. {row['speedup']:.2f}x plain decoding, {steps} tokens per step.{doubt}"
-    values = [row["speedup"] or 0.0 for row in best]
-    return f"{_verdict(best)} over {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x plain decoding."
+def _by_unit(row: Row) -> dict[str, str]:
+    """Format the cells of UNIT_COLUMNS; an error of measurement has no comparison."""
+    seconds, compared = row.get("processor_seconds_per_token"), 0 if is_error(row) else row.get("num_compared", 0)
+    return {
+        "Median": _number(row.get("median_speedup") if compared else None, ".2f", "x"),
+        "Faster on": f"{row.get('num_faster', 0)} of {compared}" if compared else "-",
+        "CPU ms/tok": _number(None if seconds is None else 1e3 * seconds, ".2f"),
+        "CPU speedup": _number(row.get("processor_speedup"), ".2f", "x"),
+    }
 
 
-def _verdict(rows: Sequence[Row]) -> str:
-    is_faster = geometric_mean([row["speedup"] or 0.0 for row in rows]) > 1
-    return "Fastest" if is_faster else "No method is faster than plain decoding; the best"
-
-
-def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
+def footnotes(rows: Sequence[Row]) -> list[str]:
     """Render the notes that explain the table.
 
-    They are the lines of `templates/footnotes.jinja`. Without `costs` the notes on COST_COLUMNS are
-    left out.
+    They are the lines of `templates/footnotes.jinja`.
     """
     loader = PackageLoader("outrider.eval", "templates")
     # `finalize` keeps each note on one line, even if a name contains a line break.
@@ -103,14 +89,17 @@ def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
     measured = [row for row in rows if not row["out_of_memory"]]
     text = environment.get_template("footnotes.jinja").render(
         first=rows[0],
-        costs=costs,
-        batch_sizes=dict.fromkeys(row["batch_size"] for row in rows),
+        units="/".join(dict.fromkeys(map(units, rows))),
         rows=measured,
-        groups=_groups(measured),
-        left_out=_groups([row for row in rows if row["out_of_memory"]]),
+        groups=by_group(measured),
+        left_out=by_group([row for row in rows if row["out_of_memory"]]),
         outliers=_worst_outliers(measured),
-        num_outliers=sum(len(row["outliers"]) for row in measured),
-        num_outliers_named=NUM_OUTLIERS_NAMED,
+        num_outliers=sum(len(row.get("outliers", [])) for row in measured),
+        num_named=NUM_OUTLIERS_NAMED,
+        disturbed=disturbed_answers(measured),
+        num_repeated=num_repeated(measured),
+        measure_again=MEASURE_AGAIN,
+        measure_anew=MEASURE_ANEW,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
         oom=OOM,
@@ -123,6 +112,9 @@ def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
         decoding_name=decoding_name,
         is_broken=is_broken,
         is_unproven=is_unproven,
+        is_error=is_error,
+        is_disturbed=is_disturbed,
+        is_above_ceiling=is_above_ceiling,
     )
     return [line for line in text.splitlines() if line]
 
@@ -137,8 +129,8 @@ def loop_note(row: Row) -> str:
 
 
 def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """Select the worst outliers, relative to their method's median."""
-    outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
+    """Select the worst outliers of an old summary, relative to their method's median."""
+    outliers = [(row, outlier) for row in rows for outlier in row.get("outliers", [])]
     return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
 
@@ -176,45 +168,17 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Format the table and its notes as a Markdown page."""
-    table = markdown_table(texts(rows, (*RESULT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
+    """Format the headline, the table and its notes as a Markdown page."""
+    table = markdown_table(texts(rows, (*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
-    return f"{table}\n\n{notes}\n"
+    return f"**{escape_markdown(headline(rows))}**\n\n{table}\n\n{notes}\n"
 
 
-def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print the headline, the results and the notes.
-
-    A method that should be lossless but isn't is red.
-    """
-    console = console or Console()
-    console.print(Text(headline(rows), style="bold"))
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-    table.add_column("Method", min_width=METHOD_WIDTH)
-    for column in RESULT_COLUMNS:
-        is_words = column == "Lossless"
-        table.add_column(column, justify="right", no_wrap=not is_words, max_width=LOSSLESS_WIDTH if is_words else None)
-    for group, of_group in _groups(rows).items():
-        table.add_row(Text(group), style="bold")
-        for row in of_group:
-            shown = (Text(text) for text in (_in_lines(method_name(row)), *(cells(row)[column] for column in RESULT_COLUMNS)))
-            table.add_row(*shown, style="red" if is_broken(row) else None)
-        table.add_section()
-    console.print(table)
-    for note in footnotes(rows, costs=False):
-        console.print(Padding(Text(note), (0, 0, 0, 2)), style="dim")
-
-
-def _in_lines(name: str) -> str:
-    """Put the setting of a long name on a line of its own."""
-    return name if len(name) <= METHOD_WIDTH else re.sub(r", (?![^(]*\))", ",\n", name, count=1)
-
-
-def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group the rows by suite, temperature and batch size, under displayed names."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
+        groups.setdefault(group_name(row), []).append(row)
     return groups
 
 

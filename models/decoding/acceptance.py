@@ -198,6 +198,8 @@ def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -
     `choices[b, 0]` is the target's choice after the last committed token, and `choices[b, n + 1]`
     its choice after node n. The choice after the last node of the path is the bonus token.
     """
+    if tree.num_nodes == 0:  # plain decoding, which is the baseline, does nothing that it doesn't need
+        return Acceptance(path=tree.tokens, num_accepted=tree.depths.sum(1), bonus_token=choices[:, 0])
     walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
     return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
 

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
+from .ranking import largest
 
 MAX_SEARCH_NODES = 2**14
 """Most nodes of a search: far more than any target gains from, and far less than memory holds."""
@@ -60,18 +61,16 @@ def beam_search(
     hidden = hidden[:, None]  # [batch, 1, hidden]
     state = drafter.first_state(drafter.embed(last_token))[:, None]  # [batch, beam, hidden]
     scores = torch.zeros(state.shape[:2], device=state.device)  # log-probability of each beam
-    parents_at = torch.full_like(last_token, NO_NODE)[:, None]  # node of each beam
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    num_nodes = 0
+    first_node = NO_NODE  # the node of the first beam; the other beams' nodes follow it
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
-        logits = drafter.logits(hidden.expand_as(state), state).float()  # [batch, beam, vocab]
+        logits = drafter.logits(hidden.expand_as(state), state)  # [batch, beam, vocab]
         outputs, beam, scores = likeliest_successors(logits, scores, width)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.
-        levels.append((token, parents_at.gather(1, beam), scores))
-        parents_at = torch.arange(num_nodes, num_nodes + token.shape[1], device=token.device).expand_as(token)
-        num_nodes += token.shape[1]
+        levels.append((token, beam + first_node, scores))
+        first_node += state.shape[1]
         # 3. Advance the recurrent states.
         if depth + 1 < length:
             state = state.gather(1, beam[..., None].expand(-1, -1, state.shape[-1]))
@@ -88,12 +87,12 @@ def likeliest_successors(
 
     There are `width` of them, or fewer if the vocabulary is smaller.
     """
-    # A beam keeps at most `width` successors, so only those are ranked, not beam x vocab.
-    top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    # In this order rounding can't lift a child above its parent: the added term is never above 0.
-    candidates = (scores[..., None] + (top - logits.logsumexp(-1, keepdim=True))).flatten(1)
-    scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
-    return outputs.flatten(1).gather(1, chosen), chosen // top.shape[-1], scores
+    log_probs = logits.log_softmax(-1, dtype=torch.float32)
+    # A log-probability is never above 0, so rounding can't lift a child above its parent.
+    candidates = (scores[..., None] + log_probs).flatten(1)
+    scores, chosen = largest(candidates, min(width, candidates.shape[1]))
+    vocab_size = logits.shape[-1]
+    return chosen % vocab_size, chosen // vocab_size, scores
 
 
 def pack_survivors(search: SearchTree) -> DraftTree:
@@ -109,14 +108,18 @@ def pack_survivors(search: SearchTree) -> DraftTree:
     are padded to the largest number of nodes that a tree could have, so the host reads nothing.
     `DraftTree.trimmed` cuts the padding.
     """
-    alive = torch.zeros_like(search.tokens)
-    end = alive.shape[1]
-    alive[:, end - search.level_sizes[-1] :] = 1
-    for size in reversed(search.level_sizes[1:]):  # a node is alive if one of its children is
-        level = slice(end - size, end)
-        alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
-        end -= size
-    return pack(search, alive.bool(), alive.shape[1])
+    alive = torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, final_beams(search), True)
+    return pack(search, alive, alive.shape[1])
+
+
+def final_beams(search: SearchTree) -> Int[torch.Tensor, "batch path_node"]:
+    """Return the nodes of the final beams: those at depth 1 of all beams, then at depth 2, ..."""
+    num_nodes = search.tokens.shape[1]
+    last = torch.arange(num_nodes - search.level_sizes[-1], num_nodes, device=search.tokens.device)
+    nodes = [last.expand(len(search.tokens), -1)]
+    for _ in search.level_sizes[1:]:
+        nodes.insert(0, search.parents.gather(1, nodes[0]))
+    return torch.cat(nodes, dim=1)
 
 
 def pack_separately(search: SearchTree) -> DraftTree:
@@ -129,13 +132,9 @@ def pack_separately(search: SearchTree) -> DraftTree:
     Siblings may be the same token here. Acceptance allows that: the target's choice after a text
     doesn't depend on the node.
     """
-    size = search.level_sizes[-1]
-    num_nodes = search.tokens.shape[1]
-    nodes = [torch.arange(num_nodes - size, num_nodes, device=search.tokens.device).expand(len(search.tokens), size)]
-    for _ in search.level_sizes[1:]:
-        nodes.insert(0, search.parents.gather(1, nodes[0]))
-    tokens = search.tokens.gather(1, torch.cat(nodes, dim=1))
-    parents = (torch.arange(tokens.shape[1], device=tokens.device) - size).clamp(min=NO_NODE)
+    tokens = search.tokens.gather(1, final_beams(search))
+    parents = torch.arange(tokens.shape[1], device=tokens.device) - search.level_sizes[-1]
+    parents = parents.clamp(min=NO_NODE)
     return DraftTree(tokens=tokens, parents=parents.expand_as(tokens), max_depth=len(search.level_sizes))
 
 

@@ -179,7 +179,7 @@ class DraftModel(TrainableDrafter):
         sizes: list[int] = []
         while True:
             # 1. Extend each path by its most probable tokens, and keep the most probable paths.
-            new, path, scores = likeliest_successors(logits.float(), scores, width)
+            new, path, scores = likeliest_successors(logits, scores, width)
             tokens, parents = torch.cat([tokens, new], dim=1), torch.cat([parents, nodes.gather(1, path)], dim=1)
             all_scores = torch.cat([all_scores, scores], dim=1)
             nodes = torch.arange(sum(sizes), sum(sizes) + new.shape[1], device=new.device).expand_as(new)

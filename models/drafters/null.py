@@ -12,21 +12,24 @@ from ..decoding.types import AcceptedPath, TargetOutput
 
 
 class NullDrafter:
-    """Proposes an empty tree, so each step emits the one token that the target chooses."""
+    """Proposes an empty tree, so each step emits the one token that the target chooses.
+
+    Its state is this tree.
+    """
 
     max_nodes = 0
     feature_layers = ()
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> None:
-        return None
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> DraftTree:
+        return empty_tree(len(prompts.lengths), prompts.input_ids.device)
 
     def propose(
-        self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, None]:
-        return empty_tree(last_token.shape[0], last_token.device), None
+        self, state: DraftTree, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, DraftTree]:
+        return state, state
 
-    def advance(self, drafted: None, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> None:
-        return None
+    def advance(self, drafted: DraftTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> DraftTree:
+        return drafted
 
-    def select(self, state: None, rows: Sequence[int]) -> None:
-        return None
+    def select(self, state: DraftTree, rows: Sequence[int]) -> DraftTree:
+        return empty_tree(len(rows), state.tokens.device)

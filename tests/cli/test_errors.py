@@ -10,11 +10,13 @@ from outrider.cli import main
 from outrider.cli.arguments import parse_arguments
 from outrider.cli.compose import compose
 from outrider.cli.config import to_run_config
-from outrider.cli.errors import INTERRUPTED, in_command_words, starts_again, user_errors
+from outrider.cli.errors import COMMAND_VARIABLE, INTERRUPTED, command_line, in_command_words, starts_again, user_errors
 from outrider.cli.kept import describe_kept
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
 from outrider.eval.config import SuiteConfig
 from outrider.eval.run import with_files
+
+from ..conftest import REPOSITORY
 
 
 def test_ctrl_c_is_one_message_with_the_command_that_resumes(
@@ -27,6 +29,17 @@ def test_ctrl_c_is_one_message_with_the_command_that_resumes(
     printed = capsys.readouterr().err
     assert "outrider run conf=demo 'data={limit: 5}'" in printed
     assert "Traceback" not in printed
+
+
+def test_the_command_that_started_this_one_is_the_one_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make demo` runs accelerate, whose options this process can't know."""
+    monkeypatch.setattr(sys, "argv", ["/some/train.py", "conf=demo"])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert command_line() == "accelerate launch ... /some/train.py conf=demo"
+    monkeypatch.setenv(COMMAND_VARIABLE, "make demo OUTPUT=here")
+    assert command_line() == "make demo OUTPUT=here"
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert f'{COMMAND_VARIABLE}="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))" $(LAUNCH) train.py' in makefile
 
 
 def test_ctrl_c_in_a_command_that_cant_resume_starts_again(

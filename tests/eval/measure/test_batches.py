@@ -70,7 +70,7 @@ def test_each_batch_size_is_compared_with_plain_decoding_at_the_same_size(run_ti
     assert [name for name, values in rows[3]["by_category"].items() if values["speedup"] is not None] == ["of e"]
     together: dict[Any, list[str]] = defaultdict(list)
     for record in read(tmp_path / "eval"):
-        if record.batch_size == 3 and not record.profiled:
+        if record.batch_size == 3 and not record.profiled and not record.attempt:
             together[record.method, record.turn, record.batch].append(record.prompt_id)
     for method in ("baseline", "redrafter"):
         # The next prompt replaces the long one. A prompt without a second turn leaves the batch.

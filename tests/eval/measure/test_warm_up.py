@@ -169,7 +169,7 @@ def test_a_shape_that_does_not_fit_into_memory_is_left_out_and_the_rest_is_warme
         taken.append((len(prompts), len(prompts[0])))
         if len(prompts) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Generation(steps=[], prefill_seconds=1.0, decode_seconds=0.0)
+        return Generation(steps=[], prefill_seconds=1.0, decode_seconds=0.0, processor_seconds=1.0)
 
     monkeypatch.setattr(warm_up, "time_generation", take)
     drafter = Nodes(0)

@@ -199,7 +199,8 @@ def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_r
     plain, drafted = page.tables["mt_bench, greedy, batch size 1"][1:3]
     assert plain[:3] == ["plain decoding", "1.00 1.00 to 1.00", "1.00x"]
     # 4 tokens in two steps; 5 tokens in 0.5 s beside as many in 1 s.
-    assert drafted[:4] == ["ReDrafter 4 beams of 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
+    ratio, faster = "2.00x 2.00 to 2.00 above its ceiling", "2.00x faster on 2 of 2"
+    assert drafted == ["ReDrafter 4 beams of 3", "2.00 2.00 to 2.00", ratio, "10.0", faster, "yes"]
     heads, *lines = page.tables["mt_bench, greedy, batch size 1: speedup"]
     assert heads == ["Category", "ReDrafter, 4 beams of 3"]
     assert lines == [["writing 1 prompt", "2.00x"], ["math 1 prompt", "2.00x"]]
@@ -248,22 +249,43 @@ def test_a_wrong_or_lossy_method_has_no_speedup_and_a_lossless_sampler_has_one(w
     assert "2.00x" not in broken.source
     drawn = report(tmp_path / "drawn", write_run("two", temperature=1.0, record={"drawn": True}))
     line = drawn.tables["mt_bench, temperature 1, batch size 1"][2]
-    assert (line[2], line[4]) == ("2.00x 2.00 to 2.00", "by rule")
+    assert (line[2], line[-1]) == ("2.00x 2.00 to 2.00 above its ceiling", "by rule")
     assert "outrider certify tests" in drawn.text
     lossy = report(
         tmp_path / "lossy",
         write_run("three", temperature=1.0, record={"lossless_rule": False}, config={"acceptance": "typical"}),
     )
     line = lossy.tables["mt_bench, temperature 1, batch size 1"][2]
-    assert (line[2], line[4]) == ("2.00x not lossless", "no, by rule")
+    assert (line[2], line[-1]) == ("2.00x not lossless above its ceiling", "no, by rule")
 
 
 def test_differences_within_numeric_noise_keep_the_speedup(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one", wrong=[DRAFTER], noise=["81", "82"]))
-    assert page.tables["mt_bench, greedy, batch size 1"][2][2:] == ["2.00x 2.00 to 2.00", "10.0", "within noise (2)"]
+    line = page.tables["mt_bench, greedy, batch size 1"][2]
+    assert (line[2], line[-1]) == ("2.00x 2.00 to 2.00 above its ceiling", "within noise (2)")
     assert "not lossless" not in page.text
     worse = report(tmp_path / "worse", write_run("two", wrong=[DRAFTER], noise=["81"]))
     assert worse.tables["mt_bench, greedy, batch size 1"][2][2].startswith("not lossless")
+
+
+def test_disturbed_speeds_are_marked_and_errors_of_measurement_have_none(write_run: WriteRun, tmp_path: Path) -> None:
+    stall = {"side": "baseline", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "ratio": 27.0}
+    page = report(tmp_path / "stalled", write_run("one", row={"disturbed": [stall], "num_repeated": 1, "exceeds": ""}))
+    caption = "mt_bench, greedy, batch size 1"
+    assert page.tables[caption][2][2] == "2.00x 2.00 to 2.00 disturbed"
+    assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "2.00x"]
+    assert "run the same command again: it repeats only these answers" in page.text
+    assert "1 answers were decoded again" in page.text
+    page = report(tmp_path / "wrong", write_run("two", row={"exceeds": "tokens per step"}))
+    assert page.tables[caption][2][2] == "error: above its tokens per step"
+    assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "-"]
+    assert "2.00x" not in page.text
+    assert "Measure again into another folder" in page.text
+    assert '<td class="measure" data-name="Speedup"><div><div class="texts bad">error' in page.source
+    timed = {"processor_seconds_per_token": 0.0125, "processor_speedup": 1.5}
+    page = report(tmp_path / "timed", write_run("three", row=timed))
+    assert page.tables[caption][0][4:] == ["Median", "CPU ms/token", "Identical"]
+    assert page.tables[caption][2][5] == "12.50 speedup 1.50x"
 
 
 def test_runs_of_another_environment_or_target_get_chapters_of_their_own(write_run: WriteRun, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_prompt_with_a_skipped_turn_is_left_out_and_logged(
     records: list[EvalRecord] = [
         make_record(prompt_id=prompt, turn=turn) for prompt, turn in (("0", 0), ("0", 1), ("1", 0), ("2", 0), ("2", 1))
     ]
+    records += [make_record(prompt_id="0", attempt=1, token_ids=[7, 8, 9])]  # a repetition has no part in it
     write_answers(records, [suite], tiny_target.tokenizer, tmp_path, time=1.5)
     lines = read_lines(tmp_path / "mt_bench" / "baseline.jsonl")
     assert [(line["question_id"], line["tstamp"]) for line in lines] == [(0, 1.5), (2, 1.5)]

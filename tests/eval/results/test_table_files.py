@@ -14,7 +14,8 @@ from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import Roofline
 from outrider.eval.results.rows import Row, build_rows
 from outrider.eval.results.table_files import csv_table, latex_table
-from outrider.eval.results.tables import escape_markdown, footnotes, markdown, print_table
+from outrider.eval.results.tables import escape_markdown, footnotes, markdown
+from outrider.eval.results.terminal import print_table
 
 from ..conftest import MakeRecord
 
@@ -53,7 +54,7 @@ def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> Non
     assert interval is not None
     assert (float(drafted["speedup_ci95_low"]), float(drafted["speedup_ci95_high"])) == interval
     assert (plain["speedup_ci95_low"], plain["rho"], plain["time_draft"]) == ("", "", "")
-    assert (drafted["batch_size"], drafted["num_skipped"], drafted["num_outliers"]) == ("1", "2", "1")
+    assert (drafted["batch_size"], drafted["num_skipped"], drafted["num_disturbed"]) == ("1", "2", "1")
     assert None not in drafted  # as many cells as column headers
     assert None not in drafted.values()
 
@@ -79,7 +80,7 @@ def test_special_characters_of_latex_are_escaped(rows: list[Row]) -> None:
 
 def test_markdown_keeps_its_columns_with_any_name(rows: list[Row]) -> None:
     lines = [line for line in markdown(rows).splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {18}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {22}
     assert r"redrafter a\|b_c/50%," in lines[3]
     assert escape_markdown("a_b _c_ *d* <e>") == r"a_b \_c\_ \*d\* \<e\>"
 
@@ -91,15 +92,41 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
 
 
 def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
-    assert rows[0]["outliers"] == []
-    assert rows[1]["outliers"] == [
-        {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 20.0},
+    assert rows[0]["disturbed"] == []
+    assert rows[1]["disturbed"] == [
+        {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
     ]
-    (note,) = [note for note in footnotes(rows) if note.startswith("Outliers: 1 answers")]
+    (note,) = [note for note in footnotes(rows) if note.startswith("Disturbed: 1 answers")]
     assert "prompt 0 turn 1 of redrafter a" in note
-    assert "(20.0x). Every figure includes them" in note
-    many: Any = {**rows[1], "outliers": rows[1]["outliers"] * 5}
+    assert "(20.0x). To measure again, run the same command again" in note
+    answer = rows[1]["disturbed"][0]
+    many: Any = {**rows[1], "disturbed": [{**answer, "repeat": repeat} for repeat in range(5)]}
     assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
+
+
+def test_a_stalled_answer_of_plain_decoding_is_listed_once_for_all_methods(rows: list[Row]) -> None:
+    stalled = {"side": "baseline", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 9.0}
+    several: Any = [{**rows[1], "method": method, "name": method, "disturbed": [stalled]} for method in ("one", "two")]
+    (note,) = [note for note in footnotes([rows[0], *several]) if note.startswith("Disturbed")]
+    assert "Disturbed: 1 answers" in note
+    assert "prompt 0 turn 1 of plain decoding (9.0x)" in note
+
+
+def test_an_error_of_measurement_is_no_number_in_any_file(rows: list[Row]) -> None:
+    wrong: Any = {
+        **rows[1],
+        "speedup": 7.77,
+        "speedup_ci95": (7.77, 7.77),
+        "median_speedup": 7.77,
+        "exceeds": "tokens per step",
+    }
+    (line,) = csv.DictReader(StringIO(csv_table([wrong])))
+    assert (line["speedup"], line["speedup_ci95_low"], line["median_speedup"]) == ("", "", "")
+    assert line["exceeds"] == "tokens per step"
+    assert "7.77" not in latex_table([wrong]).split("\\end{tabular}")[0]
+    table = "\n".join(line for line in markdown([wrong]).splitlines() if line.startswith("|"))
+    assert "7.77" not in table
+    assert "| error: above its tokens per step |" in table
 
 
 def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:

@@ -16,7 +16,8 @@ from outrider.eval.records.run_files import DrafterFacts, Roofline
 from outrider.eval.results.lossless import Mismatch
 from outrider.eval.results.plots import plot_comparison, plot_suite
 from outrider.eval.results.rows import Row, build_rows, is_broken
-from outrider.eval.results.tables import cells, footnotes, headline, markdown, print_table
+from outrider.eval.results.tables import cells, footnotes, markdown
+from outrider.eval.results.terminal import print_table
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 
@@ -94,7 +95,7 @@ def test_a_wrong_answer_has_no_speedup_anywhere(records: list[EvalRecord], tmp_p
     assert is_broken(drafted)
     assert not is_broken(plain)
     assert drafted["lossless"] is False
-    assert cells(drafted)["Lossless"] == "NO (1 of 2 prompts)"
+    assert cells(drafted)["Identical"] == "NO (1 of 2 prompts)"
     assert cells(drafted)["Speedup [95 %]"] == "-"
     assert [values["speedup"] for values in drafted["by_category"].values()] == [None, None]
     assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 1}
@@ -128,13 +129,17 @@ def test_skipped_turns_are_noted(records: list[EvalRecord]) -> None:
 
 
 def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
-    lines = [line for line in markdown(rows_of(records, [])).splitlines() if line.startswith("|")]
+    plain, drafted = rows_of(records, [])
+    drafted |= {"median_speedup": 2.1, "num_faster": 1, "num_compared": 2}
+    drafted |= {"processor_seconds_per_token": 0.0125, "processor_speedup": 1.5}
+    lines = [line for line in markdown([plain, drafted]).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2
-    assert {line.count("|") for line in lines} == {18}
+    assert {line.count("|") for line in lines} == {22}
     assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
     assert lines[2].startswith("| mt_bench | 0 | 1 | plain decoding |")
     assert lines[3].startswith(
-        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
+        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00], above its ceiling | 1.20x | yes | "
+        "2.10x | 1 of 2 | 12.50 | 1.50x | 1.4M | 160 | 250.00 | 50% |"
     )
 
 
@@ -198,34 +203,6 @@ def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison
     assert not any("outrider certify" in note for note in footnotes([plain]))
 
 
-def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [])
-    rows[1]["method"] = "redrafter beam_width=16 beam_length=5 tree_nodes=40"
-    screen = StringIO()
-    print_table(rows, Console(width=80, file=screen))
-    text = screen.getvalue()
-    assert text.startswith("Fastest on mt_bench, greedy: ReDrafter, 16 beams of 5, 40 nodes. 2.00x plain")
-    assert "\n ReDrafter,  " in text
-    assert "\n 16 beams of 5, 40 nodes " in text
-    assert "2.00x [2.00, 2.00]" in text
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
-
-
-def test_the_headline_names_the_fastest_lossless_method_and_marks_uncertain_gains(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [])
-    assert headline(rows) == "Fastest on mt_bench, greedy: ReDrafter. 2.00x plain decoding, 2.00 tokens per step."
-    rows[1]["speedup_ci95"] = (0.8, 2.5)
-    assert headline(rows).endswith("The interval [0.80, 2.50] includes 1, so this may be chance.")
-    rows[1]["speedup"] = 0.9
-    assert headline(rows).startswith("No method is faster than plain decoding; the best on mt_bench, greedy: ReDrafter. 0.90x")
-    rows[1]["speedup"] = 2.0
-    wrong = Mismatch(record=records[5], position=1)
-    assert headline(rows_of(records, [wrong])) == "No lossless method has a speedup everywhere; the table shows the reasons."
-    second: Any = {**rows[1], "suite": "gsm8k", "speedup": 3.0}
-    assert headline([*rows, second]) == "Fastest over 2 groups: ReDrafter. 2.00x to 3.00x plain decoding."
-
-
 def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRecord]) -> None:
     assert [row["num_loops"] for row in rows_of(records, [])] == [0, 0]
     assert not any(note.startswith("Loops") for note in footnotes(rows_of(records, [])))
@@ -256,6 +233,29 @@ def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRec
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     plot_suite(rows[:1], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_plots_show_no_speed_for_an_error_of_measurement_and_mark_a_disturbed_one(
+    records: list[EvalRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.axes import Axes
+
+    texts: list[str] = []
+    draw = Axes.annotate
+    monkeypatch.setattr(
+        Axes, "annotate", lambda axes, text, *args, **options: [texts.append(text), draw(axes, text, *args, **options)][1]
+    )
+    other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
+    plain, first, second = rows_of([*records, *other], [])
+    first |= {"exceeds": "tokens per step", "speedup": 7.77}
+    second |= {"exceeds": "", "disturbed": [{"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "ratio": 27.0}]}
+    plot_suite([plain, first, second], tmp_path / "suite.png")
+    assert texts.count("error") == 3, "in both categories and over all"
+    texts.clear()
+    plot_comparison([plain, first, second], tmp_path / "comparison.png")
+    assert texts.count("error") == 1
+    assert "2.00x (disturbed)" in texts
+    assert not [text for text in texts if "7.77" in text]
 
 
 def test_drafters_are_compared_where_there_are_two_of_them(

@@ -11,7 +11,15 @@ import torch
 from outrider.models.decoding import DraftTree, empty_tree
 from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_separately, pack_survivors
+from outrider.models.drafters.beams import (
+    SearchTree,
+    beam_search,
+    likeliest_successors,
+    pack_likeliest,
+    pack_separately,
+    pack_survivors,
+)
+from outrider.models.drafters.redrafter import Redrafter, RedrafterConfig
 
 VOCAB = 7
 
@@ -203,3 +211,82 @@ def test_a_node_keeps_its_parent_when_probabilities_round_to_one():
                 assert set(row_paths(tree, row)) <= set(row_paths(actual, row))
                 num_checked += 1
     assert num_checked == 1200
+
+
+# --- the same trees as a plain search, which ranks every successor of every beam
+
+
+def plain_search(
+    drafter: Redrafter, hidden: torch.Tensor, last_token: torch.Tensor
+) -> tuple[list[int], list[int], list[float]]:
+    """Search for one row with lists: the tokens, parents and scores of all nodes, by depth."""
+    width, length = drafter.config.beam_width, drafter.config.beam_length
+    tokens, parents, scores = [], [], []
+    beams = [(0.0, NO_NODE, drafter.first_state(drafter.embed(last_token)))]
+    for _ in range(length):
+        successors = []
+        for score, node, state in beams:
+            logits = drafter.logits(hidden[None], state[None])[0].float()
+            log_probs = logits - logits.logsumexp(-1)
+            top = log_probs.topk(min(width, len(log_probs)))
+            successors += [(score + top.values[i], node, int(top.indices[i]), state) for i in range(len(top.values))]
+        successors.sort(key=lambda successor: -successor[0])
+        beams = []
+        for score, parent, output, state in successors[:width]:
+            token = drafter.to_target_tokens(torch.tensor(output))
+            beams.append((score, len(tokens), drafter.next_state(state, drafter.embed(token))))
+            tokens.append(int(token))
+            parents.append(parent)
+            scores.append(float(score))
+    return tokens, parents, scores
+
+
+def plain_tree(drafter: Redrafter, tokens: list[int], parents: list[int], scores: list[float]) -> list[tuple[int, int]]:
+    """Return the (token, parent) of each node of the tree that `drafter` should draft."""
+    if drafter.config.tree_nodes is not None:
+        kept = set(sorted(range(len(tokens)), key=lambda node: -scores[node])[: drafter.config.tree_nodes])
+    else:
+        kept = set(range(len(tokens) - drafter.config.beam_width, len(tokens)))
+        for node in sorted(range(len(tokens)), reverse=True):
+            if node in kept and parents[node] != NO_NODE:
+                kept.add(parents[node])
+    number = {node: index for index, node in enumerate(sorted(kept))} | {NO_NODE: NO_NODE}
+    return [(tokens[node], number[parents[node]]) for node in sorted(kept)]
+
+
+@pytest.mark.parametrize("tree_nodes", [None, 9])
+@pytest.mark.parametrize("draft_vocab_size", [None, 150])
+@pytest.mark.parametrize(("width", "length"), [(1, 4), (4, 3), (16, 5), (40, 3), (70, 2)])
+def test_the_drafted_tree_is_that_of_a_plain_search(
+    width: int, length: int, draft_vocab_size: int | None, tree_nodes: int | None
+):
+    torch.manual_seed(width)
+    num_rows, hidden_size, vocab_size = 3, 16, 300
+    config = RedrafterConfig(
+        beam_width=width, beam_length=length, tree_nodes=tree_nodes, draft_vocab_size=draft_vocab_size, exit_width=24
+    )
+    embeddings = torch.nn.Embedding(vocab_size, hidden_size)
+    # In float64, rounding of the products of many rows and of one row decides no near tie.
+    drafter = Redrafter(config, embeddings, hidden_size=hidden_size, vocab_size=vocab_size).double()
+    drafter.choose_draft_vocabulary(torch.randperm(vocab_size))
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    hidden, last_tokens = torch.randn(num_rows, hidden_size, dtype=torch.float64), torch.tensor([5, 0, 299])
+    with torch.inference_mode():
+        tree, _ = drafter.propose(hidden, last_tokens)
+        for row in range(num_rows):
+            expected = plain_tree(drafter, *plain_search(drafter, hidden[row], last_tokens[row]))
+            nodes = list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True))
+            assert nodes == expected + [(NO_NODE, NO_NODE)] * (tree.num_nodes - len(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_successors_are_ranked_in_float32_whatever_the_logits_are(dtype: torch.dtype):
+    logits = torch.randn(2, 5, 4000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    scores = -torch.rand(2, 5, generator=torch.Generator().manual_seed(2))
+    outputs, beams, found = likeliest_successors(logits, scores, 6)
+    assert found.dtype == torch.float32
+    log_probs = logits.float().log_softmax(-1)
+    for row in range(2):
+        assert torch.equal(found[row], (scores[row][:, None] + log_probs[row]).flatten().topk(6).values)
+        assert torch.equal(found[row], (scores[row][beams[row]] + log_probs[row, beams[row], outputs[row]]))

@@ -1,0 +1,31 @@
+"""What a command prints after the table: how to measure again, and what to open next."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..eval.results.marks import disturbed_answers
+from ..eval.results.rows import Row
+from .errors import command_line
+
+OWN_MODEL = "outrider init my.yaml --target DIR_OR_ID --data FILE"
+
+
+def print_measure_again(rows: Sequence[Row], console: Console) -> None:
+    """Print the command that measures the disturbed answers again, if there are any."""
+    if number := len(disturbed_answers(rows)):
+        answers = "1 disturbed answer" if number == 1 else f"{number} disturbed answers"
+        console.print(Text(f"\nTo measure the {answers} again, and nothing else:", style="bold"))
+        console.print(Text(f"  {command_line()}"), soft_wrap=True)
+
+
+def print_next(files: Mapping[Path, str], console: Console) -> None:
+    """Print the files to open, each with its content, and the command for the user's own model."""
+    width = max(len(str(path)) for path in files)
+    console.print(Text("\nOpen:", style="bold"))
+    for path, content in files.items():
+        console.print(Text(f"  {path!s:<{width}}  {content}"), soft_wrap=True)
+    console.print(Text("Next, for your own model and data:", style="bold"))
+    console.print(Text(f"  {OWN_MODEL}"), soft_wrap=True)
