@@ -291,12 +291,33 @@ def write_results(records: Sequence[Mapping[str, Any]], output: Path) -> None:
     rows = [row for record in records for row in rows_of(record)]
     lines = notes(rows, has_bf16_matrices=has_bf16_matrices())
     short = f"{summary(rows)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
-    write_json(output / "size_study.json", {"rows": rows, "notes": lines, "cells": records})
+    report = {
+        "rows": rows,
+        "notes": lines,
+        "environment": records[0]["environment"],
+        "cells": [without_texts(r) for r in records],
+    }
+    write_json(output / "size_study.json", report)
     atomic_write_text(output / "table.md", f"{short}\n{table(rows)}")
     plot(rows, output / "speedup.png")
     print(f"{short}\nWritten to {output}: table.md, speedup.png, size_study.json")
     if any(row["unexplained"] for row in rows):
         raise SystemExit(1)
+
+
+def without_texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a cell's record with the number of tokens in place of the tokens, which the cell's file has."""
+    answers = {
+        name: [
+            [
+                {**{key: answer[key] for key in answer if key != "token_ids"}, "num_tokens": len(answer["token_ids"])}
+                for answer in tries
+            ]
+            for tries in rounds
+        ]
+        for name, rounds in record["answers"].items()
+    }
+    return {**record, "answers": answers}
 
 
 def has_bf16_matrices() -> bool:

@@ -147,7 +147,7 @@ class Bench:
         # 1. The disturbed answers of each pass and temperature.
         jobs: list[Job] = []
         for suite, prompts, size, repeat, _ in passes:
-            disturbed = {t: find_repetitions(self._group(suite, t, size)) for t in self.rules}
+            disturbed = {t: find_repetitions(self._records_of(suite, t, size)) for t in self.rules}
             if not any(disturbed.values()):
                 continue
             # 2. Their batches, with the methods that still fit into memory.
@@ -171,7 +171,7 @@ class Bench:
             return []
         return jobs
 
-    def _group(self, suite: PromptSet, temperature: float, batch_size: int) -> list[EvalRecord]:
+    def _records_of(self, suite: PromptSet, temperature: float, batch_size: int) -> list[EvalRecord]:
         """List the records of a group, without those of methods that ran out of memory."""
         key = (suite.name, temperature, batch_size)
         return [

@@ -46,6 +46,7 @@ from typing import Any
 
 import grown_bench
 import torch
+from grown_bench import compilations
 from host_reads import patched_reads
 from random_target import LLAMA_1B, LLAMA_8B, TINY, memory_bandwidth, open_device, random_llama, target_of, weight_bytes
 from tqdm import tqdm
@@ -363,11 +364,6 @@ def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
         return torch.ones(2, device=device).sum().item() == 2
     except RuntimeError:
         return False
-
-
-def compilations() -> int:
-    """Return the number of graphs that torch.compile has built so far in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def add_break_even(rows: list[dict[str, Any]]) -> None:

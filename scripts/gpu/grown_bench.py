@@ -5,8 +5,8 @@ The target is built on the device, with the bytes of a large model and the text 
 step are the drafter's. Hidden size and vocabulary are the small model's: a drafter of a real large
 model costs more, and a head of its vocabulary too.
 
-Each form (eager, compiled, CUDA graphs) decodes all prompts with all methods, in turns. The first
-round compiles and records, and isn't counted. Seconds are those of decoding, without the prefill.
+Each form (eager, compiled, CUDA graphs) decodes all prompts with all methods, in turns. Rounds that
+compile and record aren't counted. Seconds are those of decoding, without the prefill.
 
 - `ceiling` is tau / (1 + rho): the speedup if verifying a tree took the time of a plain step. rho is
   the drafter's time per step over a plain step.
@@ -53,6 +53,8 @@ from size_study import parse_drafters
 
 GOAL = 0.75
 """Least share of the ceiling, and of the bandwidth."""
+MAX_WARM_UPS = 4
+"""Rounds that aren't timed, at most: code is compiled again when shapes turn out to vary."""
 Row = dict[str, Any]
 
 
@@ -145,15 +147,17 @@ def measure(
             copy_drafter(setting.folder, Path(folder), source.config)
             methods[setting.name] = proposer(load_drafter(Path(folder), target, **setting.setting), target)
     prompts = [prompt[0].to(target.device) for prompt in fitting_prompts(target, args.prompts, args.new_tokens)]
-    # 2. A round to compile and record, one that is timed, and one with phase timers.
-    rounds: list[dict[str, list[Generation]]] = []
-    for timed in (False, False, True):
-        rounds.append({name: [] for name in methods})
-        for index, prompt in enumerate(prompts):
-            for name in rotated(list(methods), index):
-                rounds[-1][name].append(decode(target, methods[name], prompt, args.new_tokens, timed=timed))
+    # 2. Rounds until nothing is compiled any more, one that is timed, and one with phase timers.
+    for _ in range(MAX_WARM_UPS):
+        before = compilations()
+        decode_all(target, methods, prompts, args.new_tokens)
+        if compilations() == before:
+            break
+    before = compilations()
+    measured = decode_all(target, methods, prompts, args.new_tokens)
+    num_compilations = compilations() - before
+    phased = decode_all(target, methods, prompts, args.new_tokens, timed=True)
     # 3. The rows.
-    _, measured, phased = rounds
     for name, generations in measured.items():
         tokens = [generation.answer(0).token_ids for generation in generations]
         num_steps, seconds = count_steps(generations), sum(generation.decode_seconds for generation in generations)
@@ -172,6 +176,7 @@ def measure(
                 answer == plain.answer(0).token_ids for answer, plain in zip(tokens, measured[PLAIN], strict=True)
             ),
             "num_prompts": len(prompts),
+            "compilations": num_compilations,
         }
 
 
@@ -179,10 +184,25 @@ def count_steps(generations: Sequence[Generation]) -> int:
     return sum(len(generation.steps) - 1 for generation in generations)
 
 
-def decode(target: HFTarget, drafter: Any, prompt: torch.Tensor, new_tokens: int, *, timed: bool) -> Generation:
-    """Decode greedily. Nothing stops an answer, so all have as many tokens."""
-    options = {"max_new_tokens": new_tokens, "stop_ids": (), "seeds": [0], "timed": timed}
-    return time_generation(target, drafter, GreedyAcceptance(), [prompt], **options)
+def decode_all(
+    target: HFTarget, methods: Mapping[str, Any], prompts: Sequence[torch.Tensor], new_tokens: int, *, timed: bool = False
+) -> dict[str, list[Generation]]:
+    """Decode all prompts greedily with all methods, in turns.
+
+    Nothing stops an answer, so all have as many tokens.
+    """
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_ids": (), "seeds": [0], "timed": timed}
+    generations: dict[str, list[Generation]] = {name: [] for name in methods}
+    for index, prompt in enumerate(prompts):
+        for name in rotated(list(methods), index):
+            generation = time_generation(target, methods[name], GreedyAcceptance(), [prompt], **options)
+            generations[name].append(generation)
+    return generations
+
+
+def compilations() -> int:
+    """Return the number of graphs that torch.compile has built so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def add_shares(report: dict[str, Any]) -> None:
@@ -217,6 +237,8 @@ def print_report(report: Mapping[str, Any]) -> None:
             f"| {row['milliseconds_per_step']:.2f} | {row['speedup']:.2f}x | {ceilings} "
             f"| {row['bandwidth_share']:.0%} | {row['num_identical']} of {row['num_prompts']} |"
         )
+        if row["compilations"]:
+            print(f"  {row['compilations']} graphs were compiled while this form was timed: its times are too long")
     for goal in goals(report["rows"]):
         print(goal)
     for failure in itertools.chain(report["failed"], report["skipped"]):

@@ -70,6 +70,7 @@ def test_every_method_is_measured_in_every_cell(run: Callable[..., Path], capsys
             assert row["tokens_per_step"] == 1
     assert {len(tries) for cell in record["cells"] for answers in cell["answers"].values() for tries in answers} <= {1, 2, 3}
     assert [cell["transformers_shares_weights"] for cell in record["cells"]] == [False, False]
+    assert {answer["num_tokens"] for cell in record["cells"] for answer in cell["answers"]["plain"][0]} == {6}
     assert not (output / "targets").exists()
     assert (output / "speedup.png").read_bytes()[:4] == b"\x89PNG"
     text = (output / "table.md").read_text()
