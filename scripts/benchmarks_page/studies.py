@@ -194,6 +194,24 @@ def plain_decoding(records: Records, name: str) -> str:
     return table(["plain decoding", "threads", "tokens/s", *(f"seconds of {text}, over ours" for text in words.values())], rows)
 
 
+def sizes(records: Records, name: str) -> str:
+    """Return the speedup of each method over the fastest plain decoding, by the target's size."""
+    tables = []
+    rows = records.read(name)["rows"]
+    for dtype, threads in dict.fromkeys((row["dtype"], row["threads"]) for row in rows):
+        cells = {(row["method"], row["size"]): row for row in rows if (row["dtype"], row["threads"]) == (dtype, threads)}
+        columns = list(dict.fromkeys(size for _, size in cells))
+        lines = []
+        for method in dict.fromkeys(method for method, _ in cells):
+            of_method = [cells.get((method, size)) for size in columns]
+            steps = next((row["tokens_per_step"] for row in of_method if row is not None), None)
+            speedups = ["-" if row is None else with_interval(row["speedup"], row["speedup_ci95"], "x") for row in of_method]
+            lines.append([method, number(steps), *speedups])
+        title = f"{dtype}, {count(threads, 'thread')}:"
+        tables.append(f"{title}\n\n{table(['method', 'tokens per step', *columns], lines)}")
+    return "\n\n".join(tables)
+
+
 def batches(records: Records, name: str) -> str:
     """Return tokens per second of our loop and of transformers' by batch size."""
     cells = records.read(name)["decoding"]
@@ -335,6 +353,7 @@ STUDIES: dict[str, Callable[..., str]] = {
             training_speed,
             padding,
             plain_decoding,
+            sizes,
             batches,
             overhead,
             certificate,
