@@ -5,7 +5,8 @@
 
 Fresh drafters decode random prompts greedily. A step is divided into the draft, the model's forward
 pass, and the rest: masks, acceptance, caches and the loop. Of the draft, the matrix products are
-measured alone, by repeating the calls of its linear layers. Time is that of the processor, all
+measured alone, by repeating the calls of its linear layers; their weights then come from nearer
+caches than in a step, so the products take longer there. Time is that of the processor, all
 threads together, so other processes disturb it less than the time of a clock. The medians over
 rounds are written as JSON. With `--against`, each round runs once with each checkout.
 """
