@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 BLOCK_SIZE = 64
 """Number of neighbouring values in a block."""
-MIN_VALUES = 2**13
+MIN_VALUES = 2**15
 """Fewest values of which blocks are ranked first: of fewer, `topk` alone is faster on a CPU."""
 
 
