@@ -13,6 +13,7 @@ from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..target.tree_attention import visible_columns
 from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .beams import SearchTree
+from .ranking import largest
 from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6
@@ -169,10 +170,12 @@ def children(
     drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
 ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
     """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
-    logits = drafter.logits(outputs).float()
-    top, chosen = logits.topk(min(drafter.config.top_k, logits.shape[-1]), dim=-1)
-    tokens = chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen]
+    logits = drafter.logits(outputs)
+    count = min(drafter.config.top_k, logits.shape[-1])
     if drafter.config.tree == "static":
-        rank = torch.arange(1, top.shape[-1] + 1, device=top.device)
-        return tokens, (STATIC_FIRST_HIT / rank**2).log().expand_as(top)
-    return tokens, top - logits.logsumexp(-1, keepdim=True)
+        _, chosen = largest(logits, count)
+        rank = torch.arange(1, count + 1, device=chosen.device)
+        log_probs = (STATIC_FIRST_HIT / rank**2).log().expand(chosen.shape)
+    else:
+        log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), count)
+    return chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen], log_probs

@@ -33,6 +33,7 @@ from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
 from .last_state import LastStateDrafter
 from .objective import HIT_RANKS, Labels, Loss, Objective, score
+from .ranking import largest
 from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
 
@@ -200,7 +201,7 @@ class Medusa(LastStateDrafter):
 
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
         """Draft the same tree for every text, from the heads' most probable tokens (2.1.2)."""
-        ranked = self.logits(state).topk(self.num_ranks, dim=-1).indices  # [batch, head, rank]
+        _, ranked = largest(self.logits(state), self.num_ranks)  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
 

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 BLOCK_SIZE = 64
 """Number of neighbouring values in a block."""
-MIN_VALUES = 2**13
+MIN_VALUES = 2**15
 """Fewest values of which blocks are ranked first: of fewer, `topk` alone is faster on a CPU."""
 
 
@@ -15,12 +15,12 @@ def largest(
 ) -> tuple[Float[torch.Tensor, "*batch count"], Int[torch.Tensor, "*batch count"]]:
     """Return the `count` largest values in descending order, and their indexes, like `topk`.
 
-    On a CPU `topk` takes longer than computing the values. So only the maxima of blocks are ranked,
-    and then the values in the best `count` blocks. No other block can have one of the largest
-    values. Equal values may come in another order than from `topk`.
+    On a CPU `topk` takes longer than computing the values. So only the maxima of blocks are ranked
+    there, and then the values in the best `count` blocks. No other block can have one of the
+    largest values. Equal values may come in another order than from `topk`.
     """
     num_values = values.shape[-1]
-    if num_values < max(MIN_VALUES, BLOCK_SIZE * count):
+    if values.device.type != "cpu" or num_values < max(MIN_VALUES, BLOCK_SIZE * count):
         return values.topk(count, dim=-1)
     if missing := -num_values % BLOCK_SIZE:
         values = pad(values, (0, missing), value=-torch.inf)

@@ -35,6 +35,9 @@ PLAIN_TOLERANCE = 1.02
 it comes first."""
 MIN_GAIN = 1.04
 """Smallest ratio that decides for columns first or packed; a smaller one may be chance."""
+MIN_GAIN_OF_SECOND_COPY = 1.15
+"""Smallest ratio that decides for packed only at several rows. A step of a drafter then reads both
+copies of the weights, so that fewer of them stay in the processor's cache."""
 MAX_MEMORY_SHARE = 0.5
 """Largest share of the free memory that packed copies may take."""
 
@@ -61,7 +64,7 @@ def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice
     """
     candidates = []
     for columns_first, plain in ((False, times.rows_first), (True, times.columns_first)):
-        packed_rows = _packed_range(times.rows, plain, times.packed) if packs else None
+        packed_rows = _packed_range(times, plain) if packs else None
         seconds = [
             pair[1] if packed_rows and packed_rows[0] <= rows <= packed_rows[1] else pair[0]
             for rows, *pair in zip(times.rows, plain, times.packed, strict=True)
@@ -80,11 +83,16 @@ def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice
     return other if sum(ratios) / len(ratios) > MIN_GAIN else first
 
 
-def _packed_range(rows: Sequence[int], plain: Sequence[float], packed: Sequence[float]) -> tuple[int, int] | None:
-    """Return the longest run of numbers of rows at which the packed copy is faster."""
+def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | None:
+    """Return the range of rows at which the packed copy is clearly faster than another order."""
+    from_one = _longest_run(times, plain, MIN_GAIN)
+    return from_one if from_one and from_one[0] == 1 else _longest_run(times, plain, MIN_GAIN_OF_SECOND_COPY)
+
+
+def _longest_run(times: Times, plain: Sequence[float], min_gain: float) -> tuple[int, int] | None:
     runs: list[list[int]] = [[]]
-    for number, without, seconds in zip(rows, plain, packed, strict=True):
-        if without > MIN_GAIN * seconds:
+    for number, without, packed in zip(times.rows, plain, times.packed, strict=True):
+        if without > min_gain * packed:
             runs[-1].append(number)
         else:
             runs.append([])

@@ -212,6 +212,18 @@ def sizes(records: Records, name: str) -> str:
     return "\n\n".join(tables)
 
 
+def step_parts(records: Records, name: str) -> str:
+    """Return the milliseconds of the parts of a step, by drafter, here and in an older checkout."""
+    measured = records.read(name)["milliseconds_per_step"]
+    rows = [
+        [setting, *(number(parts[part], 2) for part in ("draft", "linears", "forward", "rest")), checkout]
+        for setting in measured["here"]
+        for checkout, parts in (("this", measured["here"][setting]), ("older", measured.get("against", {}).get(setting)))
+        if parts
+    ]
+    return table(["drafter", "draft, ms", "its matrix products", "the target's pass", "rest", "version"], rows)
+
+
 def batches(records: Records, name: str) -> str:
     """Return tokens per second of our loop and of transformers' by batch size."""
     cells = records.read(name)["decoding"]
@@ -354,6 +366,7 @@ STUDIES: dict[str, Callable[..., str]] = {
             padding,
             plain_decoding,
             sizes,
+            step_parts,
             batches,
             overhead,
             certificate,

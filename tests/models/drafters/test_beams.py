@@ -261,7 +261,7 @@ def test_the_drafted_tree_is_that_of_a_plain_search(
     width: int, length: int, draft_vocab_size: int | None, tree_nodes: int | None
 ):
     torch.manual_seed(width)
-    num_rows, hidden_size, vocab_size = 3, 16, 300
+    num_rows, hidden_size, vocab_size = 3, 16, 600
     config = RedrafterConfig(
         beam_width=width, beam_length=length, tree_nodes=tree_nodes, draft_vocab_size=draft_vocab_size, exit_width=24
     )

@@ -9,7 +9,9 @@ from outrider.models.drafters.ranking import BLOCK_SIZE, MIN_VALUES, largest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_values", [1, 63, MIN_VALUES - 1, MIN_VALUES, MIN_VALUES + 1, 3 * MIN_VALUES - 5])
 def test_the_largest_values_are_those_of_topk(num_values: int, dtype: torch.dtype):
-    values = torch.randn(2, 3, num_values, dtype=dtype, generator=torch.Generator().manual_seed(num_values))
+    generator = torch.Generator().manual_seed(num_values)
+    rows = [torch.randperm(num_values, generator=generator) for _ in range(6)]  # no two are equal
+    values = torch.stack(rows).unflatten(0, (2, 3)).to(dtype)
     for count in {min(count, num_values) for count in (1, 4, 70, MIN_VALUES // BLOCK_SIZE, MIN_VALUES)}:
         top, index = largest(values, count)
         expected = values.topk(count, dim=-1)

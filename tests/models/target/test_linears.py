@@ -71,9 +71,11 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         (times((1, 2, 4), (1.1, 1.5, 3)), Choice()),  # plain decoding comes first
         (times((1.1, 2, 4), (1, 3, 9)), Choice(columns_first=True)),
         (times((1, 2, 4), NEVER, (1.2, 1.2, 1.3)), Choice(packed_rows=(2, 4))),
+        (times((1, 2, 4), NEVER, (1.2, 1.8, 3.6)), Choice()),  # too little for a second copy
+        (times((1, 2, 4), NEVER, (0.9, 1.8, 3.6)), Choice(packed_rows=(1, 4))),
         (times((1, 2, 4), NEVER, (0.5, 0.6, 1.3)), Choice(packed_rows=(1, 4))),
         (times((1, 2, 4), NEVER, (0.5, 2, 5)), Choice(packed_rows=(1, 1))),
-        (times((1, 2, 4), (1, 1.3, 1.3), (1.2, 1.2, 4)), Choice(columns_first=True, packed_rows=(2, 2))),
+        (times((1, 2, 4), (1, 1.3, 1.3), (1.2, 1.1, 4)), Choice(columns_first=True, packed_rows=(2, 2))),
         (times((1, 2, 4), (0.9, 3, 5), (1.2, 1.2, 1.2)), Choice(columns_first=True, packed_rows=(2, 4))),
     ],
 )
