@@ -1,4 +1,4 @@
-"""Jobs of a measurement: a batch that a method decodes once, and the records of its answers."""
+"""Jobs of a measurement, and the records of their answers."""
 
 import hashlib
 import math
