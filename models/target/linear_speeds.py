@@ -1,4 +1,4 @@
-"""Seconds of a linear layer's product in several ways, measured once per machine and remembered.
+"""Speeds of linear layers in several ways, measured once per machine and remembered.
 
 The file lies in the folder OUTRIDER_CACHE, or `~/.cache/outrider`. It is named after the machine:
 the processor, torch's version and all else that the seconds depend on. A file that can't be read,
@@ -31,8 +31,9 @@ TYPES = (torch.float32, torch.bfloat16)
 """Types with fast kernels on some CPUs."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of rows that are measured: 1 is plain decoding, the others are draft trees and batches."""
-MAX_SECONDS = 1.6
-"""Limit for all measurements of one call."""
+MAX_SECONDS, MAX_SECONDS_PER_SHAPE = 1.6, 0.3
+"""Limits for all measurements of one call, and for one shape. A drafter has few shapes that its
+target hasn't, so it takes less."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 WAYS = ("rows_first", "columns_first", "packed")
 LAST_NEEDED = 8
@@ -77,7 +78,8 @@ class Times:
 def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
     """Return the times of each shape with torch's present number of threads.
 
-    A shape that can't be timed is missing. Those that this machine's file lacks are measured first, in MAX_SECONDS together.
+    A shape that can't be timed is missing. Those that this machine's file lacks are measured first,
+    in about MAX_SECONDS together.
     """
     machine = _machine()
     path = _cache_folder() / f"linears-{hashlib.sha256(repr(machine).encode()).hexdigest()[:12]}.json"
@@ -88,8 +90,9 @@ def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
         measured = {}
         for shape in missing:
             with suppress(ValueError):  # the clock stood still
-                measured[_key(shape)] = _measure(shape, MAX_SECONDS / len(missing))
-        logger.info("linear layers: measured %d shapes in %.1f s", len(missing), time.perf_counter() - started)
+                measured[_key(shape)] = _measure(shape, min(MAX_SECONDS_PER_SHAPE, MAX_SECONDS / len(missing)))
+        seconds = time.perf_counter() - started
+        logger.info("linear layers: measured the fastest kernels in %.1f s; kept in %s", seconds, path)
         known = {**_read(path, machine), **measured}  # another process may have added its own meanwhile
         _write(path, machine, known)
     return {shape: known[_key(shape)] for shape in shapes if _key(shape) in known}
@@ -129,6 +132,7 @@ def _operator() -> Callable[..., Any]:
 @torch.inference_mode()
 def _measure(shape: Shape, max_seconds: float) -> Times:
     """Time the ways in turns; the fastest sample of each counts, because others were disturbed."""
+    # 1. Matrices that take turns, in each way that this machine has.
     num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
     num_matrices = max(1, min(MAX_POOL, POOL_BYTES // (num_outputs * shape.num_inputs * shape.dtype.itemsize)))
     generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
@@ -147,6 +151,7 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
     if packed:
         ways["packed"] = (packed_linear, packed)
 
+    # 2. Rounds of all numbers of rows and ways, until the time is over.
     inputs = {rows: torch.randn(1, rows, shape.num_inputs, generator=generator).to(shape.dtype) for rows in ROWS}
     best = {way: dict.fromkeys(ROWS, math.inf) for way in WAYS}
     deadline = time.perf_counter() + max_seconds
@@ -166,6 +171,7 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
                     best[way][rows] = min(best[way][rows], seconds)
         if number >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
+    # 3. The numbers of rows that were measured in every way.
     measured = tuple(rows for rows in ROWS if all(math.isfinite(best[way][rows]) for way in ways))
     return Times(rows=measured, **{way: tuple(seconds[rows] for rows in measured) for way, seconds in best.items()})
 

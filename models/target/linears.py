@@ -56,31 +56,36 @@ class Choice:
 
 
 def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice:
-    """Choose how to compute a matrix's products, from the seconds of each way by number of rows.
+    """Choose how to compute a matrix's products, from the seconds of each way.
 
     The memory order must be within PLAIN_TOLERANCE of the fastest way at one row. Among such orders
     the one with the lowest mean of relative seconds over all numbers of rows counts. Without
     `in_place` the memory order stays rows first, and without `packs` nothing is packed.
     """
-    candidates = []
-    for columns_first, plain in ((False, times.rows_first), (True, times.columns_first)):
-        packed_rows = _packed_range(times, plain) if packs else None
-        seconds = [
-            pair[1] if packed_rows and packed_rows[0] <= rows <= packed_rows[1] else pair[0]
-            for rows, *pair in zip(times.rows, plain, times.packed, strict=True)
-        ]
-        candidates.append((Choice(columns_first, packed_rows), seconds))
-    (first, first_seconds), (other, other_seconds) = candidates
+    # 1. The range of rows that is packed in each memory order, and the seconds that follow.
+    rows_first, rows_first_seconds = _with_packed(times, times.rows_first, columns_first=False, packs=packs)
+    columns_first, columns_first_seconds = _with_packed(times, times.columns_first, columns_first=True, packs=packs)
     if not in_place:
-        return first
-    # At one row.
-    fastest = min(first_seconds[0], other_seconds[0])
-    is_slow, other_is_slow = (seconds[0] > PLAIN_TOLERANCE * fastest for seconds in (first_seconds, other_seconds))
-    if is_slow != other_is_slow:
-        return other if is_slow else first
-    # Over all numbers of rows.
-    ratios = [mine / others for mine, others in zip(first_seconds, other_seconds, strict=True)]
-    return other if sum(ratios) / len(ratios) > MIN_GAIN else first
+        return rows_first
+    # 2. At one row, an order that is too slow is out.
+    fastest = min(rows_first_seconds[0], columns_first_seconds[0])
+    if columns_first_seconds[0] > PLAIN_TOLERANCE * fastest:
+        return rows_first
+    if rows_first_seconds[0] > PLAIN_TOLERANCE * fastest:
+        return columns_first
+    # 3. Over all numbers of rows, columns first must be clearly faster.
+    ratios = [rows / columns for rows, columns in zip(rows_first_seconds, columns_first_seconds, strict=True)]
+    return columns_first if sum(ratios) / len(ratios) > MIN_GAIN else rows_first
+
+
+def _with_packed(times: Times, plain: Sequence[float], *, columns_first: bool, packs: bool) -> tuple[Choice, list[float]]:
+    """Return the choice in one memory order, and its seconds by number of rows."""
+    packed_rows = _packed_range(times, plain) if packs else None
+    fewest, most = packed_rows or (0, 0)
+    pairs = zip(times.rows, plain, times.packed, strict=True)
+    return Choice(columns_first, packed_rows), [
+        packed if fewest <= rows <= most else without for rows, without, packed in pairs
+    ]
 
 
 def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | None:
@@ -101,11 +106,11 @@ def _longest_run(times: Times, plain: Sequence[float], min_gain: float) -> tuple
 
 
 def choose_linears(*modules: nn.Module) -> str:
-    """Let the linear layers of frozen modules compute in the fastest way, and describe the ways.
+    """Compute linear layers of frozen modules in the fastest way; describe the ways.
 
     This concerns linear layers on a CPU, of at least MIN_ELEMENTS weights, in a type that has fast
-    kernels. The first call on a machine measures for at most two seconds; the result is kept in a
-    file. The choice depends on torch's number of threads, so call this again if it changes.
+    kernels. The first call for a target measures for at most two seconds, and keeps the result in a
+    file of this machine. The choice depends on torch's number of threads, so call this again if it changes.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
     made again if the weights have changed. Weights that are columns first hold the same numbers;
@@ -126,12 +131,12 @@ def plain_linears(*modules: nn.Module) -> None:
 
 
 @contextmanager
-def chosen_linears(*modules: nn.Module) -> Iterator[None]:
+def packed_where_faster(*modules: nn.Module) -> Iterator[None]:
     """Decode with packed copies inside the block where they are faster; change no weight.
 
     Layers that `choose_linears` has handled stay as they are.
     """
-    linears = _linears(modules)
+    linears = [linear for linear in _linears(modules) if linear.weight.is_contiguous()]
     _apply(linears, in_place=False)
     try:
         yield
@@ -141,7 +146,10 @@ def chosen_linears(*modules: nn.Module) -> Iterator[None]:
 
 
 def _apply(linears: Sequence[nn.Linear], *, in_place: bool, uses: Mapping[int, int] | None = None) -> dict[Shape, Choice]:
-    """Choose for each shape, and change the layers. `uses` counts the modules of each parameter."""
+    """Choose a way for each shape, and change the layers.
+
+    `uses` counts the modules of each parameter.
+    """
     # 1. Choose by the machine's speeds.
     speeds = linear_speeds(list(dict.fromkeys(map(_shape, linears))))
     linears = [linear for linear in linears if _shape(linear) in speeds]
@@ -222,5 +230,5 @@ class PackedForSomeRows:
         return packed_linear(x, self._packed, linear.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the packed weights out, which can be neither copied nor pickled; a copy packs its own."""
+        """Leave out the packed weights, which can't be copied; a copy packs its own."""
         return {**vars(self), "_packed": None, "_packed_from": None}

@@ -25,7 +25,7 @@ from outrider.models.target.linears import (
     PackedForSomeRows,
     choose,
     choose_linears,
-    chosen_linears,
+    packed_where_faster,
     plain_linears,
 )
 from outrider.models.target.loading import load_target
@@ -204,7 +204,7 @@ def test_a_context_changes_nothing_afterwards(fastest):
     choose_linears(chosen)
 
     def fail() -> None:
-        with chosen_linears(nn.Sequential(layer, chosen), layer):
+        with packed_where_faster(nn.Sequential(layer, chosen), layer):
             assert "forward" in vars(layer)
             assert layer.weight.is_contiguous()
             raise RuntimeError("boom")
