@@ -99,6 +99,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter that reads other layers of the target than the default ones, or
     that has another kind of layer.
     """
+    # 1. What the engines don't support.
     problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
@@ -109,10 +110,12 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
             f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
     raise_unsupported(problems, FORMAT.name)
+    # 2. The tensors under the engines' names.
     names = names_of("midlayer")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
     if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM doesn't support maps of the whole vocabulary
         tensors |= write_vocabulary(drafter)
+    # 3. The configuration.
     config = {
         "architectures": [ARCHITECTURE],
         **write_config(drafter, target),
