@@ -91,7 +91,7 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
     assert "{#1} [bold]~^<i>*" in screen.getvalue()
 
 
-def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
+def test_disturbed_answers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     assert rows[0]["disturbed"] == []
     assert rows[1]["disturbed"] == [
         {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
