@@ -174,9 +174,14 @@ def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def too_few(num_units: int) -> str:
-    """Format a warning about an interval over few prompts or batches; empty for enough of them."""
-    return ", too few for a reliable interval" if num_units < FEW_UNITS else ""
+def num_units(row: Row) -> int:
+    """Return the number of prompts, or batches of prompts, that the row's intervals are over."""
+    return row["num_batches"] or row["num_prompts"]
+
+
+def too_few(row: Row) -> str:
+    """Format a warning about intervals over few prompts or batches; empty for enough of them."""
+    return f" Too few {units(row)} for a reliable interval: {num_units(row)}." if num_units(row) < FEW_UNITS else ""
 
 
 def _count(number: int) -> str:

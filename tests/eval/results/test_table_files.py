@@ -141,6 +141,6 @@ def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
     assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
-    notes = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
+    notes = [note for note in footnotes(rows) if "Too few batches for a reliable interval: 3." in note]
     assert len(notes) == 1
     assert notes[0].startswith("mt_bench, greedy, batch size 2 ")
