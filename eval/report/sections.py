@@ -125,11 +125,11 @@ def _interval_note(entries: Sequence[Entry]) -> str:
     if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
     if row["batch_size"] == 1:
-        return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
+        return f" Intervals: over the prompts.{too_few(row)}"
     if row["num_batches"] == 1:
         return " Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch."
-    batches = f"{row['num_batches']} batches{too_few(row['num_batches'])}"
-    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
+    batches = f"{row['num_batches']} batches.{too_few(row)}"
+    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}"
 
 
 def _overviews(group: Group) -> list[Table]:

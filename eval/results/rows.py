@@ -180,8 +180,3 @@ def loop_share(row: Row) -> float:
     """
     num_answers = row["num_turns"] * row["num_repeats"]
     return row.get("num_loops", 0) / num_answers if num_answers else 0.0
-
-
-def slow_answers(row: Row) -> list[dict[str, Any]]:
-    """List the row's disturbed answers, or the outliers of a summary of an older version."""
-    return row["disturbed"] if "disturbed" in row else row.get("outliers", [])

@@ -416,11 +416,11 @@ def test_a_report_needs_no_torch() -> None:
 
 def test_notes_name_intervals_of_batches_and_too_few_batches_or_prompts(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
-    few = "too few for a reliable interval"
-    assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
+    few = "Too few prompts for a reliable interval: 2."
+    assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts. {few}" in page.text
     assert "Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch." in page.text
     three = report(tmp_path / "three", write_run("three", batch_size=4, row={"num_batches": 3, "speedup_ci95": [1.0, 2.0]}))
-    assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
+    assert "Intervals: of tokens per step over the prompts, of the speedup over 3 batches. Too few" in three.text
 
 
 def test_drafters_of_different_runs_or_ambiguous_ones_are_not_paired(write_run: WriteRun, tmp_path: Path) -> None:

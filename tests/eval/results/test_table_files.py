@@ -91,7 +91,7 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
     assert "{#1} [bold]~^<i>*" in screen.getvalue()
 
 
-def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
+def test_disturbed_answers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     assert rows[0]["disturbed"] == []
     assert rows[1]["disturbed"] == [
         {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
@@ -141,6 +141,6 @@ def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
     assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
-    notes = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
+    notes = [note for note in footnotes(rows) if "Too few batches for a reliable interval: 3." in note]
     assert len(notes) == 1
     assert notes[0].startswith("mt_bench, greedy, batch size 2 ")
