@@ -9,21 +9,28 @@ from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
 from ..records.names import BASELINE
-from .rows import Row, method_name
+from .rows import Row, is_timeless, method_name
 
 ERROR = "error: above its tokens per step"
 """Text in place of a speedup that can't be right.
 
 A step of the target costs at least as much as a step of plain decoding.
 """
+NO_TIME = "error: no positive time"
+"""Text in place of a speedup without a positive time to compute it from."""
 DISTURBED, ABOVE_CEILING = "disturbed", "above its ceiling"
 MEASURE_AGAIN = "To measure again, run the same command again: it repeats only these answers."
 MEASURE_ANEW = "Measure again into another folder, while the machine is quiet."
 
 
 def is_error(row: Row) -> bool:
-    """Check whether a row's speedup exceeds its tokens per step, which is an error of measurement."""
-    return row.get("exceeds") == "tokens per step"
+    """Check whether a row's speedup is wrong, or can't be computed, by an error of measurement."""
+    return row.get("exceeds") == "tokens per step" or is_timeless(row)
+
+
+def error_text(row: Row) -> str:
+    """Describe the error of measurement of a row."""
+    return NO_TIME if is_timeless(row) else ERROR
 
 
 def is_disturbed(row: Row) -> bool:
