@@ -85,7 +85,7 @@ def evaluate(
         target.choose_linears(*drafters.values())
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
-        environment = describe_environment(target.device)
+        environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
@@ -254,7 +254,7 @@ def open_run(
         )
     else:
         roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
-        info = RunInfo(config=recorded, environment=environment, roofline=roofline, linears=target.linears)
+        info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info
 

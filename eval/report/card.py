@@ -204,7 +204,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         ),
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
-        "linears": ", linear layers in the fastest layouts for this processor" if run.info.linears else "",
+        "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
         "python": escape_markdown(environment.python),
         "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in environment.packages.items())),

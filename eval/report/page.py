@@ -120,18 +120,17 @@ def _device(environment: EvalEnvironment) -> str:
 def _facts(group: Group) -> list[tuple[str, str]]:
     """Describe where and how the numbers were measured."""
     info, facts = group.runs[0].info, []
-    names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU"}
+    names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU", "linears": "Linear layers"}
     for key, value in asdict(info.environment).items():
         text = ", ".join(f"{name} {version}" for name, version in value.items()) if isinstance(value, dict) else str(value)
-        facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
+        if text:
+            facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
     target = info.config["target"]
     facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
     if target.get("quantization"):
         facts.append(("Quantisation", target["quantization"]))
     options = ("max_new_tokens", "acceptance", "seed")
     facts.append(("Options", ", ".join(f"{name} {info.config[name]}" for name in options)))
-    if info.linears:
-        facts.append(("Linear layers", info.linears))
     for run in group.runs:
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         suites = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
