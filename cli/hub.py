@@ -51,7 +51,7 @@ def package_command(
         base_model=base_model,
         quantization=parse_quantization(quantization),
         repo=repo,
-        disturbed="mark" if allow_disturbed else "refuse",
+        disturbed="mark" if allow_disturbed else "raise",
     )
     card = model_card(drafter, options)
 

@@ -146,9 +146,8 @@ class RunInfo:
         If the result equals `self.config`, the other run requests the same, or only extends this
         one.
         """
-        mine = self.config
         temperatures, sizes = (
-            [value for value in mine[name] if value in requested[name]] for name in ("temperatures", "batch_sizes")
+            [value for value in self.config[name] if value in requested[name]] for name in ("temperatures", "batch_sizes")
         )
         methods = {}
         for name, method in requested["methods"].items():
@@ -159,7 +158,7 @@ class RunInfo:
                 }
             if method.get("places") != []:
                 methods[name] = method
-        suites = {name: revision for name, revision in requested["suites"].items() if name in mine["suites"]}
+        suites = {name: revision for name, revision in requested["suites"].items() if name in self.config["suites"]}
         return {**requested, "suites": suites, "temperatures": temperatures, "batch_sizes": sizes, "methods": methods}
 
 

@@ -60,7 +60,7 @@ class CardOptions:
     """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
-    disturbed: Literal["refuse", "omit", "mark"] = "refuse"
+    disturbed: Literal["raise", "omit", "mark"] = "raise"
     """Whether a speed that other programs disturbed raises an error, is left out, or is shown with
     a mark."""
     programs: Collection[str] | None = None
@@ -75,7 +75,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
     Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
-    target, and for a disturbed speed if `options.disturbed` is "refuse".
+    target, and for a disturbed speed if `options.disturbed` is "raise".
     """
     # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
@@ -91,7 +91,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
-    if options.disturbed == "refuse":
+    if options.disturbed == "raise":
         _require_undisturbed(figures)
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)

@@ -60,8 +60,9 @@ def generate(
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
     batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
     default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
-    where this machine multiplies them faster (see `packed_where_faster`). This rounds differently, and
-    may need the weights' memory a second time.
+    where they are faster (see `packed_where_faster`). This rounds differently, and may need twice
+    the memory of the weights. The first such call on a machine measures for up to two seconds, and
+    writes the result to `~/.cache/outrider`.
 
     Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
     options that speculative decoding can't follow. Raises RuntimeError if the model is already
