@@ -39,6 +39,9 @@ class Conditions(TypedDict):
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """Facts about the drafter's training (TrainingFacts)."""
+    command: NotRequired[str]
+    """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
+    known."""
     roofline: dict[str, Any]
 
 

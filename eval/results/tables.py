@@ -10,13 +10,13 @@ from .headline import group_name, headline
 from .lossless import LOSSY
 from .marks import (
     ERROR,
-    MEASURE_AGAIN,
     MEASURE_ANEW,
     disturbed_answers,
     is_above_ceiling,
     is_disturbed,
     is_error,
     marks,
+    measure_again,
     num_repeated,
     units,
 )
@@ -96,7 +96,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         num_named=NUM_ANSWERS_NAMED,
         disturbed=disturbed_answers(measured),
         num_repeated=num_repeated(measured),
-        measure_again=MEASURE_AGAIN,
+        measure_again=measure_again(measured),
         measure_anew=MEASURE_ANEW,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
@@ -162,7 +162,9 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 def markdown(rows: Sequence[Row]) -> str:
     """Format the headline, the table and its notes as a Markdown page."""
     table = markdown_table(texts(rows, (*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
+    again = measure_again(rows)
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
+    notes = notes.replace(escape_markdown(again), again)  # a command is code, which has no escapes
     return f"**{escape_markdown(headline(rows))}**\n\n{table}\n\n{notes}\n"
 
 
