@@ -27,7 +27,7 @@ def package_command(
     ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
     allow_disturbed: Annotated[
-        bool, typer.Option("--allow-disturbed", help="Show a speed that other programs disturbed, with a mark.")
+        bool, typer.Option("--allow-disturbed", help="Show a speed whose measurement was disturbed, with a mark.")
     ] = False,
 ) -> None:
     """Write a drafter's folder for the Hub.

@@ -70,9 +70,11 @@ def evaluate(
     output_dir: Path,
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
+    command: str = "",
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
+    The results of disturbed answers name `command`, with which the user started the evaluation.
     Answers that `output_dir` already holds are not measured again. Raises ValueError for invalid
     input, and for an `output_dir` with records of another evaluation.
     """
@@ -106,21 +108,30 @@ def evaluate(
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
-        audits, unaudited = audit_answers(bench, records, suites)
-        facts = Facts(
-            drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
-            num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
-            audits=audits,
-            out_of_memory=bench.out_of_memory,
-            without_profile=bench.without_profile,
-            unaudited=unaudited,
-        )
+        by_method = {name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()}
+        facts = audited_facts(bench, records, suites, by_method, command)
     # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
+
+
+def audited_facts(
+    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet], drafters: dict[str, DrafterFacts], command: str
+) -> Facts:
+    """Audit answers, and collect the facts that only the run can compute."""
+    audits, unaudited = audit_answers(bench, records, suites)
+    return Facts(
+        drafters=drafters,
+        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
+        audits=audits,
+        out_of_memory=bench.out_of_memory,
+        without_profile=bench.without_profile,
+        unaudited=unaudited,
+        command=command,
+    )
 
 
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:

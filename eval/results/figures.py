@@ -42,7 +42,7 @@ class Speeds(TypedDict):
     """The bound that the speedup exceeds: "tokens per step" (an error of measurement), "ceiling",
     or an empty text."""
     outliers: NotRequired[list[dict[str, Any]]]
-    """Slow answers in summaries of older versions, which have no `disturbed`."""
+    """Slow answers in summaries of older versions. Nothing shows them."""
     by_category: dict[str, dict[str, Any]]
     """Tokens per step, speedup and its interval, by category."""
 
