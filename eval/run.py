@@ -35,7 +35,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.roofline import measure_roofline
-from .measure.turns import answer_seed
+from .measure.turns import Method, answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -71,12 +71,14 @@ def evaluate(
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
     command: str = "",
+    others: Sequence[Method] = (),
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    The results of disturbed answers name `command`, with which the user started the evaluation.
-    Answers that `output_dir` already holds are not measured again. Raises ValueError for invalid
-    input, and for an `output_dir` with records of another evaluation.
+    `others` are further methods of the caller; `run.json` doesn't describe them. The results of
+    disturbed answers name `command`, with which the user started the evaluation. Answers that
+    `output_dir` already holds are not measured again. Raises ValueError for invalid input, and for
+    an `output_dir` with records of another evaluation.
     """
     # 1. Load what is compared: prompts and drafters.
     suites = load_suites(config)
@@ -96,7 +98,7 @@ def evaluate(
             target=target,
             tokenizer=tokenizer,
             rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
-            methods=methods_by_place(config, specs, drafters, target),
+            methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, drafters, target).items()},
             config=config,
             context_length=context_length(target, drafters.values()),
             file=file,

@@ -5,7 +5,7 @@ Table, plots, report and model card show the same marks.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
@@ -24,22 +24,22 @@ LOCAL_PATH = re.compile(r"(?:^|[\s=:,'\"({\[])[/~]")
 MEASURE_ANEW = "Measure again into another folder, while the machine is quiet."
 
 
-def is_error(row: Row) -> bool:
+def is_error(row: Mapping[str, Any]) -> bool:
     """Check whether a row's speedup exceeds its tokens per step."""
     return row.get("exceeds") == "tokens per step"
 
 
-def is_disturbed(row: Row) -> bool:
+def is_disturbed(row: Mapping[str, Any]) -> bool:
     """Check whether answers of the row, or plain decoding's beside them, stayed disturbed."""
     return bool(row.get("disturbed"))
 
 
-def is_above_ceiling(row: Row) -> bool:
+def is_above_ceiling(row: Mapping[str, Any]) -> bool:
     """Check whether a row's speedup exceeds its ceiling, which the profile gives, but no more."""
     return row.get("exceeds") == "ceiling"
 
 
-def marks(row: Row) -> list[str]:
+def marks(row: Mapping[str, Any]) -> list[str]:
     """List the marks of a row's speedup; none for a speedup that can be trusted."""
     return [DISTURBED] * is_disturbed(row) + [ABOVE_CEILING] * is_above_ceiling(row)
 

@@ -32,8 +32,11 @@ from random_target import memory_bandwidth, open_device
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from outrider.data.chat import encode_prompt
 from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
+from outrider.data.suites import load_suite
+from outrider.data.types import Turn
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.measure.methods import proposer
 from outrider.eval.measure.roofline import weight_bytes
@@ -47,10 +50,10 @@ from outrider.models.target.loading import load_tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the scripts that are for every machine
 
+from drafter_settings import DrafterSetting, parse_drafters
 from grow_target import Size, Source, copy_drafter, grown_config, grown_tensor, parse_parameters
-from size_methods import PLAIN, DrafterSetting, fitting_prompts, rotated
-from size_study import parse_drafters
 
+PLAIN = "plain"
 GOAL = 0.75
 """Least share of the ceiling, and of the bandwidth."""
 MAX_WARM_UPS = 4
@@ -180,6 +183,19 @@ def measure(
         }
 
 
+def fitting_prompts(target: HFTarget, num_prompts: int, new_tokens: int) -> list[torch.Tensor]:
+    """Return prompts of the suite stdlib that leave room for the answer. Raises ValueError."""
+    texts = [prompt.turns[0] for prompt in load_suite("stdlib", limit=2 * num_prompts).prompts]
+    encoded = (encode_prompt([Turn(role="user", content=text)], target.tokenizer) for text in texts)
+    prompts = [prompt for prompt in encoded if prompt.shape[1] + new_tokens <= target.context_length]
+    if len(prompts) < num_prompts:
+        raise ValueError(
+            f"only {len(prompts)} prompts of stdlib leave room for {new_tokens} new tokens, and --prompts is {num_prompts}; "
+            "give fewer prompts or tokens"
+        )
+    return prompts[:num_prompts]
+
+
 def count_steps(generations: Sequence[Generation]) -> int:
     return sum(len(generation.steps) - 1 for generation in generations)
 
@@ -194,7 +210,8 @@ def decode_all(
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_ids": (), "seeds": [0], "timed": timed}
     generations: dict[str, list[Generation]] = {name: [] for name in methods}
     for index, prompt in enumerate(prompts):
-        for name in rotated(list(methods), index):
+        names, first = list(methods), index % len(methods)
+        for name in (*names[first:], *names[:first]):
             generation = time_generation(target, methods[name], GreedyAcceptance(), [prompt], **options)
             generations[name].append(generation)
     return generations
