@@ -44,6 +44,7 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
+from .errors import command_line
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
 from .kept import describe_kept
 from .plan import print_plan
@@ -134,7 +135,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
     settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
     set_aside_evaluation(folder / "eval", list(settings))
-    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings)
+    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings, command=command_line())
     print_table(rows, console)
     print_measure_again(rows, console)
     write_report([folder / "eval"], folder, figures=False)

@@ -113,6 +113,6 @@ def _repeated_suites(suites: list[SuiteConfig]) -> list[str]:
     for name, count in Counter(suite.name for suite in suites).items():
         files = [suite.path for suite in suites if suite.name == name and suite.path is not None]
         if count > 1:
-            where = f" ({', '.join(files)})" if files else ""
-            problems.append(f"{count} suites have the name {name!r}{where}; rename a file, or give each suite once")
+            paths = f" ({', '.join(files)})" if files else ""
+            problems.append(f"{count} suites have the name {name!r}{paths}; rename a file, or give each suite once")
     return problems

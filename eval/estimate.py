@@ -45,6 +45,7 @@ def estimate_evaluation(
 
     The estimate counts the answers of all methods, temperatures and repeats.
     """
+    # 1. Time a batch of each size, and multiply by the number of batches.
     times_repeated = num_methods * len(config.temperatures) * config.repeats
     seconds, speeds = 0.0, {}
     for size in config.batch_sizes:
@@ -55,6 +56,7 @@ def estimate_evaluation(
             num_profiled = math.ceil(config.profile_prompts / size) * num_turns / len(suite.prompts)
             num_batches = num_turns / size * times_repeated + num_profiled * num_methods * len(config.temperatures)
             seconds += num_batches * per_batch
+    # 2. Count the answers.
     return EvaluationEstimate(
         num_prompts=sum(len(suite.prompts) for suite in suites),
         num_methods=num_methods,

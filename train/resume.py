@@ -62,10 +62,8 @@ def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_
     # 3. The log.
     config, (rate_before, *_) = training.config, scheduler_state["_last_lr"]
     logger.info(
-        "train.steps was %d and is %d: the training resumes after step %d, its last checkpoint. The %s schedule now ends at "
-        "step %d, so the learning rate resumes at %.3g, where it was %.3g. Evaluations and exports in the run's folder are of "
-        "the drafter before. The stage eval renames that evaluation and starts a new one; the stage export writes the formats "
-        "again, but the package only with export.overwrite=true",
+        "train.steps was %d and is %d: the training resumes after step %d. The %s schedule now ends at step %d, so the "
+        "learning rate resumes at %.3g, where it was %.3g; the stage eval starts a new evaluation",
         *(steps_before, config.steps, step, config.schedule, config.steps),
         *(training.scheduler.get_last_lr()[0], rate_before),
     )

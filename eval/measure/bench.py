@@ -25,7 +25,7 @@ from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory, Place
 from ..results.attempts import find_repetitions
-from .jobs import Job, Pass, plan_passes
+from .jobs import Job, SuitePass, plan_passes, repeat_batch
 from .memory import within_memory
 from .timing import Generation, time_generation
 from .turns import Method, PromptTurn, TurnBatch, answer_seed
@@ -76,9 +76,9 @@ class Bench:
         """
         passes = plan_passes(suites, self.config)
         num_answers = sum(
-            len(prompt.turns) * len(self.methods[temperature, size])
-            for _, prompts, size, *_ in passes
-            for prompt in prompts
+            len(prompt.turns) * len(self.methods[temperature, one_pass.batch_size])
+            for one_pass in passes
+            for prompt in one_pass.prompts
             for temperature in self.rules
         )
         try:
@@ -88,7 +88,7 @@ class Bench:
             kept = f"{num_kept} of {num_answers} answers are kept in {self.file.path}."
             raise KeyboardInterrupt(kept) from None
 
-    def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
+    def _measure(self, suites: Sequence[PromptSet], passes: Sequence[SuitePass], num_answers: int) -> None:
         warm_length = 0  # texts up to this length need no further warm-up
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for job in self._jobs(passes, progress):
@@ -108,9 +108,9 @@ class Bench:
                     self.file.append(*records)
             progress.total = progress.n  # the remaining answers were too long, or ran out of memory
 
-    def _jobs(self, passes: Sequence[Pass], progress: "tqdm[Any]") -> Iterator[Job]:
+    def _jobs(self, passes: Sequence[SuitePass], progress: "tqdm[Any]") -> Iterator[Job]:
         """Yield all jobs: timed ones, then repetitions of those that were disturbed, then profiles."""
-        timed = [one_pass for one_pass in passes if not one_pass[-1]]
+        timed = [one_pass for one_pass in passes if not one_pass.profiled]
         yield from self._plan(timed)
         for _ in range(MAX_REPETITIONS):
             repetitions = self._repetitions(timed)
@@ -118,50 +118,46 @@ class Bench:
                 logger.info("%d answers are decoded again, because the time of one of each pair was disturbed", num_answers)
             progress.total += num_answers
             yield from repetitions
-        yield from self._plan(passes[len(timed) :])
+        yield from self._plan([one_pass for one_pass in passes if one_pass.profiled])
 
-    def _plan(self, passes: Iterable[Pass]) -> Iterator[Job]:
+    def _plan(self, passes: Iterable[SuitePass]) -> Iterator[Job]:
         """Yield every batch at every temperature with every method, interleaved.
 
         The first method changes from group to group, in rotation. The plan is lazy for two reasons:
         a second turn needs the baseline's answer to the first, and methods that ran out of memory
         are skipped from then on.
         """
-        for suite, prompts, size, repeat, profiled in passes:
-            for index, group in enumerate(self._groups(suite, prompts, size)):
+        for one_pass in passes:
+            suite, size, profiled = one_pass.suite, one_pass.batch_size, one_pass.profiled
+            for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
                 for temperature in self.rules:
                     methods = self.methods[temperature, size]
-                    first = (index + repeat) % len(methods)
+                    first = (index + one_pass.repeat) % len(methods)
                     batches = self._batches(suite, group, index, temperature, size)
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
                             fits = self._fits_at(suite, temperature, size, method.name, profiled)
                             if fits and not (profiled and method.decode):
-                                yield Job(batch=batch, method=method, repeat=repeat, profiled=profiled)
+                                yield Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=profiled)
 
-    def _repetitions(self, passes: Iterable[Pass]) -> list[Job]:
+    def _repetitions(self, passes: Iterable[SuitePass]) -> list[Job]:
         """List what to decode again, because all attempts so far were disturbed.
 
-        A disturbed answer is repeated next to plain decoding's. Which of them comes first
-        alternates. A run in another environment than the recorded one repeats nothing.
+        A run in another environment than the recorded one repeats nothing.
         """
         # 1. The disturbed answers of each pass and temperature.
         jobs: list[Job] = []
-        for suite, prompts, size, repeat, _ in passes:
+        for one_pass in passes:
+            suite, size = one_pass.suite, one_pass.batch_size
             disturbed = {t: find_repetitions(self._records_of(suite, t, size)) for t in self.rules}
             if not any(disturbed.values()):
                 continue
             # 2. Their batches, with the methods that still fit into memory.
-            for index, group in enumerate(self._groups(suite, prompts, size)):
+            for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
                 for temperature in (t for t in self.rules if disturbed[t]):
                     for batch in self._batches(suite, group, index, temperature, size):
-                        if (repetition := disturbed[temperature].get(batch.pair_key(repeat))) is None:
-                            continue
-                        names = {BASELINE, *repetition.methods}
-                        pair = [method for method in self.methods[temperature, size] if method.name in names]
-                        options: dict[str, Any] = {"repeat": repeat, "attempt": repetition.attempt}
-                        order = reversed(pair) if (index + repetition.attempt) % 2 else pair
-                        jobs += (Job(batch=batch, method=method, **options) for method in order)
+                        if (repetition := disturbed[temperature].get(batch.pair_key(one_pass.repeat))) is not None:
+                            jobs += repeat_batch(batch, repetition, self.methods[temperature, size], one_pass.repeat)
         # 3. Times of another environment can't be compared.
         if jobs and (changes := differences(asdict(self.recorded_environment), asdict(self.environment))):
             self._warn_once(
@@ -347,7 +343,7 @@ class Bench:
         profile.
         """
         turn, method, profiled = job.batch.turns[0], job.method, job.profiled
-        where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        group = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
         # 1. Log the consequences.
         left_out = [method]
         if profiled:
@@ -355,7 +351,7 @@ class Bench:
             logger.warning(
                 "%s ran out of memory on %s when it was profiled: its row has no time split, and %s; all other figures stay",
                 method.name,
-                where,
+                group,
                 consequence,
             )
         elif method.name == BASELINE:
@@ -363,10 +359,10 @@ class Bench:
             logger.warning(
                 "plain decoding ran out of memory on %s: without it no method has a speedup, so none is measured there; lower "
                 "the batch size or max_new_tokens",
-                where,
+                group,
             )
         else:
-            logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
+            logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, group, OOM)
 
         # 2. Record the methods that are left out.
         (self.without_profile if profiled else self.out_of_memory).extend(

@@ -1,4 +1,4 @@
-"""Jobs of a measurement: a batch that a method decodes once, and the records of its answers."""
+"""Jobs of a measurement, and the records of their answers."""
 
 import hashlib
 import math
@@ -9,28 +9,46 @@ from ...data.suites import Prompt, PromptSet
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey
 from ..records.run_files import OutOfMemory
+from ..results.attempts import Repetition
 from .timing import Generation
 from .turns import Method, TurnBatch, evenly_spaced
 
-Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
-"""One pass of every method over some prompts: suite, prompts to answer, batch size, repeat,
-profiled."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePass:
+    """One pass of every method over prompts of a suite."""
+
+    suite: PromptSet
+    prompts: Sequence[Prompt]
+    """Prompts to answer; a profiled pass answers only some of the suite's."""
+    batch_size: int
+    repeat: int = 0
+    profiled: bool = False
 
 
-def plan_passes(suites: Sequence[PromptSet], config: EvalConfig) -> list[Pass]:
+def plan_passes(suites: Sequence[PromptSet], config: EvalConfig) -> list[SuitePass]:
     """List the passes that measure everything, the profiled ones last.
 
     Profiled passes consist of whole batches only, since a smaller batch takes a different time.
     """
     sizes, num_profiled = config.batch_sizes, config.profile_prompts
-    passes: list[Pass] = [
-        (suite, suite.prompts, size, repeat, False) for repeat in range(config.repeats) for suite in suites for size in sizes
-    ]
-    return passes + [
-        (suite, evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size), size, 0, True)
+    timed = [
+        SuitePass(suite=suite, prompts=suite.prompts, batch_size=size, repeat=repeat)
+        for repeat in range(config.repeats)
         for suite in suites
         for size in sizes
     ]
+    profiles = [
+        SuitePass(
+            suite=suite,
+            prompts=evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size),
+            batch_size=size,
+            profiled=True,
+        )
+        for suite in suites
+        for size in sizes
+    ]
+    return timed + profiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +98,7 @@ class Job:
             answer = generation.answer(row)
             records.append(
                 EvalRecord(
+                    # 1. The prompt, and how it was answered.
                     suite=turn.suite.name,
                     prompt_set_revision=turn.suite.revision,
                     prompt_set_source=turn.suite.source,
@@ -97,6 +116,7 @@ class Job:
                     context_from=BASELINE if turn.turn else None,
                     prompt_sha256=hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest(),
                     num_prompt_tokens=len(input_ids),
+                    # 2. The row's tokens, and its counts over the verify steps.
                     token_ids=answer.token_ids,
                     accepted_histogram=answer.accepted_histogram,
                     num_verify_tokens=len(answer.token_ids) - 1,
@@ -105,14 +125,27 @@ class Job:
                     # Plain decoding has no drafts, so every rule samples from the target's distribution.
                     lossless_rule=lossless_rule or self.method.name == BASELINE,
                     truncated=answer.token_ids[-1] not in stop_ids,
+                    # 3. The times of the whole batch, and details that only profiled answers have.
                     prefill_seconds=generation.prefill_seconds,
                     decode_seconds=generation.decode_seconds,
                     processor_seconds=generation.processor_seconds,
                     phase_seconds=generation.phase_seconds if self.profiled else None,
                     tree_tokens=answer.tree_tokens if self.profiled else None,
+                    # 4. What every record of the run has in common.
                     environment_digest=environment_digest,
                     config_digest=config_digest,
                     seed=seed,
                 )
             )
         return records
+
+
+def repeat_batch(batch: TurnBatch, repetition: Repetition, methods: Sequence[Method], repeat: int) -> list[Job]:
+    """List the jobs that decode a disturbed batch again, next to plain decoding.
+
+    Which of the two comes first alternates.
+    """
+    names = {BASELINE, *repetition.methods}
+    pair = [method for method in methods if method.name in names]
+    order = reversed(pair) if (batch.index + repetition.attempt) % 2 else pair
+    return [Job(batch=batch, method=method, repeat=repeat, attempt=repetition.attempt) for method in order]

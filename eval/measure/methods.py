@@ -52,18 +52,21 @@ def method_specs(
     ValueError for a directory without a drafter, for an option that the drafter doesn't have, and
     for a drafter that is named twice.
     """
+    # 1. Check that each directory holds a whole drafter.
     specs: dict[str, MethodSpec] = {}
     paths = [directory.resolve() for directory in drafter_dirs]
     for path, directory, distinct_part in zip(paths, drafter_dirs, _distinct_parts(paths), strict=True):
         saved = read_drafter_config(path)
         if not (path / WEIGHTS_FILE).is_file():
             raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
+        # 2. Its settings: the requested ones, or those that tuning chose.
         name = [saved.kind, *([distinct_part] if distinct_part not in ("", saved.kind) else [])]
         if tuned is None:
             chosen = [MethodSpec(path=path, setting=setting) for setting in (settings or {}).get(directory, config.settings)]
         else:
             name.append("tuned")
             chosen = _by_setting(path, tuned[directory])
+        # 3. A method for each setting.
         for spec in chosen:
             saved_spec(saved, spec.setting)
             label = " ".join([*name, *_words(spec.setting)])

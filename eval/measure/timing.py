@@ -97,13 +97,16 @@ def time_generation(
     `seeds` has one seed for each row; random decisions of the rule depend on it. `timed` also times
     the phases, which slows an accelerator down.
     """
+    # 1. Start the clocks when the device has finished earlier work.
     device = prompts[0].device
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
+    # 2. Prefill.
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
     stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # the host has read its tokens, so an accelerator has finished
     first_token = time.perf_counter()
+    # 3. Decode.
     steps = [first_step, *stream]
     synchronize(device)
     end, processor_end = time.perf_counter(), time.process_time()

@@ -48,8 +48,8 @@ class PromptTurn:
 
     def key(self, method: str, *, repeat: int = 0, profiled: bool = False, attempt: int = 0) -> RecordKey:
         """Build the key of a method's answer to this turn."""
-        place = (self.turn, self.temperature, method, repeat, profiled, self.batch_size, attempt)
-        return (self.suite.name, self.prompt.id, *place)
+        run = (repeat, profiled, self.batch_size, attempt)
+        return (self.suite.name, self.prompt.id, self.turn, self.temperature, method, *run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,10 +71,15 @@ class Environment:
     git_hash: str | None
     """Commit of the library's clone, with `-dirty` if files differ from it; None outside a
     clone."""
+    linears: str = ""
+    """How linear layers are computed (`choose_linears`); empty: as transformers computes them."""
 
     @property
     def digest(self) -> str:
-        return digest_of(dataclasses.asdict(self))
+        values = dataclasses.asdict(self)
+        if not self.linears:
+            del values["linears"]  # older versions had no such field
+        return digest_of(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +121,6 @@ class RunInfo:
     """Suites (revision by name), target, chat template, methods and RECORDED_OPTIONS."""
     environment: Environment
     roofline: Roofline
-    linears: str = ""
-    """How linear layers were computed (`choose_linears`); empty: as transformers computes them."""
 
     def __post_init__(self) -> None:
         if missing := sorted({"suites", "target", "methods", *RECORDED_OPTIONS} - self.config.keys()):
@@ -143,9 +146,8 @@ class RunInfo:
         If the result equals `self.config`, the other run requests the same, or only extends this
         one.
         """
-        mine = self.config
         temperatures, sizes = (
-            [value for value in mine[name] if value in requested[name]] for name in ("temperatures", "batch_sizes")
+            [value for value in self.config[name] if value in requested[name]] for name in ("temperatures", "batch_sizes")
         )
         methods = {}
         for name, method in requested["methods"].items():
@@ -156,7 +158,7 @@ class RunInfo:
                 }
             if method.get("places") != []:
                 methods[name] = method
-        suites = {name: revision for name, revision in requested["suites"].items() if name in mine["suites"]}
+        suites = {name: revision for name, revision in requested["suites"].items() if name in self.config["suites"]}
         return {**requested, "suites": suites, "temperatures": temperatures, "batch_sizes": sizes, "methods": methods}
 
 
@@ -217,6 +219,8 @@ class Facts:
     measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
+    command: str = ""
+    """Command of the evaluation as the user typed it; empty if it is unknown."""
 
 
 def read_info(path: Path) -> RunInfo:

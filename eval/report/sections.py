@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.marks import ERROR, MEASURE_AGAIN, MEASURE_ANEW, is_disturbed, is_error, marks, num_repeated, units
+from ..results.marks import ERROR, MEASURE_ANEW, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
@@ -113,9 +113,9 @@ def _time_notes(entries: Sequence[Entry]) -> list[str]:
     if number := num_repeated([entry.row for entry in entries]):
         notes.append(f"Repeated answers: {number}. They were decoded again, since a timing was disturbed.")
     if any(is_disturbed(entry.row) for entry in entries):
-        notes.append(f"disturbed: answers took far longer than usual, also when they were repeated. {MEASURE_AGAIN}")
+        notes.append("disturbed: answers took far longer than usual, also when they were repeated.")
     if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):
-        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding was disturbed. {MEASURE_ANEW}")
+        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding's time is wrong. {MEASURE_ANEW}")
     return notes
 
 
@@ -125,11 +125,11 @@ def _interval_note(entries: Sequence[Entry]) -> str:
     if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
     if row["batch_size"] == 1:
-        return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
+        return f" Intervals: over the prompts.{too_few(row)}"
     if row["num_batches"] == 1:
         return " Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch."
-    batches = f"{row['num_batches']} batches{too_few(row['num_batches'])}"
-    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
+    batches = f"{row['num_batches']} batches.{too_few(row)}"
+    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}"
 
 
 def _overviews(group: Group) -> list[Table]:

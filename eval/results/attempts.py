@@ -162,10 +162,10 @@ def find_repetitions(records: Sequence[EvalRecord]) -> dict[PairKey, Repetition]
 
 
 def steady_profiles(timed: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> list[EvalRecord]:
-    """Leave out the profiled answers that are disturbed, measured by the usual seconds per step.
+    """Leave out the disturbed ones of the profiled answers.
 
-    The usual time is that of the method's timed answers. Where it is unknown, or where all profiled
-    answers are slow because of the phase timers, nothing is left out.
+    The usual seconds per step are those of the method's timed answers. Where they are
+    unknown, or where all profiled answers are slow because of the phase timers, nothing is left out.
     """
     runs = [record for record in batches(timed) if record.attempt == 0 and record.num_steps and _is_positive(record)]
     if len(runs) < MIN_ANSWERS:

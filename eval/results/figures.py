@@ -14,7 +14,7 @@ from ..records.records import BASELINE, EvalRecord
 from ..records.run_files import Roofline
 from . import stats
 from .attempts import Pairs, least_disturbed, num_repeated, steady_profiles
-from .lossless import Mismatch, judge
+from .lossless import Mismatch, Verdict, judge
 
 TOLERANCE = 1.02
 """A speedup exceeds its bound if it is larger than the bound by this factor."""
@@ -42,12 +42,28 @@ class Speeds(TypedDict):
     """The bound that the speedup exceeds: "tokens per step" (an error of measurement), "ceiling",
     or an empty text."""
     outliers: NotRequired[list[dict[str, Any]]]
-    """Slow answers in summaries of older versions, which have no `disturbed`."""
+    """Slow answers in summaries of older versions. Nothing shows them."""
     by_category: dict[str, dict[str, Any]]
     """Tokens per step, speedup and its interval, by category."""
 
 
-class Figures(Speeds):
+class Losslessness(TypedDict):
+    """Figures that compare the answers of a method with plain decoding's."""
+
+    lossless: bool | None
+    """Whether every answer equals the baseline's, token for token. None where random drafts make it
+    a different sample by design."""
+    lossless_label: str
+    num_mismatched_prompts: int
+    num_within_noise: int
+    """Mismatched prompts that the audit explains by arithmetic noise (in low precision or in
+    samples)."""
+    num_unaudited: int
+    """Mismatched prompts without a known error whose audit ran out of memory."""
+    first_mismatch: dict[str, Any] | None
+
+
+class Figures(Losslessness, Speeds):
     """Figures of a method.
 
     None stands for a number that doesn't exist, or that must not be shown.
@@ -88,17 +104,6 @@ class Figures(Speeds):
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished."""
-    lossless: bool | None
-    """Whether every answer equals the baseline's, token for token. None where random drafts make it
-    a different sample by design."""
-    lossless_label: str
-    num_mismatched_prompts: int
-    num_within_noise: int
-    """Mismatched prompts that the audit explains by arithmetic noise (in low precision or in
-    samples)."""
-    num_unaudited: int
-    """Mismatched prompts without a known error whose audit ran out of memory."""
-    first_mismatch: dict[str, Any] | None
     num_repeated: NotRequired[int]
     """Answers (of all repeats) that were decoded again because a timing was disturbed."""
     disturbed: NotRequired[list[dict[str, Any]]]
@@ -147,7 +152,7 @@ def compute_figures(
 
     # 2. Compare the method with plain decoding.
     is_baseline = firsts[0].method == BASELINE
-    lossless = judge(method_records, mismatches)
+    verdict = judge(method_records, mismatches)
     tau = stats.tokens_per_step(firsts)
     rho = None if is_baseline else stats.relative_draft_cost(steady_plain, steady)
     histogram = stats.accepted_histogram(firsts)
@@ -170,21 +175,28 @@ def compute_figures(
         "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method),
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
         "rho": rho,
-        "ceiling": None if lossless.broken else stats.ceiling(tau, rho),
+        "ceiling": None if verdict.broken else stats.ceiling(tau, rho),
         "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(steady),
         "time_split": stats.time_split(steady),
         "tree_tokens": stats.tree_tokens(profiled),
         "roofline_fraction": _roofline_fraction(pairs.method, roofline),
-        "lossless": False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
-        "lossless_label": lossless.label,
-        "num_mismatched_prompts": lossless.num_mismatched,
-        "num_within_noise": lossless.num_within_noise,
-        "num_unaudited": lossless.num_unaudited,
-        "first_mismatch": lossless.first,
+        **_losslessness(verdict, mismatches),
         "num_repeated": num_repeated(method_records),
         "disturbed": [asdict(answer) for answer in pairs.disturbed],
-        **_speeds(pairs, rho, is_broken=lossless.broken, seed=seed),
+        **_speeds(pairs, rho, is_broken=verdict.broken, seed=seed),
         "out_of_memory": False,
+    }
+
+
+def _losslessness(verdict: Verdict, mismatches: Sequence[Mismatch]) -> Losslessness:
+    """Compare a method's answers with plain decoding's."""
+    return {
+        "lossless": False if verdict.lossy else None if verdict.by_rule and not mismatches else not mismatches,
+        "lossless_label": verdict.label,
+        "num_mismatched_prompts": verdict.num_mismatched,
+        "num_within_noise": verdict.num_within_noise,
+        "num_unaudited": verdict.num_unaudited,
+        "first_mismatch": verdict.first,
     }
 
 

@@ -14,6 +14,7 @@ from ..records.names import BASELINE, RUN_FILE, SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
 from ..records.run_files import Facts, OutOfMemory, RunInfo, read_info
 from .lossless import judged
+from .marks import is_disturbed
 from .rows import Row, build_rows
 
 
@@ -46,6 +47,8 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         out_of_memory=facts.out_of_memory,
     )
     describe_rows(rows, info)
+    for row in filter(is_disturbed, rows) if facts.command else ():
+        row["command"] = facts.command
     for row in rows:
         # A step of another program may be faster than plain decoding's, so no bound holds.
         if row["method"] not in (BASELINE, *config["methods"]):

@@ -15,7 +15,7 @@ REASONS = {
     "not lossless": ("not lossless", "not lossless"),
     "error": ("error of measurement", "errors of measurement"),
 }
-"""Words for the reason why rows aren't counted: for one row, and for several."""
+"""Words for the reason why a setting has no valid speed: for one setting, and for several."""
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -31,20 +31,15 @@ def headline(rows: Sequence[Row]) -> str:
         if row["method"] != BASELINE and _reason(row) is None:
             valid.setdefault(method_name(row), []).append(row)
     complete = {name: of_method for name, of_method in valid.items() if len(of_method) == len(groups)}
-    where = f"on {groups[0]}" if len(groups) == 1 else f"over {len(groups)} groups"
+    where = groups[0] if len(groups) == 1 else f"{len(groups)} groups"
     if not complete:
-        return f"No setting has a valid speedup {where}.{_not_counted(rows)}"
+        return f"No setting has a valid speedup ({where}).{_without_speed(rows)}"
     # 2. A line about the fastest of them.
     name, best = max(complete.items(), key=lambda item: _mean_speedup(item[1]))
-    facts = [
-        _speed(best),
-        *_by_unit(best),
-        f"{_range([row['tokens_per_step'] for row in best])} tokens per step",
-        _answers(best),
-    ]
-    if any(map(is_disturbed, best)):
-        facts.append("DISTURBED: measure again")
-    return f"{_verdict(best, where)}: {name}: {', '.join(facts)}.{_not_counted(rows)}"
+    steps = f"{_range([row['tokens_per_step'] for row in best])} tokens per step"
+    facts = [_verdict(best, name), *_by_unit(best), steps, _answers(best)]
+    disturbed = " DISTURBED: measure again." if any(map(is_disturbed, best)) else ""
+    return f"{'; '.join(facts)} ({where}).{disturbed}{_without_speed(rows)}"
 
 
 def group_name(row: Row) -> str:
@@ -53,13 +48,13 @@ def group_name(row: Row) -> str:
 
 
 def includes_one(row: Row) -> bool:
-    """Check whether the interval of a row's speedup includes 1, at the two decimals that are printed."""
+    """Check whether the interval of a row's speedup includes 1, as printed."""
     low, high = row["speedup_ci95"] or (None, None)
     return low is not None and high is not None and round(low, 2) <= 1 <= round(high, 2)
 
 
 def _reason(row: Row) -> str | None:
-    """Return the reason why a row isn't counted; None for a valid speedup."""
+    """Return the reason why a row has no valid speedup; None if it has one."""
     if row["out_of_memory"]:
         return "out of memory"
     if is_broken(row):
@@ -69,45 +64,58 @@ def _reason(row: Row) -> str | None:
     return "error" if is_error(row) else None
 
 
-def _not_counted(rows: Sequence[Row]) -> str:
-    """Count the rows that aren't counted, by reason."""
-    reasons = (_reason(row) for row in rows if row["method"] != BASELINE)
-    counts = Counter(reason for reason in reasons if reason is not None)
-    words = [f"{counts[reason]} {text[counts[reason] > 1]}" for reason, text in REASONS.items() if counts[reason]]
-    return f" Not counted: {', '.join(words)}." if words else ""
+def _without_speed(rows: Sequence[Row]) -> str:
+    """Count the settings without a valid speed, by reason; a setting's first reason counts."""
+    reasons: dict[str, str] = {}
+    for row in rows:
+        if row["method"] != BASELINE and (reason := _reason(row)) is not None:
+            reasons.setdefault(method_name(row), reason)
+    if not reasons:
+        return ""
+    counts = Counter(reasons.values())
+    words = {text[counts[reason] > 1]: counts[reason] for reason, text in REASONS.items() if counts[reason]}
+    listing = ", ".join(words if len(words) == 1 else (f"{number} {text}" for text, number in words.items()))
+    return f" Without a valid speed: {len(reasons)} setting{'s' if len(reasons) > 1 else ''} ({listing})."
 
 
 def _mean_speedup(rows: Sequence[Row]) -> float:
     return geometric_mean([row["speedup"] or 0.0 for row in rows])
 
 
-def _verdict(rows: Sequence[Row], where: str) -> str:
-    if _mean_speedup(rows) > 1:
-        return f"Fastest {where}"
-    return f"No setting is faster than plain decoding {where}; the best"
-
-
-def _speed(rows: Sequence[Row]) -> str:
-    """Describe the speedups with their intervals."""
+def _verdict(rows: Sequence[Row], name: str) -> str:
+    """Describe the speedups with their intervals, and the setting that has them."""
+    # 1. The setting in brackets, unless the name has some already.
+    drafter, separator, setting = name.partition(", ")
+    setting_name = f"{drafter} ({setting})" if separator and "(" not in name else name
+    # 2. The speedups, and whether they differ from plain decoding's.
     unclear = sum(map(includes_one, rows))
+    doubt = f", {NOT_DISTINGUISHABLE}" if unclear else ""
     if len(rows) == 1:
         (row,) = rows
         interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
-        return f"{row['speedup']:.2f}x {interval}, {NOT_DISTINGUISHABLE}" if unclear else f"{row['speedup']:.2f}x {interval}"
-    doubt = f", {NOT_DISTINGUISHABLE} in {unclear} of {len(rows)}" if unclear else ""
-    return f"{_range([row['speedup'] for row in rows], 'x')}{doubt}"
+        speed = f"{row['speedup']:.2f}x {interval}"
+    else:
+        speed = _range([row["speedup"] for row in rows], "x")
+        doubt += f" in {unclear} of {len(rows)} groups" if unclear else ""
+    if _mean_speedup(rows) > 1:
+        return f"Fastest: {speed} by {setting_name}{doubt}"
+    return f"Not faster than plain decoding: {speed} by {setting_name} at best{doubt}"
 
 
 def _by_unit(rows: Sequence[Row]) -> list[str]:
-    """Describe the median and the number of units in which the method is faster.
+    """Describe the median and the number of prompts, or batches, in which the method is faster.
 
     Summaries of older versions lack both.
     """
     if any(row.get("median_speedup") is None for row in rows):
         return []
-    faster, compared = sum(row.get("num_faster", 0) for row in rows), sum(row.get("num_compared", 0) for row in rows)
-    medians = _range([row.get("median_speedup") for row in rows], "x")
-    return [f"median over {'/'.join(dict.fromkeys(map(units, rows)))} {medians}", f"faster on {faster} of {compared}"]
+    medians = [row.get("median_speedup") for row in rows]
+    shares = []
+    for unit in dict.fromkeys(map(units, rows)):
+        members = [row for row in rows if units(row) == unit]
+        faster, compared = sum(row.get("num_faster", 0) for row in members), sum(row.get("num_compared", 0) for row in members)
+        shares.append(f"{faster} of {compared} {unit}")
+    return [f"{'median' if len(rows) == 1 else 'medians'} {_range(medians, 'x')}, faster on {' and '.join(shares)}"]
 
 
 def _answers(rows: Sequence[Row]) -> str:

@@ -43,10 +43,12 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     the prompts are equal. This detects a mistake that all methods of a batch share. Raises
     ValueError if the baseline has no answer to a turn, or had another prompt.
     """
+    # 1. Index the records by key.
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
     smallest = min((record.batch_size for record in by_key.values()), default=1)
     mismatches = []
     for record in by_key.values():
+        # 2. Look up the plain answer that it is compared with.
         turn_key = (record.suite, record.prompt_id, record.turn, record.temperature)
         reference = by_key.get((*turn_key, BASELINE, 0, False, record.batch_size, 0))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
@@ -57,6 +59,7 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
         if record.method == BASELINE:
             alone = by_key.get((*turn_key, BASELINE, 0, False, smallest, 0))
             reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
+        # 3. Find the first different token.
         if not record.is_other_sample and record.token_ids != reference.token_ids:
             pairs = zip_longest(record.token_ids, reference.token_ids)
             position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)

@@ -4,6 +4,7 @@ Table, plots, report and model card show the same marks.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ ERROR = "error: above its tokens per step"
 A step of the target costs at least as much as a step of plain decoding.
 """
 DISTURBED, ABOVE_CEILING = "disturbed", "above its ceiling"
-MEASURE_AGAIN = "To measure again, run the same command again: it repeats only these answers."
+MEASURE_AGAIN = "The evaluation's command measures only these answers again."
+LOCAL_PATH = re.compile(r"(?:^|[\s=:,'\"({\[])[/~]")
+"""Absolute path in a command."""
 MEASURE_ANEW = "Measure again into another folder, while the machine is quiet."
 
 
 def is_error(row: Mapping[str, Any]) -> bool:
-    """Check whether a row's speedup exceeds its tokens per step, which is an error of measurement."""
+    """Check whether a row's speedup exceeds its tokens per step."""
     return row.get("exceeds") == "tokens per step"
 
 
@@ -58,6 +61,22 @@ def disturbed_answers(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
 def num_repeated(rows: Sequence[Row]) -> int:
     """Count the drafters' answers that were decoded again, as pairs with plain decoding's."""
     return sum(row.get("num_repeated", 0) for row in rows if row["method"] != BASELINE)
+
+
+def commands(rows: Sequence[Row]) -> list[str]:
+    """List the commands that measure the rows' disturbed answers again, as far as they are known."""
+    return list(dict.fromkeys(command for row in rows if (command := row.get("command", ""))))
+
+
+def measure_again(rows: Sequence[Row]) -> str:
+    """Describe in Markdown how to measure the rows' disturbed answers again."""
+    known = " and ".join(f"`{command}`" for command in commands(rows))
+    return f"To measure only these answers again: {known}." if known else MEASURE_AGAIN
+
+
+def measure_again_in_public(rows: Sequence[Row]) -> str:
+    """Describe the same for a published page, without the user's folders."""
+    return MEASURE_AGAIN if any(map(LOCAL_PATH.search, commands(rows))) else measure_again(rows)
 
 
 def units(row: Row) -> str:

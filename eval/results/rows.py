@@ -39,6 +39,9 @@ class Conditions(TypedDict):
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """Facts about the drafter's training (TrainingFacts)."""
+    command: NotRequired[str]
+    """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
+    known."""
     roofline: dict[str, Any]
 
 
@@ -180,8 +183,3 @@ def loop_share(row: Row) -> float:
     """
     num_answers = row["num_turns"] * row["num_repeats"]
     return row.get("num_loops", 0) / num_answers if num_answers else 0.0
-
-
-def slow_answers(row: Row) -> list[dict[str, Any]]:
-    """List the row's disturbed answers, or the outliers of a summary of an older version."""
-    return row["disturbed"] if "disturbed" in row else row.get("outliers", [])

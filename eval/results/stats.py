@@ -112,11 +112,11 @@ def unit_speedups(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord])
 
 
 def saved_steps(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord]) -> float | None:
-    """Compute the baseline's steps per token over the method's, with the steps of whole batches.
+    """Compute the baseline's steps per token over the method's.
 
-    The method is faster by this factor if its steps take as long as the baseline's, and more than
-    this is impossible. At batch size 1 it equals the tokens per step. Returns None if there was no
-    step.
+    Steps are those of whole batches. The method is faster by this factor if its steps take as long
+    as the baseline's. More than this is impossible. At batch size 1 it equals the tokens per step.
+    Returns None if there was no step.
     """
     steps = [sum(record.num_steps for record in batches(side)) for side in (baseline, records)]
     tokens = [sum(len(record.token_ids) for record in side) for side in (baseline, records)]

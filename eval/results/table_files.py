@@ -8,7 +8,7 @@ from typing import Any
 
 from ..records.names import OOM
 from .marks import is_error
-from .rows import Row, method_name, slow_answers
+from .rows import Row, method_name
 from .tables import RESULT_COLUMNS, footnotes, texts
 
 CSV_COLUMNS = (
@@ -88,7 +88,7 @@ def _spread(row: Row) -> dict[str, Any]:
         **{f"time_{phase}": split.get(phase) for phase in ("draft", "verify", "accept", "rest")},
         "out_of_memory": OOM if row["out_of_memory"] else None,
         "training_seconds": training.get("seconds"),
-        "num_disturbed": len(slow_answers(row)),
+        "num_disturbed": len(row.get("disturbed", [])),
     }
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -11,13 +10,13 @@ from .headline import group_name, headline
 from .lossless import LOSSY
 from .marks import (
     ERROR,
-    MEASURE_AGAIN,
     MEASURE_ANEW,
     disturbed_answers,
     is_above_ceiling,
     is_disturbed,
     is_error,
     marks,
+    measure_again,
     num_repeated,
     units,
 )
@@ -29,7 +28,8 @@ UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 FEW_UNITS = 8
 """Number of prompts or batches below which a bootstrap interval means little."""
-NUM_OUTLIERS_NAMED = 3
+NUM_ANSWERS_NAMED = 3
+"""Number of disturbed answers that a note names."""
 LOOP_SHARE = 0.1
 """Smallest share of answers with loops at which a note warns about them."""
 BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
@@ -82,10 +82,10 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     They are the lines of `templates/footnotes.jinja`.
     """
     loader = PackageLoader("outrider.eval", "templates")
-    # `finalize` keeps each note on one line, even if a name contains a line break.
+    # 1. The template. `finalize` keeps each note on one line, even if a name contains a line break.
     environment = Environment(loader=loader, undefined=StrictUndefined, finalize=lambda value: " ".join(str(value).split()))
 
-    # Render all values that the template needs.
+    # 2. Its values: rows, thresholds and texts, and checks of a row.
     measured = [row for row in rows if not row["out_of_memory"]]
     text = environment.get_template("footnotes.jinja").render(
         first=rows[0],
@@ -93,12 +93,10 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         rows=measured,
         groups=by_group(measured),
         left_out=by_group([row for row in rows if row["out_of_memory"]]),
-        outliers=_worst_outliers(measured),
-        num_outliers=sum(len(row.get("outliers", [])) for row in measured),
-        num_named=NUM_OUTLIERS_NAMED,
+        num_named=NUM_ANSWERS_NAMED,
         disturbed=disturbed_answers(measured),
         num_repeated=num_repeated(measured),
-        measure_again=MEASURE_AGAIN,
+        measure_again=measure_again(measured),
         measure_anew=MEASURE_ANEW,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
@@ -126,12 +124,6 @@ def loop_note(row: Row) -> str:
         f"{row['suite']} ({decoding_name(row)}) end in a short cycle of tokens ({loop_share(row):.0%}). Loops are "
         "easy to draft, so tokens per step and speedup mean little for such answers."
     )
-
-
-def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """Select the worst outliers of an old summary, relative to their method's median."""
-    outliers = [(row, outlier) for row in rows for outlier in row.get("outliers", [])]
-    return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
 
 def escape_markdown(text: str) -> str:
@@ -170,7 +162,9 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 def markdown(rows: Sequence[Row]) -> str:
     """Format the headline, the table and its notes as a Markdown page."""
     table = markdown_table(texts(rows, (*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
+    again = measure_again(rows)
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
+    notes = notes.replace(escape_markdown(again), again)  # a command is code, which has no escapes
     return f"**{escape_markdown(headline(rows))}**\n\n{table}\n\n{notes}\n"
 
 
@@ -182,9 +176,14 @@ def by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def too_few(num_units: int) -> str:
-    """Format a warning about an interval over few prompts or batches; empty for enough of them."""
-    return ", too few for a reliable interval" if num_units < FEW_UNITS else ""
+def num_units(row: Row) -> int:
+    """Return the number of prompts, or batches of prompts, that the row's intervals are over."""
+    return row["num_batches"] or row["num_prompts"]
+
+
+def too_few(row: Row) -> str:
+    """Format a warning about intervals over few prompts or batches; empty for enough of them."""
+    return f" Too few {units(row)} for a reliable interval: {num_units(row)}." if num_units(row) < FEW_UNITS else ""
 
 
 def _count(number: int) -> str:

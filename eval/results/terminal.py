@@ -1,4 +1,4 @@
-"""The table in the terminal: the headline, the results and a few notes, in at most 80 columns."""
+"""Table in the terminal, at most 80 columns wide."""
 
 import re
 import textwrap
@@ -15,7 +15,6 @@ from .lossless import LOSSY
 from .marks import (
     ABOVE_CEILING,
     DISTURBED,
-    ERROR,
     MEASURE_ANEW,
     disturbed_answers,
     is_above_ceiling,
@@ -25,7 +24,7 @@ from .marks import (
     units,
 )
 from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
-from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, too_few
+from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, num_units, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
 TERMINAL_COLUMNS = tuple(column for column in RESULT_COLUMNS if column != "Ceiling")
@@ -38,13 +37,16 @@ lines."""
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print the headline, the results and the notes.
+    """Print the headline, the results and a few notes.
 
     A method that should be lossless but isn't is red, and so is a speedup that can't be trusted.
     """
     console = console or Console()
     console.print(Text(headline(rows), style="bold"))
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    # A narrower terminal wraps the lines, but loses no column.
+    is_narrow = console.width < MAX_WIDTH
+    width = MAX_WIDTH if is_narrow else None
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True, width=width)
     table.add_column("Method", min_width=METHOD_WIDTH, overflow="fold")
     for column in TERMINAL_COLUMNS:
         narrow, wide = WIDTHS.get(column, (None, None))
@@ -56,7 +58,7 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
             is_red = is_broken(row) or is_error(row) or is_disturbed(row)
             table.add_row(*map(Text, shown), style="red" if is_red else None)
         table.add_section()
-    console.print(table)
+    console.print(table, crop=not is_narrow)
     for line in note_lines(rows, min(console.width, MAX_WIDTH)):
         console.print(Text(line), style="dim", soft_wrap=True)
 
@@ -87,11 +89,14 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"NOT PROVEN to be lossless, so without a speedup: {_names(unproven)}.")
     if errors := [row for row in measured if is_error(row)]:
         remedy = "" if any(map(is_disturbed, errors)) else f" {MEASURE_ANEW}"
-        notes.append(f"{ERROR.capitalize()}: plain decoding was disturbed beside {_names(errors)}.{remedy}")
+        notes.append(
+            f"No speedup for {_names(errors)}: it would exceed its tokens per step, so plain decoding's time is wrong.{remedy}"
+        )
     if disturbed := disturbed_answers(measured):
         name, answer = disturbed[0]
-        worst = f"{answer['ratio']:.0f} times the usual time" if answer["ratio"] > 0 else "a jump of the clock"
-        notes.append(f"{DISTURBED.capitalize()}: {_count(len(disturbed), 'answer')}, the worst of {name} ({worst}).")
+        ratio = answer["ratio"]
+        took = f"The worst took {ratio:.0f} times its usual time" if ratio > 0 else "The clock jumped in one"
+        notes.append(f"{DISTURBED.capitalize()}: {_count(len(disturbed), 'answer')}. {took} ({name}).")
     if above := [row for row in measured if is_above_ceiling(row)]:
         notes.append(f"{ABOVE_CEILING.capitalize()}: {_names(above)}. Times of answers and profile contradict each other.")
     if number := num_repeated(measured):
@@ -116,10 +121,13 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 def _group_note(rows: Sequence[Row]) -> str:
     """Describe what was measured in a group, and the intervals."""
     row = rows[0]
-    few = too_few(row["num_batches"] or row["num_prompts"])
+    intervals = f" Intervals are over {units(row)}."
+    if too_few(row):
+        number = num_units(row)
+        intervals = f" Intervals are over {number} {units(row)}, which are too few." if number > 1 else too_few(row)
     weights = " with quantised weights" if row.get("quantization") else ""
     measured = f"{row['num_prompts']} prompts in {row['dtype']}{weights}, up to {row['max_new_tokens']} new tokens"
-    return f"{group_name(row)}: {measured}. Intervals are over {units(row)}{few}."
+    return f"{group_name(row)}: {measured}.{intervals}"
 
 
 def _names(rows: Sequence[Row]) -> str:

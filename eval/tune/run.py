@@ -196,6 +196,7 @@ class Tried:
 
 
 def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int], *, check: bool) -> Tuning:
+    # 1. Predict the speed of all settings, and measure the fastest ones (with `check`, all).
     times, predictions = _predict_all(trial, drafter, tried, batch_sizes)
     finals: list[Speed] = []
     checked: list[Speed] = []
@@ -203,12 +204,14 @@ def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Se
         finals += measure_all(trial, finalists(predictions, size), size)
         fitting = [speed.setting for speed in predictions if speed.batch_size == size]
         checked += measure_all(trial, fitting, size) if check else []
+    # 2. Leave out batch sizes at which plain decoding didn't fit into memory.
     sizes = _sizes_with(None, finals, batch_sizes)
     if not sizes:
         raise ValueError(
             f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
             "compare settings with; lower --batch-size or --max-new-tokens"
         )
+    # 3. Choose a setting for each batch size, and compare the choices with the best ones.
     choices = {size: choose(finals, size) for size in sizes}
     predicted_choices = {size: choose(predictions, size) for size in sizes}
     return Tuning(

@@ -35,6 +35,7 @@ class Stopping:
         stop_strings: Collection[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        # 1. Check the rules.
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompt_lengths)
         if len(max_new_tokens) != len(prompt_lengths):
@@ -49,6 +50,7 @@ class Stopping:
             raise ValueError(f"stop_strings is {stop_strings!r}; give a list of texts: [{stop_strings!r}]")
         if "" in stop_strings:
             raise ValueError("one of the stop_strings is empty, and would end every answer; leave it out")
+        # 2. Store them, with the room of each answer.
         self.answers: list[list[int]] = [[] for _ in prompt_lengths]
         self._room = [min(limit, context_length - length) for limit, length in zip(max_new_tokens, prompt_lengths, strict=True)]
         self.max_new_tokens = tuple(max_new_tokens)

@@ -1,4 +1,4 @@
-"""Selection of the few largest of many values, such as the most probable tokens of a vocabulary."""
+"""Selection of the few largest of many values."""
 
 import torch
 from jaxtyping import Float, Int

@@ -20,7 +20,7 @@ from ..drafters.redrafter import Redrafter, RedrafterConfig
 from ..target.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import raise_refusal, require_sizes
+from .llama import raise_unsupported, require_sizes
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 SIZES = ("num_draft_layers", "hidden_size", "exit_dim")
@@ -59,7 +59,7 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
             f"it drafts {config.draft_vocab_size} tokens only, but there the head has the target's whole vocabulary (train "
             "with drafter.draft_vocab_size=null)"
         )
-    raise_refusal(problems, FORMAT.name)
+    raise_unsupported(problems, FORMAT.name)
 
     # 2. The configuration and the tensors under Apple's names.
     described = {

@@ -1,7 +1,7 @@
 """The decoding code of this library as flat files: the content of `custom_generate/`.
 
 transformers copies `custom_generate/generate.py` and the files that it imports by `from .name
-import`, one folder deep. It refuses to run them if any package that they import is missing, even if
+import`, one folder deep. It raises an error if any package that they import is missing, even if
 the import is inside a function. So we copy the modules that decoding needs, each under a flat name,
 and change nothing but their import lines:
 

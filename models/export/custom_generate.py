@@ -25,7 +25,7 @@ from ..decoding.loop import generate as decode
 from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.types import Step
 from ..drafters.saved.download import resolve_drafter
-from ..target.linears import chosen_linears
+from ..target.linears import packed_where_faster
 from .bound_drafters import Bound, bind, drafters_of, require_usable
 from .generate_arguments import (
     require_honoured,
@@ -60,8 +60,9 @@ def generate(
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
     batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
     default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
-    where this machine multiplies them faster (see `chosen_linears`). This rounds differently, and
-    may need the weights' memory a second time.
+    where they are faster (see `packed_where_faster`). This rounds differently, and may need twice
+    the memory of the weights. The first such call on a machine measures for up to two seconds, and
+    writes the result to `~/.cache/outrider`.
 
     Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
     options that speculative decoding can't follow. Raises RuntimeError if the model is already
@@ -83,7 +84,7 @@ def generate(
     with drafters_of(model) as drafters, _uncompiled():
         require_usable(model)
         bound = bind(model, drafters, folder, dict(drafter_options or {}), tokenizer)
-        packed = chosen_linears(model, bound.drafter) if fast_linears else nullcontext()
+        packed = packed_where_faster(model, bound.drafter) if fast_linears else nullcontext()
         prepare: Any = GenerationMixin.generate
         try:
             return prepare(prepared_model, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)

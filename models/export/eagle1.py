@@ -30,7 +30,7 @@ from .llama import (
     frequencies,
     layer_config,
     layer_problems,
-    raise_refusal,
+    raise_unsupported,
     read_config,
     require_target_parts,
     target_parts,
@@ -57,12 +57,12 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter whose `fc` has a bias other than zero, or with another kind of
     layer.
     """
-    problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
+    problems = layer_problems(drafter, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         problems.append("its fc has a bias, but vLLM's has none (train with drafter.bias=false)")
-    raise_refusal(problems, VLLM.name)
+    raise_unsupported(problems, VLLM.name)
     return FolderContents(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
 
 
@@ -71,7 +71,7 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     is_qwen2 = layer_config(drafter).model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
-    raise_refusal(layer_problems(drafter, place="SGLang's EAGLE", allowed=biases, kinds=kinds), SGLANG.name)
+    raise_unsupported(layer_problems(drafter, engine="SGLang's EAGLE", allowed=biases, kinds=kinds), SGLANG.name)
     tensors = _tensors(drafter)
     tensors.setdefault("fc.bias", torch.zeros_like(drafter.fc.weight[:, 0]))
     config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter, target)}
@@ -94,7 +94,7 @@ def read_vllm(folder: Folder, target: HFTarget) -> Reading:
         zeros = {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias else {}
         return reading.convert(tensors, config) | zeros
 
-    names = {ours: theirs for ours, theirs in _names().items() if ours != "fc.bias"}
+    names = {name: written_name for name, written_name in _names().items() if name != "fc.bias"}
     return replace(reading, rename=lambda config: names, convert=convert)
 
 

@@ -23,7 +23,15 @@ from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
-from .llama import LAYER_WEIGHTS, layer_problems, raise_refusal, read_config, require_target_parts, target_parts, write_config
+from .llama import (
+    LAYER_WEIGHTS,
+    layer_problems,
+    raise_unsupported,
+    read_config,
+    require_target_parts,
+    target_parts,
+    write_config,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 KEYS = frozenset(
@@ -80,9 +88,9 @@ def write_vocabulary(drafter: Eagle3) -> Tensors:
     return {"d2t": tokens - outputs, "t2d": drafted}
 
 
-def layer_refusals(drafter: Eagle3, place: str) -> list[str]:
-    """List the parts of the drafter's decoder layer that `place` doesn't support."""
-    return layer_problems(drafter, place=place, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
+def eagle3_layer_problems(drafter: Eagle3, engine: str) -> list[str]:
+    """List the parts of the drafter's decoder layer that `engine` doesn't support."""
+    return layer_problems(drafter, engine=engine, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
@@ -91,7 +99,8 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter that reads other layers of the target than the default ones, or
     that has another kind of layer.
     """
-    problems = layer_refusals(drafter, "the engines' EAGLE-3")
+    # 1. What the engines don't support.
+    problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
         is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
@@ -100,11 +109,13 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
             f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, but vLLM and SGLang agree on "
             f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
-    raise_refusal(problems, FORMAT.name)
+    raise_unsupported(problems, FORMAT.name)
+    # 2. The tensors under the engines' names.
     names = names_of("midlayer")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
     if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM doesn't support maps of the whole vocabulary
         tensors |= write_vocabulary(drafter)
+    # 3. The configuration.
     config = {
         "architectures": [ARCHITECTURE],
         **write_config(drafter, target),

@@ -61,11 +61,13 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
     files of its index. Raises ValueError for a file that is missing or damaged, that contains
     anything besides tensors, or that lies outside of the folder.
     """
+    # 1. Read the configuration.
     if not (path / CONFIG_FILE).is_file():
         raise ValueError(f"{path} holds no drafter: it has no {CONFIG_FILE}; give a drafter's folder, or complete the download")
     config = read_json(path / CONFIG_FILE)
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG_FILE} is not a configuration but a {type(config).__name__}")
+    # 2. Read the shapes of all tensors, each from the file that the index names.
     files, indexed = _weight_files(path, weight_files)
     shapes: dict[str, torch.Tensor] = {}
     for file in files:

@@ -204,12 +204,12 @@ def read_folder(
     kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
     # 2. Check names and shapes of the tensors before any weight is read.
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
-    names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
-    expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.required_extra
+    stored_names = {name: stored for name, stored in reading.rename(config).items() if name in shapes}
+    expected = {stored: shapes[name] for name, stored in stored_names.items()} | reading.required_extra
     raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
     # 3. Load the weights under our names.
     tensors = folder.load()
-    weights = {ours: tensors[theirs] for ours, theirs in names.items()} | reading.convert(tensors, config)
+    weights = {name: tensors[stored] for name, stored in stored_names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
     for name in format.measured:
         weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)

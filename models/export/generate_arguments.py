@@ -66,10 +66,10 @@ def require_honoured(kwargs: Mapping[str, Any]) -> None:
     unsupported += ["synced_gpus=True"] if kwargs.get("synced_gpus") else []
     if (cache := kwargs.get("cache_implementation")) not in PLAIN_CACHES:
         unsupported.append(f"cache_implementation={cache!r}")
-    _refuse(unsupported)
+    _raise_unsupported(unsupported)
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _raise_unsupported(problems: Sequence[str]) -> None:
     if problems:
         raise ValueError(f"speculative decoding doesn't support {', '.join(problems)}: leave that out, {PLAIN}")
 
@@ -127,7 +127,7 @@ def require_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any])
     if config.cache_implementation not in PLAIN_CACHES:
         problems.append(f"cache_implementation={config.cache_implementation!r}")
     others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in OWN_KWARGS)
-    _refuse([*problems, *(name for name in others if name not in WANTED_OUTPUTS)])
+    _raise_unsupported([*problems, *(name for name in others if name not in WANTED_OUTPUTS)])
 
 
 def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> AcceptanceRule:
@@ -148,7 +148,7 @@ def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> 
                 "each once, in that order. Turn off the option that adds this processor (such as repetition_penalty=1.0, "
                 f"min_new_tokens=0), {PLAIN}"
             )
-        _refuse(_other_fields(processor))
+        _raise_unsupported(_other_fields(processor))
         values[name] = getattr(processor, name)
     # Temperature, top-k and top-p don't change the likeliest token, so greedy decoding ignores them.
     return SpeculativeSampling(sampling=Sampling(**values)) if config.do_sample else GreedyAcceptance()

@@ -86,28 +86,28 @@ def describe(config: Any) -> dict[str, Any]:
     }
 
 
-def layer_problems(drafter: FeatureDrafter, *, place: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """List the parts of the drafter's layer that `place` doesn't support.
+def layer_problems(drafter: FeatureDrafter, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
+    """List the parts of the drafter's layer that `engine` doesn't support.
 
     It supports the weights LAYER_WEIGHTS and `allowed`.
     """
     config = layer_config(drafter)
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
-        return [f"its layer is {config.model_type}'s, but {place} supports {' or '.join(kinds)}'s only ({remedy})"]
+        return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})"]
     names = {name for name, _ in drafter.layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
-    problems = [f"its layer has {', '.join(sorted(names))}, which {place} doesn't support ({remedy})"] if names else []
+    problems = [f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})"] if names else []
     if config.hidden_act != "silu":
-        problems.append(f"its layer's activation is {config.hidden_act}, but {place} supports silu only ({remedy})")
+        problems.append(f"its layer's activation is {config.hidden_act}, but {engine} supports silu only ({remedy})")
     windows = [kind for kind in (getattr(config, "layer_types", None) or ()) if kind != "full_attention"]
     if windows or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
-        problems.append(f"its layer attends to a window of the text only, but {place} to all of it ({remedy})")
+        problems.append(f"its layer attends to a window of the text only, but {engine} to all of it ({remedy})")
     if any(isinstance(value, dict) for value in (config.rope_parameters or {}).values()):
-        problems.append(f"its rotary embeddings differ between kinds of layers, but {place} has one layer ({remedy})")
+        problems.append(f"its rotary embeddings differ between kinds of layers, but {engine} has one layer ({remedy})")
     return problems
 
 
-def raise_refusal(problems: list[str], name: str) -> None:
+def raise_unsupported(problems: list[str], name: str) -> None:
     """Raise ValueError if a format doesn't support a drafter, with all problems."""
     if problems:
         raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
@@ -239,8 +239,8 @@ def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, 
     for name, target_part in target_parts(target, head=head).items():
         if name not in tensors:
             continue
-        theirs, ours = tensors[name].float(), target_part.cpu().float()
-        if not torch.allclose(theirs, ours, rtol=SAME_NUMBER, atol=float(ours.abs().max()) * SAME_NUMBER / 100):
+        stored, expected = tensors[name].float(), target_part.cpu().float()
+        if not torch.allclose(stored, expected, rtol=SAME_NUMBER, atol=float(expected.abs().max()) * SAME_NUMBER / 100):
             raise ValueError(
                 f"{folder.path} has {name} that differs from the target's, which the drafter would read here; give the "
                 f"target that it was trained for ({target.identity.name} may be a fine-tuned copy of it)"

@@ -23,7 +23,7 @@ from ..drafters.medusa import Medusa, MedusaConfig
 from ..target.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, raise_refusal, require_sizes
+from .llama import GENERAL_KEYS, raise_unsupported, require_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
             f"its heads have {drafter.config.num_layers} blocks each, but the reference supports one block (train with "
             "drafter.num_layers=1, or export for TensorRT-LLM)"
         )
-    raise_refusal(problems, REFERENCE.name)
+    raise_unsupported(problems, REFERENCE.name)
     return _layout(drafter, target, PICKLE_FILE)
 
 
@@ -94,7 +94,7 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
         problems.append(
             "its heads share the target's output layer, but there each has a separate one (train with drafter.share_head=false)"
         )
-    raise_refusal(problems, TENSORRT.name)
+    raise_unsupported(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
     return FolderContents(
         config={**layout.config, TENSORRT_NUM_HEADS: drafter.config.num_heads}, tensors=layout.tensors, file=SAFETENSORS_FILE

@@ -14,10 +14,10 @@ from typing import Any
 
 from ..drafters.eagle3 import Eagle3
 from ..target.hf_target import HFTarget
-from .eagle3 import NUM_FEATURES, layer_refusals, names_of, vocabulary_reading, write_vocabulary
+from .eagle3 import NUM_FEATURES, eagle3_layer_problems, names_of, vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config
+from .llama import GENERAL_KEYS, raise_unsupported, read_config, write_config
 
 VERSION = "0.9.0"
 """Version of the library that the format was checked against."""
@@ -52,13 +52,13 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter with another number of features than vLLM's, or another kind of
     layer.
     """
-    problems = layer_refusals(drafter, "vLLM's EAGLE-3")
+    problems = eagle3_layer_problems(drafter, "vLLM's EAGLE-3")
     if len(drafter.feature_layers) != NUM_FEATURES:
         problems.append(
             f"it reads {len(drafter.feature_layers)} of the target's layers, but vLLM always provides {NUM_FEATURES} (train "
             f"with {NUM_FEATURES} layers in drafter.feature_layers)"
         )
-    raise_refusal(problems, FORMAT.name)
+    raise_unsupported(problems, FORMAT.name)
     names = names_of("layers.0")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
     num_outputs = drafter.lm_head.out_features

@@ -1,4 +1,4 @@
-"""Seconds of a linear layer's product in several ways, measured once per machine and remembered.
+"""Speeds of linear layers in several ways, measured once per machine and remembered.
 
 The file lies in the folder OUTRIDER_CACHE, or `~/.cache/outrider`. It is named after the machine:
 the processor, torch's version and all else that the seconds depend on. A file that can't be read,
@@ -23,16 +23,19 @@ import torch
 from torch.nn import functional as F
 
 from ...data.files import write_json
-from ..machine import cpu_model
+from ..machine import cpu_details, cpu_model
 
 logger = logging.getLogger(__name__)
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types with fast kernels on some CPUs."""
+FORMAT = 1
+"""Version of the measurement; a file of another version is another machine's."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of rows that are measured: 1 is plain decoding, the others are draft trees and batches."""
-MAX_SECONDS = 1.6
-"""Limit for all measurements of one call."""
+MAX_SECONDS, MAX_SECONDS_PER_SHAPE = 1.4, 0.3
+"""Limits for all measurements of one call, and for one shape. A drafter has few shapes that its
+target hasn't, so it takes less."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
 WAYS = ("rows_first", "columns_first", "packed")
 LAST_NEEDED = 8
@@ -68,8 +71,8 @@ class Times:
 
     def __post_init__(self) -> None:
         ways = (self.rows_first, self.columns_first, self.packed)
-        if not self.rows or self.rows[0] != 1 or any(len(way) != len(self.rows) for way in ways):
-            raise ValueError("each way needs the seconds of each number of rows, which begin with 1")
+        if not self.rows or self.rows != ROWS[: len(self.rows)] or any(len(way) != len(self.rows) for way in ways):
+            raise ValueError(f"each way needs the seconds of each number of rows, which are the first of {ROWS}")
         if not all(value > 0 for way in ways for value in way):  # also false for NaN
             raise ValueError("seconds must be above 0")
 
@@ -77,10 +80,11 @@ class Times:
 def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
     """Return the times of each shape with torch's present number of threads.
 
-    A shape that can't be timed is missing. Those that this machine's file lacks are measured first, in MAX_SECONDS together.
+    A shape that can't be timed is missing. Those that this machine's file lacks are measured first,
+    in about MAX_SECONDS together.
     """
     machine = _machine()
-    path = _cache_folder() / f"linears-{hashlib.sha256(repr(machine).encode()).hexdigest()[:12]}.json"
+    path = _cache_folder() / f"linears-{_digest(repr(machine))}.json"
     known = _read(path, machine)
     missing = [shape for shape in shapes if _key(shape) not in known]
     if missing:
@@ -88,8 +92,9 @@ def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
         measured = {}
         for shape in missing:
             with suppress(ValueError):  # the clock stood still
-                measured[_key(shape)] = _measure(shape, MAX_SECONDS / len(missing))
-        logger.info("linear layers: measured %d shapes in %.1f s", len(missing), time.perf_counter() - started)
+                measured[_key(shape)] = _measure(shape, min(MAX_SECONDS_PER_SHAPE, MAX_SECONDS / len(missing)))
+        seconds = time.perf_counter() - started
+        logger.info("linear layers: measured the fastest kernels in %.1f s; kept in %s", seconds, path)
         known = {**_read(path, machine), **measured}  # another process may have added its own meanwhile
         _write(path, machine, known)
     return {shape: known[_key(shape)] for shape in shapes if _key(shape) in known}
@@ -129,6 +134,7 @@ def _operator() -> Callable[..., Any]:
 @torch.inference_mode()
 def _measure(shape: Shape, max_seconds: float) -> Times:
     """Time the ways in turns; the fastest sample of each counts, because others were disturbed."""
+    # 1. Matrices that take turns, in each way that this machine has.
     num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
     num_matrices = max(1, min(MAX_POOL, POOL_BYTES // (num_outputs * shape.num_inputs * shape.dtype.itemsize)))
     generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
@@ -147,6 +153,7 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
     if packed:
         ways["packed"] = (packed_linear, packed)
 
+    # 2. Rounds of all numbers of rows and ways, until the time is over.
     inputs = {rows: torch.randn(1, rows, shape.num_inputs, generator=generator).to(shape.dtype) for rows in ROWS}
     best = {way: dict.fromkeys(ROWS, math.inf) for way in WAYS}
     deadline = time.perf_counter() + max_seconds
@@ -166,6 +173,7 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
                     best[way][rows] = min(best[way][rows], seconds)
         if number >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
+    # 3. The numbers of rows that were measured in every way.
     measured = tuple(rows for rows in ROWS if all(math.isfinite(best[way][rows]) for way in ways))
     return Times(rows=measured, **{way: tuple(seconds[rows] for rows in measured) for way, seconds in best.items()})
 
@@ -176,16 +184,29 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
 def _machine() -> dict[str, Any]:
     """Describe all that the times depend on, besides shape and type."""
     return {
+        "format": FORMAT,
         "cpu": cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": _digest(cpu_details()),
+        "max_instructions": [
+            os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+        ],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+    if chosen := os.environ.get("OUTRIDER_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # a user without a home: this process measures for itself
+        return Path(os.devnull)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _key(shape: Shape) -> str:
@@ -198,7 +219,7 @@ def _read(path: Path, machine: dict[str, Any]) -> dict[str, Times]:
         if content["machine"] != machine:
             return {}
         return {key: _times(values) for key, values in content["times"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         logger.warning("%s can't be read (%s); the speeds of linear layers are measured again", path, error)

@@ -56,31 +56,36 @@ class Choice:
 
 
 def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice:
-    """Choose how to compute a matrix's products, from the seconds of each way by number of rows.
+    """Choose how to compute a matrix's products, from the seconds of each way.
 
     The memory order must be within PLAIN_TOLERANCE of the fastest way at one row. Among such orders
     the one with the lowest mean of relative seconds over all numbers of rows counts. Without
     `in_place` the memory order stays rows first, and without `packs` nothing is packed.
     """
-    candidates = []
-    for columns_first, plain in ((False, times.rows_first), (True, times.columns_first)):
-        packed_rows = _packed_range(times, plain) if packs else None
-        seconds = [
-            pair[1] if packed_rows and packed_rows[0] <= rows <= packed_rows[1] else pair[0]
-            for rows, *pair in zip(times.rows, plain, times.packed, strict=True)
-        ]
-        candidates.append((Choice(columns_first, packed_rows), seconds))
-    (first, first_seconds), (other, other_seconds) = candidates
+    # 1. The range of rows that is packed in each memory order, and the seconds that follow.
+    rows_first, rows_first_seconds = _with_packed(times, times.rows_first, columns_first=False, packs=packs)
+    columns_first, columns_first_seconds = _with_packed(times, times.columns_first, columns_first=True, packs=packs)
     if not in_place:
-        return first
-    # At one row.
-    fastest = min(first_seconds[0], other_seconds[0])
-    is_slow, other_is_slow = (seconds[0] > PLAIN_TOLERANCE * fastest for seconds in (first_seconds, other_seconds))
-    if is_slow != other_is_slow:
-        return other if is_slow else first
-    # Over all numbers of rows.
-    ratios = [mine / others for mine, others in zip(first_seconds, other_seconds, strict=True)]
-    return other if sum(ratios) / len(ratios) > MIN_GAIN else first
+        return rows_first
+    # 2. At one row, an order that is too slow is out.
+    fastest = min(rows_first_seconds[0], columns_first_seconds[0])
+    if columns_first_seconds[0] > PLAIN_TOLERANCE * fastest:
+        return rows_first
+    if rows_first_seconds[0] > PLAIN_TOLERANCE * fastest:
+        return columns_first
+    # 3. Over all numbers of rows, columns first must be clearly faster.
+    ratios = [rows / columns for rows, columns in zip(rows_first_seconds, columns_first_seconds, strict=True)]
+    return columns_first if sum(ratios) / len(ratios) > MIN_GAIN else rows_first
+
+
+def _with_packed(times: Times, plain: Sequence[float], *, columns_first: bool, packs: bool) -> tuple[Choice, list[float]]:
+    """Return the choice in one memory order, and its seconds by number of rows."""
+    packed_rows = _packed_range(times, plain) if packs else None
+    fewest, most = packed_rows or (0, 0)
+    pairs = zip(times.rows, plain, times.packed, strict=True)
+    return Choice(columns_first, packed_rows), [
+        packed if fewest <= rows <= most else without for rows, without, packed in pairs
+    ]
 
 
 def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | None:
@@ -101,19 +106,20 @@ def _longest_run(times: Times, plain: Sequence[float], min_gain: float) -> tuple
 
 
 def choose_linears(*modules: nn.Module) -> str:
-    """Let the linear layers of frozen modules compute in the fastest way, and describe the ways.
+    """Compute linear layers of frozen modules in the fastest way; describe the ways.
 
     This concerns linear layers on a CPU, of at least MIN_ELEMENTS weights, in a type that has fast
-    kernels. The first call on a machine measures for at most two seconds; the result is kept in a
-    file. The choice depends on torch's number of threads, so call this again if it changes.
+    kernels. The first call for a target measures for at most two seconds, and keeps the result in a
+    file of this machine. The choice depends on torch's number of threads, so call this again if it changes.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
-    made again if the weights have changed. Weights that are columns first hold the same numbers;
+    made again if the weights have changed, except in place through `.data`, which PyTorch doesn't
+    count as a change. Weights that are columns first hold the same numbers;
     only their strides differ. Rounding may differ between the ways, as it does between two BLAS
     libraries.
     """
     plain_linears(*modules)
-    return _describe(_apply(_linears(modules), in_place=True, uses=Counter(map(id, _parameters(modules)))))
+    return _describe(_apply(_linears(modules), in_place=True))
 
 
 def plain_linears(*modules: nn.Module) -> None:
@@ -121,86 +127,108 @@ def plain_linears(*modules: nn.Module) -> None:
     for module in _distinct(modules):
         if isinstance(vars(module).get("forward"), PackedForSomeRows):
             del vars(module)["forward"]
-        if _is_linear(module) and not module.weight.is_contiguous():
+        if _is_linear(module) and not module.weight.requires_grad and not module.weight.is_contiguous():
             module.weight.data = module.weight.data.contiguous()
 
 
 @contextmanager
-def chosen_linears(*modules: nn.Module) -> Iterator[None]:
+def packed_where_faster(*modules: nn.Module) -> Iterator[None]:
     """Decode with packed copies inside the block where they are faster; change no weight.
 
     Layers that `choose_linears` has handled stay as they are.
     """
-    linears = _linears(modules)
-    _apply(linears, in_place=False)
+    layers = [layer for layer in _linears(modules, only_frozen=False) if layer.linear.weight.is_contiguous()]
     try:
+        _apply(layers, in_place=False)
         yield
     finally:
-        for linear in linears:
-            vars(linear).pop("forward", None)
+        for layer in layers:
+            vars(layer.linear).pop("forward", None)
 
 
-def _apply(linears: Sequence[nn.Linear], *, in_place: bool, uses: Mapping[int, int] | None = None) -> dict[Shape, Choice]:
-    """Choose for each shape, and change the layers. `uses` counts the modules of each parameter."""
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    linear: nn.Linear
+    is_shared: bool
+    """Whether embeddings have the same weight. Its rows stay together, because they are looked up."""
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.linear.out_features, self.linear.in_features, self.linear.weight.dtype)
+
+    @property
+    def name(self) -> str:
+        """The shape in a description."""
+        return f"{self.shape.num_outputs}x{self.shape.num_inputs}" + " (shared with embeddings)" * self.is_shared
+
+
+def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
+    """Choose a way for each layer, and change the layers; return the choices by name."""
     # 1. Choose by the machine's speeds.
-    speeds = linear_speeds(list(dict.fromkeys(map(_shape, linears))))
-    linears = [linear for linear in linears if _shape(linear) in speeds]
-    choices = {shape: choose(speeds[shape], in_place=in_place) for shape in speeds}
+    speeds = linear_speeds(list(dict.fromkeys(layer.shape for layer in layers)))
+    layers = [layer for layer in layers if layer.shape in speeds]
+
+    def choices(packs: bool) -> dict[str, Choice]:
+        return {
+            layer.name: choose(speeds[layer.shape], in_place=in_place and not layer.is_shared, packs=packs) for layer in layers
+        }
+
+    chosen = choices(packs=True)
     # 2. Copies of all weights may not fit into memory.
-    copies = sum(linear.weight.nbytes for linear in linears if choices[_shape(linear)].packed_rows)
+    copies = sum(layer.linear.weight.nbytes for layer in layers if chosen[layer.name].packed_rows)
     free = available_memory()
     if copies and free is not None and copies > MAX_MEMORY_SHARE * free:
         logger.warning(
-            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none; "
-            "draft trees take longer to verify",
+            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none, and "
+            "decoding is slower",
             copies / 2**30,
             free / 2**30,
         )
-        choices = {shape: choose(speeds[shape], in_place=in_place, packs=False) for shape in speeds}
-    # 3. Change the layers. A weight that embeddings share keeps its rows together: they are looked up.
-    for linear in linears:
-        choice = choices[_shape(linear)]
-        if in_place and choice.columns_first and (uses or {}).get(id(linear.weight), 1) == 1:
+        chosen = choices(packs=False)
+    # 3. Change the layers.
+    for layer in layers:
+        choice, linear = chosen[layer.name], layer.linear
+        if choice.columns_first:
             linear.weight.data = linear.weight.data.t().contiguous().t()
         if choice.packed_rows is not None:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
             vars(linear)["forward"] = PackedForSomeRows(linear, *choice.packed_rows)
-    return choices
+    return chosen
 
 
 def _distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for root in modules for module in root.modules()}.values())
 
 
-def _linears(modules: Sequence[nn.Module]) -> list[nn.Linear]:
+def _linears(modules: Sequence[nn.Module], *, only_frozen: bool = True) -> list[_Layer]:
     """Return the layers that a choice exists for, each once."""
-    return [module for module in _distinct(modules) if _is_linear(module) and module.weight.numel() >= MIN_ELEMENTS]
+    distinct = _distinct(modules)
+    # A parameter that several modules have comes several times.
+    uses = Counter(id(parameter) for module in distinct for parameter in module.parameters(recurse=False))
+    return [
+        _Layer(module, is_shared=uses[id(module.weight)] > 1)
+        for module in distinct
+        if _is_linear(module)
+        and module.weight.numel() >= MIN_ELEMENTS
+        and not (only_frozen and module.weight.requires_grad)
+        and "forward" not in vars(module)
+    ]
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     # Subclasses may compute something else, and quantised or sliced weights have another format.
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or "forward" in vars(module):
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
         return False
     weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference() and not weight.requires_grad
+    return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference()
 
 
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield each module's parameters; one that several modules share is repeated."""
-    for module in _distinct(modules):
-        yield from module.parameters(recurse=False)
-
-
-def _shape(linear: nn.Linear) -> Shape:
-    return Shape(linear.out_features, linear.in_features, linear.weight.dtype)
-
-
-def _describe(choices: Mapping[Shape, Choice]) -> str:
+def _describe(choices: Mapping[str, Choice]) -> str:
     """Describe the choices, the matrices of one choice together."""
-    shapes: dict[Choice, list[str]] = {}
-    for shape, choice in choices.items():
-        shapes.setdefault(choice, []).append(f"{shape.num_outputs}x{shape.num_inputs}")
-    return "; ".join(f"{', '.join(sorted(names))}: {choice}" for choice, names in shapes.items())
+    names: dict[Choice, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice, []).append(name)
+    return "; ".join(f"{', '.join(sorted(of_choice))}: {choice}" for choice, of_choice in names.items())
 
 
 class PackedForSomeRows:
@@ -215,12 +243,16 @@ class PackedForSomeRows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         linear = self.linear
         weight = linear.weight
-        if not (self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype):
+        # A user's compiled code has kernels of its own.
+        if torch.compiler.is_compiling() or not (
+            self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype
+        ):
             return F.linear(x, weight, linear.bias)
-        if self._packed_from != (weight.data_ptr(), weight._version):
-            self._packed, self._packed_from = pack(weight.detach()), (weight.data_ptr(), weight._version)
+        packed_from = (weight.data_ptr(), weight._version)
+        if self._packed_from != packed_from:
+            self._packed, self._packed_from = pack(weight.detach()), packed_from
         return packed_linear(x, self._packed, linear.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the packed weights out, which can be neither copied nor pickled; a copy packs its own."""
+        """Leave out the packed weights, which can't be copied; a copy packs its own."""
         return {**vars(self), "_packed": None, "_packed_from": None}

@@ -109,6 +109,7 @@ def _has_tokenizer(directory: Path) -> bool:
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer. Raises ValueError if there is none."""
+    # 1. Check a local directory; a name needs the Hub.
     _check_directory(config.name_or_path)
     directory = Path(config.name_or_path)
     if not directory.is_dir():
@@ -118,6 +119,7 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
             f"{directory} has no tokenizer files ({' or '.join(TOKENIZER_PATTERNS[:2])}); copy the files of the model's "
             "tokenizer into it (tokenizer.json, tokenizer_config.json)"
         )
+    # 2. Load the tokenizer.
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             config.name_or_path,

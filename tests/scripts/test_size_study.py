@@ -138,7 +138,7 @@ def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureF
         (["--drafters", "a=FOLDER:{tree_nodes: 3}", "a=FOLDER:{tree_nodes: 3}"], "'a, 3 nodes'"),
     ],
 )
-def test_wrong_options_raise(
+def test_wrong_options_raise_errors(
     run: Callable[..., Path], drafters: list[str], tmp_path: Path, changes: list[str], words: str
 ) -> None:
     folder = drafters[0].split("=", 1)[1].split(":")[0]

@@ -40,7 +40,7 @@ def test_it_resumes_from_its_last_checkpoint_on_the_schedule_of_the_new_number(
     assert f"was {STEPS} and is {MORE}: the training resumes after step {STEPS}" in message
     assert f"The {schedule} schedule now ends at step {MORE}" in message
     assert f"resumes at {whole[STEPS]:.3g}, where it was" in message
-    assert "the package only with export.overwrite=true" in message
+    assert "the stage eval starts a new evaluation" in message
     summary = json.loads((run.train_dir / "summary.json").read_text())
     assert summary["steps"] == summary["drafter_step"] == MORE
     assert sha256_file(run.drafter_dir / "model.safetensors") != digest, "an evaluation compares this digest"

@@ -107,6 +107,7 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     The nearest size has the smallest ratio to `batch_size`. Raises ValueError, with the command to
     run, if nothing was tuned for this setup.
     """
+    # 1. The choice for the nearest batch size of this setup.
     setup = describe_setup(target, directory, temperature)
     entries = read_tuned(directory)
     for entry in entries:
@@ -118,6 +119,7 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
                     "%s is tuned for batches of %s; batches of %d use the choice for %d", directory, sizes, batch_size, size
                 )
             return entry.choices[size]
+    # 2. Without one: the setups that were tuned, and how they differ.
     options = asdict(setup)
     others = [
         ", ".join(f"{key} {value}" for key, value in asdict(entry.place).items() if value != options[key]) for entry in entries

@@ -274,7 +274,13 @@ def test_disturbed_speeds_are_marked_and_errors_of_measurement_have_none(write_r
     caption = "mt_bench, greedy, batch size 1"
     assert page.tables[caption][2][2] == "2.00x 2.00 to 2.00 disturbed"
     assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "2.00x"]
-    assert "run the same command again: it repeats only these answers" in page.text
+    assert "s command measures only these answers again." in page.text
+    known = {"disturbed": [stall], "exceeds": "", "command": "outrider run demo eval.seed=1"}
+    known_page = report(tmp_path / "known", write_run("known", row=known))
+    assert known_page.text.count("To measure only these answers again: outrider run demo eval.seed=1") == 1
+    headline_text = "Fastest: 2.00x [2.00, 2.00] by "
+    assert headline_text in known_page.text
+    assert known_page.text.index(headline_text) < known_page.text.index("Tokens per step")
     assert "Repeated answers: 1." in page.text
     page = report(tmp_path / "wrong", write_run("two", row={"exceeds": "tokens per step"}))
     assert page.tables[caption][2][2] == "error: above its tokens per step"
@@ -416,11 +422,11 @@ def test_a_report_needs_no_torch() -> None:
 
 def test_notes_name_intervals_of_batches_and_too_few_batches_or_prompts(write_run: WriteRun, tmp_path: Path) -> None:
     page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
-    few = "too few for a reliable interval"
-    assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
+    few = "Too few prompts for a reliable interval: 2."
+    assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts. {few}" in page.text
     assert "Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch." in page.text
     three = report(tmp_path / "three", write_run("three", batch_size=4, row={"num_batches": 3, "speedup_ci95": [1.0, 2.0]}))
-    assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
+    assert "Intervals: of tokens per step over the prompts, of the speedup over 3 batches. Too few" in three.text
 
 
 def test_drafters_of_different_runs_or_ambiguous_ones_are_not_paired(write_run: WriteRun, tmp_path: Path) -> None:

@@ -91,17 +91,24 @@ def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
     assert "{#1} [bold]~^<i>*" in screen.getvalue()
 
 
-def test_outliers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
+def test_disturbed_answers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> None:
     assert rows[0]["disturbed"] == []
     assert rows[1]["disturbed"] == [
         {"side": "method", "prompt_ids": ["0"], "turn": 0, "repeat": 0, "ratio": 20.0},
     ]
     (note,) = [note for note in footnotes(rows) if note.startswith("Disturbed answers: 1.")]
     assert "prompt 0 turn 1 of redrafter a" in note
-    assert "(20.0x). To measure again, run the same command again" in note
+    assert "(20.0x). The evaluation's command measures only these answers again." in note
     answer = rows[1]["disturbed"][0]
     many: Any = {**rows[1], "disturbed": [{**answer, "repeat": repeat} for repeat in range(5)]}
     assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
+
+
+def test_the_command_that_measures_again_is_in_the_table_as_it_was_typed(rows: list[Row]) -> None:
+    command = "outrider eval --setting '{a_b: 5}' --suite-path mt_bench=*.jsonl"
+    with_command: Any = [rows[0], {**rows[1], "command": command}]
+    assert markdown(with_command).count(f"To measure only these answers again: `{command}`.") == 1
+    assert any(f"again: `{command}`." in note for note in footnotes(with_command))
 
 
 def test_a_stalled_answer_of_plain_decoding_is_listed_once_for_all_methods(rows: list[Row]) -> None:
@@ -141,6 +148,6 @@ def test_each_batch_size_has_its_lines(records: list[EvalRecord]) -> None:
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
     assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
-    notes = [note for note in footnotes(rows) if "in 3 batches, too few for a reliable interval" in note]
+    notes = [note for note in footnotes(rows) if "Too few batches for a reliable interval: 3." in note]
     assert len(notes) == 1
     assert notes[0].startswith("mt_bench, greedy, batch size 2 ")

@@ -1,6 +1,5 @@
 """The table in the terminal: 80 columns and six lines of notes, whatever was measured."""
 
-import json
 from io import StringIO
 from typing import Any, cast
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from outrider.eval.records.method_names import MethodFacts, method_names
 from outrider.eval.results.finished import read_rows
 from outrider.eval.results.rows import Row
-from outrider.eval.results.terminal import print_table
+from outrider.eval.results.terminal import note_lines, print_table
 
 from ...conftest import REPOSITORY
 
@@ -92,10 +91,27 @@ def test_the_most_important_notes_come_first_and_six_lines_are_enough() -> None:
     assert len(notes) <= 6
     assert max(map(len, notes)) <= 80
     assert notes[0].startswith("  NOT LOSSLESS, so without a speedup: ReDrafter, 4 beams of 3, 5 nodes")
-    assert "table.md" in notes[-1]
+    starts = [line.split()[0] for line in notes if not line.startswith("    ")]
+    assert starts == ["NOT", "No", "table.md"]
+    wide = [line.split()[0] for line in note_lines(changed, 300)]
+    assert wide == ["NOT", "No", "Disturbed:", "Above", "Repeated:", "table.md"]
     plain = notes_of(printed(rows))
     assert plain[0].startswith("  stdlib, greedy: 16 prompts in float32, up to 128 new tokens.")
-    assert json.loads((RECORDED / "summary.json").read_text())[0]["num_prompts"] == 16
+
+
+def test_a_narrow_terminal_loses_no_column() -> None:
+    lines = printed(read_rows(RECORDED), width=60).splitlines()
+    (head,) = [line for line in lines if line.split()[:1] == ["Method"]]
+    assert head.split() == ["Method", "Tok/step", "Tok/s", "Speedup", "[95", "%]", "Identical"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_few_prompts_are_a_sentence_of_the_notes() -> None:
+    rows = read_rows(RECORDED)
+    texts = {3: "Intervals are over 3 prompts, which are too few.", 1: "Too few prompts for a reliable interval: 1."}
+    for number, text in texts.items():
+        few = [cast("Row", {**row, "num_prompts": number, "num_batches": number}) for row in rows]
+        assert text in " ".join(printed(few).split())
 
 
 def test_what_is_not_a_speed_is_not_printed_as_one() -> None:
@@ -104,8 +120,9 @@ def test_what_is_not_a_speed_is_not_printed_as_one() -> None:
     text = printed([plain, cast("Row", {**drafted, **wrong})])
     assert "7.77" not in text
     assert "error: above its" in text
+    assert "No speedup for ReDrafter" in " ".join(text.split())
     assert "Measure again into another folder" in " ".join(text.split())
     stalled: dict[str, Any] = {"disturbed": [{**STALL, "prompt_ids": ["7"]}]}
     text = printed([plain, cast("Row", {**drafted, **stalled})])
     assert "DISTURBED: measure again" in " ".join(text.split())
-    assert "Disturbed: 1 answer, the worst of ReDrafter" in text
+    assert "Disturbed: 1 answer. The worst took 27 times its usual time (ReDrafter" in " ".join(text.split())

@@ -180,7 +180,7 @@ def test_an_unsupported_argument_is_an_error_that_names_it(model, folder, option
     ],
 )
 def test_wrong_values_of_our_arguments_are_errors_with_value_and_remedy(options, message):
-    values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None}
+    values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None, "fast_linears": False}
     require_own_arguments(**values)
     with pytest.raises(ValueError, match=message):
         require_own_arguments(**{**values, **options})
