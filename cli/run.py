@@ -124,9 +124,10 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
     if "export" in config.stages:
         export(config.export, config.drafter_runs(), target, folder)
-    log.info("results: %s", folder)
     if files := _files_to_open(config, folder):
         print_next(files, console)
+    else:
+        log.info("results: %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
 

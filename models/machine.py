@@ -105,7 +105,8 @@ def hardware(device: torch.device, num_processes: int) -> str:
     """Describe the devices of `num_processes` processes, if each process has such a `device`."""
     name = device_name(device)
     if device.type == "cpu":
-        name = f"{name}, {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        name = f"{name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return name if num_processes == 1 else f"{num_processes} x {name}"
 
 

@@ -273,7 +273,7 @@ def write_results(cells: Sequence[Cell], drafters: Sequence[DrafterSetting], out
         "rows": rows,
         "notes": lines,
         "environment": asdict(infos[0].environment),
-        "cells": [{**cell.described, "linears": info.linears} for cell, info in zip(cells, infos, strict=True)],
+        "cells": [{**cell.described, "linears": info.environment.linears} for cell, info in zip(cells, infos, strict=True)],
     }
     write_json(output / "size_study.json", report)
     atomic_write_text(output / "table.md", text)
