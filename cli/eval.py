@@ -90,13 +90,14 @@ def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: 
     from ..data.files import locked
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
+    from .errors import command_line
 
     check_inputs(config, drafters)
     with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
         target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
     with locked(output):
-        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
+        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned, command=command_line())
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:

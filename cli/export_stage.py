@@ -78,8 +78,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
         if any(map(is_disturbed, rows)) and not config.allow_disturbed:
             log.warning(
-                "other programs disturbed the speed of %s, so the card of %s leaves it out; run the same command again, which "
-                "repeats only the disturbed answers, or set export.allow_disturbed=true to show it with a mark",
+                "the measurement of %s was disturbed, so the card of %s leaves its speed out; run the same command again, "
+                "which repeats only the disturbed answers, or set export.allow_disturbed=true to show it with a mark",
                 *("; ".join(dict.fromkeys(method_name(row) for row in rows if is_disturbed(row))), directory),
             )
         options = CardOptions(

@@ -27,7 +27,7 @@ def package_command(
     ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
     allow_disturbed: Annotated[
-        bool, typer.Option("--allow-disturbed", help="Show a speed that other programs disturbed, with a mark.")
+        bool, typer.Option("--allow-disturbed", help="Show a speed whose measurement was disturbed, with a mark.")
     ] = False,
 ) -> None:
     """Write a drafter's folder for the Hub.
@@ -51,7 +51,7 @@ def package_command(
         base_model=base_model,
         quantization=parse_quantization(quantization),
         repo=repo,
-        disturbed="mark" if allow_disturbed else "refuse",
+        disturbed="mark" if allow_disturbed else "raise",
     )
     card = model_card(drafter, options)
 

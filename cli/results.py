@@ -1,5 +1,8 @@
 """What a command prints after the table: how to measure again, and what to open next."""
 
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from ..eval.results.marks import disturbed_answers
 from ..eval.results.rows import Row
 from .errors import command_line
 
-OWN_MODEL = "outrider init my.yaml --target DIR_OR_ID --data FILE"
+OWN_MODEL = "init my.yaml --target DIR_OR_ID --data FILE"
 
 
 def print_measure_again(rows: Sequence[Row], console: Console) -> None:
@@ -28,4 +31,6 @@ def print_next(files: Mapping[Path, str], console: Console) -> None:
     for path, content in files.items():
         console.print(Text(f"  {path!s:<{width}}  {content}"), soft_wrap=True)
     console.print(Text("Next, for your own model and data:", style="bold"))
-    console.print(Text(f"  {OWN_MODEL}"), soft_wrap=True)
+    # A virtual environment that isn't active has its commands beside its Python only.
+    command = "outrider" if shutil.which("outrider") else shlex.quote(str(Path(sys.executable).with_name("outrider")))
+    console.print(Text(f"  {command} {OWN_MODEL}"), soft_wrap=True)

@@ -44,6 +44,7 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
+from .errors import command_line
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
 from .kept import describe_kept
 from .plan import print_plan
@@ -123,9 +124,10 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
     if "export" in config.stages:
         export(config.export, config.drafter_runs(), target, folder)
-    log.info("results: %s", folder)
     if files := _files_to_open(config, folder):
         print_next(files, console)
+    else:
+        log.info("results: %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
 
@@ -134,7 +136,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
     settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
     set_aside_evaluation(folder / "eval", list(settings))
-    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings)
+    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings, command=command_line())
     print_table(rows, console)
     print_measure_again(rows, console)
     write_report([folder / "eval"], folder, figures=False)

@@ -35,7 +35,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.roofline import measure_roofline
-from .measure.turns import answer_seed
+from .measure.turns import Method, answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -70,11 +70,15 @@ def evaluate(
     output_dir: Path,
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
+    command: str = "",
+    others: Sequence[Method] = (),
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    Answers that `output_dir` already holds are not measured again. Raises ValueError for invalid
-    input, and for an `output_dir` with records of another evaluation.
+    `others` are further methods of the caller; `run.json` doesn't describe them. The results of
+    disturbed answers name `command`, with which the user started the evaluation. Answers that
+    `output_dir` already holds are not measured again. Raises ValueError for invalid input, and for
+    an `output_dir` with records of another evaluation.
     """
     # 1. Load what is compared: prompts and drafters.
     suites = load_suites(config)
@@ -85,7 +89,7 @@ def evaluate(
         target.choose_linears(*drafters.values())
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
-        environment = describe_environment(target.device)
+        environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
@@ -94,7 +98,7 @@ def evaluate(
             target=target,
             tokenizer=tokenizer,
             rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
-            methods=methods_by_place(config, specs, drafters, target),
+            methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, drafters, target).items()},
             config=config,
             context_length=context_length(target, drafters.values()),
             file=file,
@@ -106,21 +110,30 @@ def evaluate(
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
-        audits, unaudited = audit_answers(bench, records, suites)
-        facts = Facts(
-            drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
-            num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
-            audits=audits,
-            out_of_memory=bench.out_of_memory,
-            without_profile=bench.without_profile,
-            unaudited=unaudited,
-        )
+        by_method = {name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()}
+        facts = audited_facts(bench, records, suites, by_method, command)
     # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
+
+
+def audited_facts(
+    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet], drafters: dict[str, DrafterFacts], command: str
+) -> Facts:
+    """Audit answers, and collect the facts that only the run can compute."""
+    audits, unaudited = audit_answers(bench, records, suites)
+    return Facts(
+        drafters=drafters,
+        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
+        audits=audits,
+        out_of_memory=bench.out_of_memory,
+        without_profile=bench.without_profile,
+        unaudited=unaudited,
+        command=command,
+    )
 
 
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
@@ -254,7 +267,7 @@ def open_run(
         )
     else:
         roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
-        info = RunInfo(config=recorded, environment=environment, roofline=roofline, linears=target.linears)
+        info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info
 

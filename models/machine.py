@@ -11,6 +11,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+
+
 def device_name(device: torch.device) -> str:
     """Return the model name of a GPU or a CPU."""
     if device.type == "cuda":
@@ -25,12 +28,20 @@ def synchronize(device: torch.device) -> None:
 
 
 def available_memory() -> int | None:
-    """Return the bytes of memory that a process could still take, or None if that is unknown."""
+    """Return the bytes of memory that a process could still take, or None if that is unknown.
+
+    A container's limit counts as well (the memory controller of cgroups, versions 2 and 1).
+    """
+    free = []
     with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return None
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    groups = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    for group, limit, used in groups:
+        with suppress(OSError, ValueError):  # "max" is no number
+            folder = CGROUPS / group
+            free.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
+    return min(free, default=None)
 
 
 OUT_OF_MEMORY_TEXTS = (
@@ -94,8 +105,21 @@ def hardware(device: torch.device, num_processes: int) -> str:
     """Describe the devices of `num_processes` processes, if each process has such a `device`."""
     name = device_name(device)
     if device.type == "cpu":
-        name = f"{name}, {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        name = f"{name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return name if num_processes == 1 else f"{num_processes} x {name}"
+
+
+def cpu_details() -> str:
+    """Return the processor's family, model, stepping and instructions, as far as they are known.
+
+    A virtual machine may give the same name to different processors.
+    """
+    names = ("cpu family", "model", "stepping", "flags", "Features", "CPU part")
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in names)
+    return platform.machine()
 
 
 def cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""Grows a target: it costs what a large model costs, and says what the small one says.
+"""Grows a small target to the cost of a large model, with the same text.
 
     python scripts/grow_target.py outputs/grown_400m --parameters 400M
     python scripts/grow_target.py outputs/grown --layers 32 --intermediate 16384 --dtype float32
@@ -17,7 +17,6 @@ Layers are written one by one, so memory holds one layer. The folder appears whe
 """
 
 import argparse
-import errno
 import math
 import re
 import shutil
@@ -26,9 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
@@ -54,19 +54,10 @@ WIDENED["mlp.down_proj.weight"] = 1
 """Dimension of each tensor that grows with the number of neurons."""
 OUTPUTS = ("self_attn.o_proj.", "mlp.down_proj.")
 """Projections into the residual stream. What is added to them is zero."""
-README = """# A grown target
-
-It costs what a large model costs, and says what {source} says: {parameters:,} parameters, of which
-{original:,} decide the text. Neurons and layers were added whose outputs are zero; all other new
-weights are random. It is good for measuring speed, and for nothing else.
-
-| | original | grown |
-|---|---:|---:|
-| layers | {old_layers} | {layers} |
-| neurons of an MLP | {old_intermediate:,} | {intermediate:,} |
-
-Made by `scripts/grow_target.py`. The original's licence applies.
-"""
+NOTE = (
+    "Made by scripts/grow_target.py, to measure speed: it costs as much as a large model, and generates the same text as its "
+    "source. The source's licence applies."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +216,7 @@ def grown_tensor(
 
 
 def grown_config(config: dict[str, Any], new: Size, dtype: str) -> dict[str, Any]:
-    """Return the configuration with the new sizes. Lists by layer go on with their last item."""
+    """Build the configuration with the new sizes. Lists by layer continue with their last item."""
     sizes = {"num_hidden_layers": new.layers, "intermediate_size": new.intermediate, "dtype": dtype}
     by_layer = {
         name: [*config[name], *[config[name][-1]] * (new.layers - len(config[name]))] for name in PER_LAYER if config.get(name)
@@ -233,9 +224,7 @@ def grown_config(config: dict[str, Any], new: Size, dtype: str) -> dict[str, Any
     return {**{name: value for name, value in config.items() if name != "torch_dtype"}, **sizes, **by_layer}
 
 
-def grow(
-    source: Source, output: Path, new: Size, *, dtype: str | None = None, seed: int = 0, overwrite: bool = False
-) -> dict[str, Any]:
+def grow(source: Source, output: Path, new: Size, *, dtype: str | None = None, overwrite: bool = False) -> dict[str, Any]:
     """Write a grown target, and return its record.
 
     Raises ValueError if the folder exists, or the disk has too little room.
@@ -246,43 +235,27 @@ def grow(
     num_bytes = new.parameters * DTYPES[dtype].itemsize
     require_room(output, num_bytes)
     # 2. Everything but the layers, then layer by layer. The names of all tensors go to the index.
-    old, generator = source.size, torch.Generator().manual_seed(seed)
+    old, generator = source.size, torch.Generator().manual_seed(0)
     ends = [name for name in source.shapes if not LAYER_NAME.fullmatch(name)]
     parts = [part for _, part in source.parts(old.layers - 1)]
     groups = [ends, *([f"model.layers.{layer}.{part}" for part in parts] for layer in range(new.layers))]
-    record = {"source": source.folder.resolve().name, **asdict(new), "original": asdict(old), "dtype": dtype, "seed": seed}
+    sizes = {**asdict(new), "original": asdict(old), "dtype": dtype}
+    record = {"note": NOTE, "source": source.folder.resolve().name, **sizes}
     with replacing_directory(output) as folder:
         weight_map = {}
         for number, names in enumerate(tqdm(groups, desc="grow", unit="file"), 1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             tensors = {name: grown_tensor(name, source.read, old, new, DTYPES[dtype], generator).contiguous() for name in names}
-            write_shard(tensors, folder / file)
+            (folder / file).write_bytes(save(tensors, metadata={"format": "pt"}))  # save_file's error hides a full disk
             weight_map |= dict.fromkeys(names, file)
         # 3. The other files. Without config.json, which is the last, nothing loads the folder.
         for path in {path for pattern in COPIED for path in source.folder.glob(pattern) if path.is_file()}:
             if path.suffix != ".safetensors":
                 shutil.copyfile(path, folder / path.name)
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
-        (folder / "README.md").write_text(readme(record))
         write_json(folder / RECORD_FILE, record)
         write_json(folder / "config.json", grown_config(source.config, new, dtype))
     return record
-
-
-def readme(record: dict[str, Any]) -> str:
-    old = record["original"]
-    names = {"old_layers": old["layers"], "old_intermediate": old["intermediate"], "original": old["parameters"]}
-    return README.format(**{**record, **names})
-
-
-def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write tensors. Raises OSError for a full disk, which safetensors reports as its own error."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if f"os error {errno.ENOSPC}" in str(error):
-            raise OSError(errno.ENOSPC, str(error)) from error
-        raise
 
 
 def require_free(output: Path, *, overwrite: bool) -> None:
@@ -307,7 +280,7 @@ def require_room(output: Path, num_bytes: int) -> None:
 
 
 def fitted_drafter(folder: Path, original: dict[str, Any]) -> DrafterFile:
-    """Return a drafter's configuration with the sizes that it took from the original written out.
+    """Write out the sizes that a drafter's configuration took from the original.
 
     An EAGLE drafter's layer has as many neurons as the target's, and EAGLE-3 reads layers that
     depend on their number. Raises ValueError for a layer of a form that has no name.
@@ -337,7 +310,7 @@ def copy_drafter(folder: Path, output: Path, original: dict[str, Any]) -> None:
 
 
 def drafter_name(folder: Path) -> str:
-    """Return the name of a drafter: that of its run's folder if its own is just `drafter`."""
+    """Name a drafter after its folder, or after its run if the folder is just `drafter`."""
     folder = folder.resolve()
     return folder.parent.name if folder.name == "drafter" else folder.name
 
@@ -350,7 +323,6 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="decoder layers; default: as many as the original")
     parser.add_argument("--intermediate", type=int, help="neurons of an MLP; default: as many as the original")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the original's")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drafters", type=Path, nargs="*", default=[], help="drafters of the original to copy, adapted")
     parser.add_argument("--overwrite", action="store_true", help="replace a grown target")
     return parser.parse_args(arguments)
@@ -372,12 +344,12 @@ def run(args: argparse.Namespace) -> None:
         values = (args.layers, source.size.layers), (args.intermediate, source.size.intermediate)
         size = source.grown_size(*(default if value is None else value for value, default in values))
     # 2. Write the target, then the drafters.
-    record = grow(source, args.output, size, dtype=args.dtype, seed=args.seed, overwrite=args.overwrite)
+    record = grow(source, args.output, size, dtype=args.dtype, overwrite=args.overwrite)
     for name, folder in zip(names, args.drafters, strict=True):
         copy_drafter(folder, args.output / "drafters" / name, source.config)
     print(
         f"{args.output}: {size.parameters:,} parameters in {record['dtype']}, {size.layers} layers of {size.intermediate:,} "
-        f"neurons. It costs what a large model costs, and says what {record['source']} says"
+        f"neurons. It costs as much as a large model, and generates the same text as {record['source']}"
     )
 
 

@@ -1,16 +1,18 @@
-"""Figures of the size study: rows of the table, marks, budget, plot."""
+"""Figures of the size study: its rows, summary, marks, budget, plot."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from size_methods import LOOKUP, PLAIN, TRANSFORMERS, count_threads
+from drafter_settings import DrafterSetting
 
+from outrider.eval.records.names import BASELINE
+from outrider.eval.results import marks
+from outrider.eval.results.attempts import MAX_RATIO
 from outrider.eval.results.plots import PARITY_LINE, drawing
-from outrider.eval.results.stats import bootstrap, ceiling, ratio_of_ratios
+from outrider.eval.results.rows import Row, fault, is_broken
 
+PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers generate", "transformers prompt lookup"
 MARK_SIZE, MARK, BF16_MARK = "400M", 1.5, 2.0
 """ReDrafter must be so many times as fast as plain decoding at this size; the second number is for
 processors with bf16 matrix instructions."""
@@ -18,176 +20,146 @@ MARKED_KIND = "redrafter"
 SLOWEST_PLAIN = 0.98
 """Least speed of our plain decoding, over transformers' `generate`."""
 PHASES = ("draft", "verify", "accept", "rest")
-Row = dict[str, Any]
+SizeRow = dict[str, Any]
 
 
-def rows_of(cell: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each method of a cell."""
-    # 1. The answers that count, and the faster of the two plain decodings.
-    used = {
-        name: [tries[number] for tries, number in zip(answers, cell["used_rounds"], strict=True)]
-        for name, answers in cell["answers"].items()
+def rows_of(measured: Sequence[Row], cell: Mapping[str, Any], drafters: Mapping[str, DrafterSetting]) -> list[SizeRow]:
+    """Build the study's rows of a cell from the rows of its evaluation.
+
+    `cell` has the values that all rows share. `drafters` are by the method's key. Evaluation's
+    speedups are over our plain decoding. Where transformers' is faster, they are divided by its
+    speedup, and its disturbed answers count for all rows.
+    """
+    # 1. The faster plain decoding.
+    by_key = {row["method"]: row for row in measured}
+    transformers = by_key[TRANSFORMERS]
+    is_ours = (transformers["speedup"] or 0.0) <= 1
+    factors = {
+        name: value if not is_ours and (value := transformers.get(name)) else 1.0 for name in ("speedup", "processor_speedup")
     }
-    fastest = min((PLAIN, TRANSFORMERS), key=lambda name: total(used[name], "seconds") / num_tokens(used[name]))
-    plain_step = phase_milliseconds(used[PLAIN])
-    assert plain_step is not None
-    plain_milliseconds = sum(plain_step.values())
-    kinds = {drafter["name"]: drafter for drafter in cell["settings"]["drafters"]}
-    # 2. A row for each method.
+    # 2. A row for each method, those without a drafter first.
     rows = []
-    for name, answers in used.items():
-        speedup, interval = ratio_to(used[fastest], answers, "seconds")
-        pairs = [per_token(first) / per_token(second) for first, second in zip(used[fastest], answers, strict=True)]
-        steps, phases = total(answers, "num_steps"), phase_milliseconds(answers)
-        tau = (num_tokens(answers) - len(answers)) / steps if steps else None
-        rho = phases["draft"] / plain_milliseconds if phases else None
+    for key in (BASELINE, TRANSFORMERS, LOOKUP, *drafters):
+        row, drafter = by_key[key], drafters.get(key)
+        speedup, interval, processor = row["speedup"], row["speedup_ci95"], row.get("processor_speedup")
         rows.append(
             {
-                "size": cell["size"],
-                "dtype": cell["dtype"],
-                "threads": cell["threads"],
-                "parameters": cell["parameters"],
-                "method": name,
-                "kind": kinds.get(name, {}).get("kind"),
-                "baseline": fastest,
-                "tokens_per_step": tau,
-                "tokens_per_second": num_tokens(answers) / total(answers, "seconds"),
-                "speedup": speedup,
-                "speedup_ci95": interval,
-                "median_speedup": statistics.median(pairs),
-                "num_faster": sum(pair > 1 for pair in pairs),
-                "processor_speedup": ratio_to(used[fastest], answers, "processor_seconds")[0],
-                "num_prompts": len(answers),
-                "num_identical": sum(a["token_ids"] == b["token_ids"] for a, b in zip(answers, used[PLAIN], strict=True)),
-                "unexplained": cell["unexplained"].get(name, []),
-                "num_repeated": sum(len(tries) > 1 for tries in cell["answers"][name]),
-                "milliseconds_per_step": phases,
-                "ceiling": ceiling(tau, rho),
+                **cell,
+                "method": PLAIN if key == BASELINE else drafter.name if drafter else key,
+                "kind": drafter.kind if drafter else None,
+                "baseline": PLAIN if is_ours else TRANSFORMERS,
+                "tokens_per_step": row["tokens_per_step"],
+                "tokens_per_second": row["tokens_per_second"],
+                "speedup": speedup and speedup / factors["speedup"],
+                "speedup_ci95": interval and [end / factors["speedup"] for end in interval],
+                "processor_speedup": processor and processor / factors["processor_speedup"],
+                "exceeds": row.get("exceeds", ""),
+                "disturbed": row.get("disturbed", []) or ([] if is_ours else transformers.get("disturbed", [])),
+                "num_repeated": row.get("num_repeated", 0),
+                "num_prompts": row["num_prompts"],
+                "num_identical": row["num_prompts"] - row["num_mismatched_prompts"],
+                "fault": fault(row) if is_broken(row) else "",
+                "milliseconds_per_step": phase_milliseconds(row),
+                "ceiling": row["ceiling"],
             }
         )
     return rows
 
 
-def total(answers: Sequence[Mapping[str, Any]], key: str) -> float:
-    return sum(answer[key] for answer in answers)
-
-
-def num_tokens(answers: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(answer["token_ids"]) for answer in answers)
-
-
-def per_token(answer: Mapping[str, Any]) -> float:
-    seconds: float = answer["seconds"] / len(answer["token_ids"])
-    return seconds
-
-
-def ratio_to(
-    baseline: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]], key: str
-) -> tuple[float, tuple[float, float] | None]:
-    """Return the baseline's seconds per token over the method's, and its 95 % interval."""
-    sides = [[(answer[key], len(answer["token_ids"])) for answer in side] for side in (baseline, answers)]
-    return bootstrap(np.array(sides), ratio_of_ratios, seed=0)
-
-
-def phase_milliseconds(answers: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Return milliseconds per step by phase, without the prefill; None for transformers."""
-    steps = total(answers, "num_steps")
-    if not steps or answers[0]["phases"] is None:
+def phase_milliseconds(row: Row) -> dict[str, float] | None:
+    """Compute the milliseconds of a step by phase, without the prefill; None for transformers."""
+    if row["time_split"] is None or row["tokens_per_step"] is None or row["decode_tokens_per_second"] is None:
         return None
-    return {name: 1e3 * sum(answer["phases"][name] for answer in answers) / steps for name in PHASES}
+    step = 1e3 * row["tokens_per_step"] / row["decode_tokens_per_second"]
+    return {name: step * row["time_split"][name] for name in PHASES}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Format all rows as Markdown."""
-    head = "| size | type | threads | method | tokens/step | tokens/s | speedup | median | by processor time | identical "
-    lines = [f"{head}| ms/step: draft, verify, accept, rest |", "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---|"]
-    for row in rows:
-        phases = row["milliseconds_per_step"]
-        lines.append(
-            f"| {row['size']} | {row['dtype']} | {row['threads']} | {row['method']} | {number(row['tokens_per_step'])} "
-            f"| {row['tokens_per_second']:.1f} | {speedup_text(row)} | {row['median_speedup']:.2f}x "
-            f"| {row['processor_speedup']:.2f}x | {row['num_identical']} of {row['num_prompts']} "
-            f"| {', '.join(f'{phases[name]:.1f}' for name in PHASES) if phases else '-'} |"
-        )
-    return "\n".join(lines) + "\n"
+def count_threads(number: int) -> str:
+    return f"{number} thread" + "s" * (number != 1)
 
 
-def summary(rows: Sequence[Row]) -> str:
+def speedup_text(row: SizeRow) -> str:
+    """Format a speedup with interval and marks; a fault or an error of measurement has no speed."""
+    if row["speedup"] is None:
+        return row["fault"] or "-"
+    interval = "" if row["speedup_ci95"] is None else " [{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
+    return "error" if marks.is_error(row) else ", ".join([f"{row['speedup']:.2f}x{interval}", *marks.marks(row)])
+
+
+def has_speed(row: SizeRow) -> bool:
+    return row["speedup"] is not None and not marks.is_error(row)
+
+
+def summary(rows: Sequence[SizeRow]) -> str:
     """Format the speedups over size, a table for each type and number of threads."""
     tables = []
     for dtype, threads in dict.fromkeys((row["dtype"], row["threads"]) for row in rows):
-        here = [row for row in rows if (row["dtype"], row["threads"]) == (dtype, threads)]
-        sizes = list(dict.fromkeys(row["size"] for row in here))
-        lines = [f"| {dtype}, {count_threads(threads)} | {' | '.join(sizes)} |", "|---|" + "---:|" * len(sizes)]
-        for name in dict.fromkeys(row["method"] for row in here):
-            speedups = {row["size"]: row["speedup"] for row in here if row["method"] == name}
-            lines.append(f"| {name} | " + " | ".join(f"{speedups[size]:.2f}x" for size in sizes) + " |")
-        fastest = {row["size"]: row["tokens_per_second"] for row in here if row["method"] == row["baseline"]}
-        lines.append("| tokens/s of the faster plain one | " + " | ".join(f"{fastest[size]:.1f}" for size in sizes) + " |")
+        panel = [row for row in rows if (row["dtype"], row["threads"]) == (dtype, threads)]
+        sizes = list(dict.fromkeys(row["size"] for row in panel))
+        head = f"| {dtype}, {count_threads(threads)} | tokens per step | {' | '.join(sizes)} |"
+        lines = [head, "|---|" + "---:|" * (1 + len(sizes))]
+        for name in dict.fromkeys(row["method"] for row in panel):
+            of_method = {row["size"]: row for row in panel if row["method"] == name}
+            steps = next((f"{row['tokens_per_step']:.2f}" for row in of_method.values() if row["tokens_per_step"]), "-")
+            speedups = [speedup_text(of_method[size]) if size in of_method else "-" for size in sizes]
+            lines.append(f"| {name} | {steps} | {' | '.join(speedups)} |")
+        fastest = {row["size"]: row["tokens_per_second"] for row in panel if row["method"] == row["baseline"]}
+        lines.append("| tokens/s of the faster plain one | - | " + " | ".join(f"{fastest[size]:.1f}" for size in sizes) + " |")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def speedup_text(row: Row) -> str:
-    interval = row["speedup_ci95"]
-    return f"{row['speedup']:.2f}x" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-
-
-def notes(rows: Sequence[Row], *, has_bf16_matrices: bool) -> list[str]:
-    """Return the lines below the table: what speedup means, doubts, and the marks."""
+def notes(rows: Sequence[SizeRow], *, has_bf16_matrices: bool) -> list[str]:
+    """List the notes below the summary: what speedup means, doubts, and the marks."""
     lines = ["Speedup is over the faster plain decoding of the cell: ours or transformers' `generate`."]
-    if repeated := sum(row["num_repeated"] for row in rows if row["method"] == PLAIN):
-        lines.append(f"{repeated} prompts were decoded again by all methods, since one of them had stalled.")
+    if repeated := sum(row["num_repeated"] for row in rows if row["method"] != PLAIN):
+        lines.append(f"{repeated} answers were decoded again beside plain decoding's, since one of each pair was disturbed.")
+    lines += [f"No speedup for {described(row)}: it is {row['fault']}." for row in rows if row["fault"]]
     lines += [
-        f"WRONG TEXT: {where(row)} at the prompts {row['unexplained']}; rounding can't explain it."
+        f"No speedup for {described(row)}: it would exceed its {row['tokens_per_step']:.2f} tokens per step, so plain "
+        "decoding's time is wrong. Measure again into another folder, while the machine is quiet."
         for row in rows
-        if row["unexplained"]
+        if marks.is_error(row)
     ]
-    lines += [
-        f"Measurement error: {where(row)} is faster than its {row['tokens_per_step']:.2f} tokens per step allow; measure again."
-        for row in rows
-        if row["kind"] and row["tokens_per_step"] and row["speedup"] > row["tokens_per_step"]
-    ]
+    if any(marks.is_disturbed(row) for row in rows):
+        rule = f"Disturbed: an answer, or plain decoding's beside it, took over {MAX_RATIO:g} times its usual time"
+        lines.append(f"{rule}. The same command measures only these answers again.")
     return lines + plain_marks(rows) + drafter_mark(rows, BF16_MARK if has_bf16_matrices else MARK)
 
 
-def where(row: Row) -> str:
+def described(row: SizeRow) -> str:
     return f"{row['method']} ({row['size']}, {row['dtype']}, {count_threads(row['threads'])})"
 
 
-def plain_marks(rows: Sequence[Row]) -> list[str]:
+def plain_marks(rows: Sequence[SizeRow]) -> list[str]:
     """State for our plain decoding whether it is slower than transformers' anywhere."""
-    plain = [row for row in rows if row["method"] == PLAIN]
-    slower = [f"{where(row)}: {row['speedup']:.3f}x" for row in plain if row["speedup"] < SLOWEST_PLAIN]
+    plain = [row for row in rows if row["method"] == PLAIN and row["speedup"] is not None]
+    slower = [f"{described(row)}: {row['speedup']:.3f}x" for row in plain if row["speedup"] < SLOWEST_PLAIN]
     rule = f"Mark: plain decoding at least {SLOWEST_PLAIN} of transformers' `generate` in each cell"
     return [f"{rule}: {'not reached by ' + '; '.join(slower) if slower else 'reached'}."]
 
 
-def drafter_mark(rows: Sequence[Row], mark: float) -> list[str]:
+def drafter_mark(rows: Sequence[SizeRow], mark: float) -> list[str]:
     """State whether the best ReDrafter reaches its mark, and the budget of its step."""
-    marked = [row for row in rows if row["size"] == MARK_SIZE]
-    drafted = [row for row in marked if row["kind"] == MARKED_KIND]
+    marked = [row for row in rows if row["size"] == MARK_SIZE and has_speed(row)]
     rule = f"Mark: {MARKED_KIND} at least {mark}x at {MARK_SIZE}, in the machine's better type"
-    if not drafted:
+    if not any(row["kind"] == MARKED_KIND for row in marked):
         return [f"{rule}: not measured."]
     # The better type is the one of the fastest plain decoding.
     plain = max((row for row in marked if row["method"] in (PLAIN, TRANSFORMERS)), key=lambda row: row["tokens_per_second"])
-    place = plain["dtype"], plain["threads"]
-    here = [row for row in marked if (row["dtype"], row["threads"]) == place]
-    best = max((row for row in here if row["kind"] == MARKED_KIND), key=lambda row: row["speedup"])
-    return [
-        f"{rule}: {'reached' if best['speedup'] >= mark else 'NOT reached'}, {best['speedup']:.2f}x by {where(best)}.",
-        budget(best, here),
-    ]
+    cell = [row for row in marked if (row["dtype"], row["threads"]) == (plain["dtype"], plain["threads"])]
+    best = max((row for row in cell if row["kind"] == MARKED_KIND), key=lambda row: row["speedup"], default=None)
+    if best is None:
+        return [f"{rule}: not measured."]
+    verdict = "reached" if best["speedup"] >= mark else "NOT reached"
+    return [f"{rule}: {verdict}, {speedup_text(best)} by {described(best)}.", budget(best, cell)]
 
 
-def budget(row: Row, cell: Sequence[Row]) -> str:
+def budget(row: SizeRow, cell: Sequence[SizeRow]) -> str:
     """Describe the milliseconds of a step, and what the speedup would be without some of them."""
     step, plain = row["milliseconds_per_step"], next(r for r in cell if r["method"] == PLAIN)["milliseconds_per_step"]
+    if step is None or plain is None:
+        return "Its step has no time split, because it wasn't profiled."
     plain_step, tau = sum(plain.values()), row["tokens_per_step"]
     parts = ", ".join(f"{name} {step[name]:.1f}" for name in PHASES)
     without_draft = tau * plain_step / (sum(step.values()) - step["draft"])
@@ -198,7 +170,7 @@ def budget(row: Row, cell: Sequence[Row]) -> str:
     )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[SizeRow], path: Path) -> None:
     """Draw speedup over size: a panel for each type and number of threads, a line per method."""
     # 1. The panels.
     dtypes, threads = (list(dict.fromkeys(row[name] for row in rows)) for name in ("dtype", "threads"))
@@ -206,8 +178,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panels = figure.subplots(len(dtypes), len(threads), squeeze=False, sharex=True, sharey=True)
         for dtype, line in zip(dtypes, panels, strict=True):
             for count, axes in zip(threads, line, strict=True):
-                here = [row for row in rows if (row["dtype"], row["threads"]) == (dtype, count)]
-                draw_panel(axes, here)
+                panel = [row for row in rows if (row["dtype"], row["threads"]) == (dtype, count)]
+                draw_panel(axes, panel)
                 axes.set_title(f"{dtype}, {count_threads(count)}", loc="left")
         # 2. Axes and legend. A panel may lack methods that another one has.
         for axes in panels[-1]:
@@ -219,8 +191,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         figure.legend(handles.values(), handles, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
 
 
-def draw_panel(axes: Any, rows: Sequence[Row]) -> None:
+def draw_panel(axes: Any, rows: Sequence[SizeRow]) -> None:
     """Draw the methods of one type and number of threads, with the marks."""
+    # 1. Axes: the sizes that were measured, and the marks.
     axes.set_xscale("log")
     axes.axhline(1.0, **PARITY_LINE)
     sizes = dict(sorted({row["parameters"]: row["size"] for row in rows}.items()))
@@ -230,12 +203,13 @@ def draw_panel(axes: Any, rows: Sequence[Row]) -> None:
     for mark in (MARK, BF16_MARK) if marked else ():
         axes.plot([marked[0]], [mark], marker="_", markersize=22, color="0.35", linestyle="none")
         axes.annotate(f"mark {mark}x", (marked[0], mark), (0, 3), textcoords="offset points", ha="center", fontsize=7)
+    # 2. A line for each method, a color for each drafter. A speed that isn't valid has no point.
     names = [name for name in dict.fromkeys(row["method"] for row in rows) if name != PLAIN]
     colors = dict.fromkeys(row["method"].split(",")[0] for row in rows if row["kind"])
     colors = {name: f"C{index % 10}" for index, name in enumerate(colors)}  # matplotlib's ten colors
     seen: dict[str, int] = {}
     for name in names:
-        line = sorted((row for row in rows if row["method"] == name), key=lambda row: row["parameters"])
+        line = sorted((row for row in rows if row["method"] == name and has_speed(row)), key=lambda row: row["parameters"])
         drafter = name.split(",")[0]
         order = seen[drafter] = seen.get(drafter, -1) + 1
         axes.plot(
@@ -248,5 +222,10 @@ def draw_panel(axes: Any, rows: Sequence[Row]) -> None:
             markersize=4,
             linewidth=1.2,
         )
+    # 3. Circles around disturbed speeds.
+    disturbed = [row for row in rows if marks.is_disturbed(row) and has_speed(row)]
+    if disturbed:
+        points = [row["parameters"] for row in disturbed], [row["speedup"] for row in disturbed]
+        axes.plot(*points, label=marks.DISTURBED, marker="o", markersize=9, fillstyle="none", color="0.2", linestyle="none")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.92", linewidth=0.6)

@@ -5,58 +5,59 @@
     python scripts/size_study.py --drafters small=outputs/demo/drafter:'{beam_width: 4, beam_length: 3, tree_nodes: 5}'
 
 The demo's target is grown by neurons and layers that add nothing (`grow_target.py`). So it costs
-what a large model costs, and says what the demo says; drafters trained for the demo keep their
-tokens per step. Each cell (size, type, threads) measures plain decoding, transformers' `generate`,
-its prompt lookup, and each drafter with a small and a large tree, prompt by prompt in turns.
+as much as a large model, and generates the same text as the demo's; drafters trained for the demo
+keep their tokens per step. Each cell (size, type, threads) is an evaluation of plain decoding,
+transformers' `generate`, its prompt lookup, and each drafter with a small and a large tree.
 
-A finished cell is a file in OUTPUT/cells. The same command continues after a kill. OUTPUT gets the
-record `size_study.json`, `table.md` and `speedup.png`. Grown targets are deleted after use.
+The evaluations are in OUTPUT/cells. The same command resumes after a kill, and measures disturbed
+answers again. OUTPUT gets the record `size_study.json`, `table.md` and `speedup.png`. Grown targets
+are deleted after use. Prompts that leave no room for the answer are skipped.
 """
 
 import argparse
 import contextlib
-import functools
 import gc
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
-import torch.nn.functional as F
-import yaml
+from drafter_settings import DrafterSetting, parse_drafters, settings_of, unique
 from grow_target import DTYPES, Size, Source, copy_drafter, grow, parse_parameters, require_room
-from size_methods import DrafterSetting, count_threads, measure_cell
-from size_report import notes, plot, rows_of, summary, table
+from size_report import LOOKUP, PLAIN, TRANSFORMERS, count_threads, notes, plot, rows_of, summary
+from transformers_methods import transformers_method
 
 from outrider.data.differences import differences
 from outrider.data.files import atomic_write_text, locked, read_json, sha256_file, write_json
+from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters.saved.build import saved_spec
-from outrider.models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from outrider.eval.measure.methods import Settings
+from outrider.eval.measure.roofline import measure_bandwidth, weight_bytes
+from outrider.eval.records.names import RUN_FILE, SUMMARY_FILE
+from outrider.eval.records.run_files import read_info
+from outrider.eval.results.finished import read_rows
+from outrider.eval.results.marks import is_disturbed
+from outrider.eval.run import cpu_threads, evaluate
+from outrider.models.drafters.saved.folder import WEIGHTS_FILE
+from outrider.models.machine import available_memory
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 CPU = torch.device("cpu")
 DEFAULT_FOLDERS = ("outputs/compare_demo/variants/*/drafter", "outputs/demo/drafter")
-SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "redrafter": [
-        {"beam_width": 4, "beam_length": 3, "tree_nodes": 5},
-        {"beam_width": 16, "beam_length": 5, "tree_nodes": 40},
-    ],
-    "medusa": [{"tree_nodes": 5}, {"tree_nodes": 40}],
-    "eagle": [{"depth": 3, "top_k": 2, "tree_nodes": 5}, {"depth": 5, "top_k": 8, "tree_nodes": 40}],
-    "eagle3": [{"depth": 3, "top_k": 2, "tree_nodes": 5}, {"depth": 5, "top_k": 8, "tree_nodes": 40}],
-    "draft_model": [{"length": 3, "top_k": 2, "tree_nodes": 5}, {"length": 5, "top_k": 8, "tree_nodes": 40}],
-}
-"""A small and a large tree for each kind of drafter."""
-ROWS = 64
-"""Rows of the product that estimates how long a prompt takes to read."""
-SAMPLE_BYTES, SAMPLE_WIDTH = 1 << 27, 256
+LOOKUP_TOKENS = 10
+PROFILED_PROMPTS = 2
+COPIES = 3
+"""Free memory, in copies of the weights, above which transformers gets a copy of its own."""
+SAMPLE_BYTES = 1 << 27
 SECONDS_PER_LAYER = 5e-4
 """Rough time of a layer beside its weights, in the estimate."""
-PROMPT_TOKENS = 96
-"""Rough length of a prompt, in the estimate."""
+SETTINGS_FILE = "settings.json"
+"""File of the settings that all cells of a folder share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,13 @@ class Cell:
     dtype: str
     threads: int
 
-    def file(self, output: Path) -> Path:
-        return output / "cells" / f"{self.label}-{self.dtype}-{self.threads}.json"
+    def folder(self, output: Path) -> Path:
+        return output / "cells" / f"{self.label}-{self.dtype}-{self.threads}"
+
+    @property
+    def described(self) -> dict[str, Any]:
+        values = {"size": self.label, "dtype": self.dtype, "threads": self.threads}
+        return {**values, "layers": self.size.layers, "parameters": self.size.parameters}
 
 
 def main() -> None:
@@ -120,35 +126,17 @@ def run(args: argparse.Namespace) -> None:
         "drafters": [{**drafter.described, "weights": sha256_file(drafter.folder / WEIGHTS_FILE)} for drafter in drafters],
     }
     # 2. The cells that are missing, size by size.
-    missing = [cell for cell in cells if not is_done(cell, args.output, settings)]
-    print_plan(cells, missing, len(drafters), args)
+    require_same_settings(args.output, settings)
+    missing = [cell for cell in cells if not is_done(cell, args.output)]
+    print_plan(cells, missing, len((PLAIN, TRANSFORMERS, LOOKUP)) + len(drafters), args)
     if args.plan:
         return
     with locked(args.output):
+        write_json(args.output / SETTINGS_FILE, settings)
         for label in dict.fromkeys(cell.label for cell in missing):
-            measure_size([cell for cell in missing if cell.label == label], source, drafters, settings, args)
+            measure_size([cell for cell in missing if cell.label == label], source, drafters, args)
         # 3. Table, record and plot of all cells.
-        write_results([read_json(cell.file(args.output)) for cell in cells], args.output)
-
-
-def parse_drafters(items: Sequence[str]) -> list[DrafterSetting]:
-    """Parse NAME=FOLDER[:SETTING]. Raises ValueError for what isn't a drafter or its option."""
-    drafters = []
-    for item in items:
-        name, separator, rest = item.partition("=")
-        folder, _, text = rest.partition(":")
-        if not (separator and name and folder):
-            raise ValueError(f"--drafters has {item!r}; give NAME=FOLDER or NAME=FOLDER:'{{tree_nodes: 5}}'")
-        try:
-            setting = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            raise ValueError(
-                f"the setting in --drafters {item!r} is no YAML ({error}); give one like '{{tree_nodes: 5}}'"
-            ) from error
-        if setting is not None and not isinstance(setting, Mapping):
-            raise ValueError(f"the setting in --drafters {item!r} is no mapping; give one like '{{tree_nodes: 5}}'")
-        drafters += settings_of(name, Path(folder), None if setting is None else dict(setting))
-    return unique(drafters)
+        write_results(cells, drafters, args.output)
 
 
 def default_drafters() -> list[DrafterSetting]:
@@ -162,116 +150,99 @@ def default_drafters() -> list[DrafterSetting]:
     return unique([drafter for folder in folders for drafter in settings_of(folder.parent.name, folder, None)])
 
 
-def settings_of(name: str, folder: Path, setting: dict[str, Any] | None) -> list[DrafterSetting]:
-    """Return a drafter in a setting, or with a small and a large tree. Raises ValueError."""
-    saved = read_drafter_config(folder)
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(f"{folder / WEIGHTS_FILE} is missing; give the `drafter/` folder of a finished training")
-    drafters = []
-    for options in SETTINGS.get(saved.kind, [{}]) if setting is None else [setting]:
-        saved_spec(saved, options)
-        words = (
-            f"{options['tree_nodes']} nodes"
-            if options.get("tree_nodes")
-            else yaml.safe_dump(options, default_flow_style=True).strip()
-        )
-        drafters.append(DrafterSetting(name=f"{name}, {words}", kind=saved.kind, folder=folder, setting=options))
-    return drafters
-
-
-def unique(drafters: list[DrafterSetting]) -> list[DrafterSetting]:
-    """Raise ValueError if two drafters have one name."""
-    names = [drafter.name for drafter in drafters]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two --drafters are called {repeated[0]!r}; give them different names")
-    return drafters
-
-
-def is_done(cell: Cell, output: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether a cell is measured. Raises ValueError if it was with other settings."""
-    path = cell.file(output)
-    if not path.is_file():
-        return False
-    recorded = read_json(path)
-    environment = asdict(describe_environment(CPU))
-    changes = differences(
-        {"settings": recorded["settings"], "environment": {**recorded["environment"], "num_threads": 0}},
-        {"settings": dict(settings), "environment": {**environment, "num_threads": 0}},
-    )
-    if changes:
+def require_same_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if the folder holds cells that were measured with other settings."""
+    path = output / SETTINGS_FILE
+    if path.is_file() and (changes := differences(read_json(path), dict(settings))):
         raise ValueError(
-            f"{path} was measured differently: {'; '.join(changes.values())}. Give another --output, or delete that folder"
+            f"{output} was measured differently: {'; '.join(changes.values())}. Give another --output, or delete that folder"
         )
-    return True
 
 
-def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_drafters: int, args: argparse.Namespace) -> None:
-    """Print the cells and an estimate of their time, from products of matrices on this machine."""
-    # 1. Seconds of each cell: steps over one row, and prompts over many rows.
-    passes = (3 + num_drafters) * args.prompts
-    seconds = {}
-    for cell in missing:
-        step = seconds_of_pass(cell, 1) + cell.size.layers * SECONDS_PER_LAYER
-        seconds[cell] = passes * (args.new_tokens * step + seconds_of_pass(cell, ROWS) * PROMPT_TOKENS / ROWS)
+def is_done(cell: Cell, output: Path) -> bool:
+    """Check whether a cell is measured, and no answer of it must be measured again.
+
+    Raises ValueError if it was measured in another environment.
+    """
+    folder = cell.folder(output)
+    if not (folder / SUMMARY_FILE).is_file():
+        return False
+    with cpu_threads(cell.threads):
+        environment = describe_environment(CPU)
+    if changes := differences(asdict(read_info(folder / RUN_FILE).environment), asdict(environment)):
+        raise ValueError(
+            f"{folder} was measured in another environment: {'; '.join(changes.values())}. Give another --output, or delete "
+            "that folder"
+        )
+    return not any(is_disturbed(row) for row in read_rows(folder))
+
+
+def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int, args: argparse.Namespace) -> None:
+    """Print the cells, and an estimate of their time from the bandwidth of this machine's memory."""
+    # 1. Seconds of each cell: every token reads all weights.
+    bandwidths = {threads: bandwidth(threads) for threads in {cell.threads for cell in missing}}
+    tokens = num_methods * (args.prompts + PROFILED_PROMPTS) * args.new_tokens
+    seconds = {
+        cell: tokens
+        * (cell.size.parameters * DTYPES[cell.dtype].itemsize / bandwidths[cell.threads] + cell.size.layers * SECONDS_PER_LAYER)
+        for cell in missing
+    }
     # 2. The plan.
-    print(
-        f"{len(cells)} cells, of which {len(cells) - len(missing)} are done; {3 + num_drafters} methods, {args.prompts} prompts"
-    )
+    noun = "cell" if len(cells) == 1 else "cells"
+    print(f"{len(cells)} {noun}, {len(cells) - len(missing)} of them done; {num_methods} methods, {args.prompts} prompts")
     for cell, estimate in seconds.items():
-        place = f"{cell.label} ({cell.size.layers} layers), {cell.dtype}, {count_threads(cell.threads)}"
-        print(f"  {place}: about {estimate / 60:.1f} minutes")
-    print(f"about {sum(seconds.values()) / 60:.0f} minutes in all, if the machine stays as busy as it is now")
+        described = f"{cell.label} ({cell.size.layers} layers), {cell.dtype}, {count_threads(cell.threads)}"
+        print(f"  {described}: at least {estimate / 60:.1f} minutes")
+    print(f"at least {sum(seconds.values()) / 60:.0f} minutes in all, if the machine stays as busy as it is now")
 
 
-def seconds_of_pass(cell: Cell, rows: int) -> float:
-    """Estimate the time of a pass over all weights."""
-    return cell.size.parameters * DTYPES[cell.dtype].itemsize * seconds_per_byte(cell.dtype, cell.threads, rows)
+def bandwidth(threads: int) -> float:
+    """Measure how many bytes of memory the machine reads per second."""
+    with cpu_threads(threads):
+        return 1e9 * measure_bandwidth(SAMPLE_BYTES, CPU)
 
 
-@functools.cache
-def seconds_per_byte(dtype: str, threads: int, rows: int) -> float:
-    """Time the product of a large weight matrix with some rows; the fastest of three counts."""
-    torch.set_num_threads(threads)
-    kind = DTYPES[dtype]
-    weight = torch.ones(SAMPLE_BYTES // kind.itemsize // SAMPLE_WIDTH, SAMPLE_WIDTH, dtype=kind)
-    inputs = torch.ones(rows, SAMPLE_WIDTH, dtype=kind)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        F.linear(inputs, weight)
-        best = min(best, time.perf_counter() - start)
-    return best / weight.nbytes
-
-
-def measure_size(
-    cells: Sequence[Cell],
-    source: Source,
-    drafters: Sequence[DrafterSetting],
-    settings: Mapping[str, Any],
-    args: argparse.Namespace,
-) -> None:
-    """Grow the target, measure its cells, write each one's record, and delete the target."""
+def measure_size(cells: Sequence[Cell], source: Source, drafters: Sequence[DrafterSetting], args: argparse.Namespace) -> None:
+    """Grow the target, measure its cells, and delete the target."""
     with grown(cells[0], source, args.output) as folder:
         # EAGLE's layer has the original's sizes, so its configuration must name them.
-        fitted = []
-        for number, drafter in enumerate(drafters):
-            copy = folder / "drafters" / str(number)
+        copies = [folder / "drafters" / str(number) for number in range(len(drafters))]
+        for drafter, copy in zip(drafters, copies, strict=True):
             copy_drafter(drafter.folder, copy, source.config)
-            fitted.append(replace(drafter, folder=copy))
+        settings = {copy: [drafter.setting] for drafter, copy in zip(drafters, copies, strict=True)}
         for cell in cells:
-            counts = {"num_prompts": args.prompts, "new_tokens": args.new_tokens}
-            measured = measure_cell(folder, fitted, dtype=cell.dtype, threads=cell.threads, **counts)
-            environment = asdict(describe_environment(CPU))
-            record = {
-                "size": cell.label,
-                "layers": cell.size.layers,
-                "settings": settings,
-                "environment": environment,
-                **measured,
-            }
-            write_json(cell.file(args.output), record)
+            measure_cell(cell, folder, settings, args)
             gc.collect()  # the target of the next cell takes this one's memory
-            print(table(rows_of(record)))
+
+
+def measure_cell(cell: Cell, folder: Path, settings: Settings, args: argparse.Namespace) -> None:
+    """Evaluate all methods in a cell."""
+    config = EvalConfig(
+        suites=[SuiteConfig(name="stdlib", limit=args.prompts)],
+        max_new_tokens=args.new_tokens,
+        profile_prompts=PROFILED_PROMPTS,
+        num_threads=cell.threads,
+    )
+    with cpu_threads(cell.threads):
+        target = load_target(TargetConfig(name_or_path=str(folder), dtype=cell.dtype, device="cpu"))
+        weights = transformers_target(target, folder, cell.dtype)
+        others = [
+            transformers_method(TRANSFORMERS, weights),
+            transformers_method(LOOKUP, weights, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        ]
+        evaluate(config, target, target.tokenizer, list(settings), cell.folder(args.output), settings, others=others)
+
+
+def transformers_target(target: HFTarget, folder: Path, dtype: str) -> HFTarget:
+    """Load the weights once more for transformers, in the memory order that its users have.
+
+    Where memory is too small for that and for packed copies, transformers shares our weights.
+    """
+    available = available_memory()
+    if available is not None and available < COPIES * weight_bytes(target.model):
+        print("Memory has no room for other weights, so transformers decodes with ours, in our memory order")
+        return target
+    return load_target(TargetConfig(name_or_path=str(folder), dtype=dtype, device="cpu", fast_linears=False))
 
 
 @contextlib.contextmanager
@@ -286,38 +257,30 @@ def grown(cell: Cell, source: Source, output: Path) -> Iterator[Path]:
         shutil.rmtree(output / "targets", ignore_errors=True)
 
 
-def write_results(records: Sequence[Mapping[str, Any]], output: Path) -> None:
+def write_results(cells: Sequence[Cell], drafters: Sequence[DrafterSetting], output: Path) -> None:
     """Write and print the table with its notes, the record and the plot."""
-    rows = [row for record in records for row in rows_of(record)]
+    # 1. The rows of all cells.
+    rows, infos = [], []
+    for cell in cells:
+        folder = cell.folder(output)
+        infos.append(read_info(folder / RUN_FILE))
+        keys = infos[-1].config["methods"]
+        rows += rows_of(read_rows(folder), cell.described, dict(zip(keys, drafters, strict=True)))
+    # 2. The files.
     lines = notes(rows, has_bf16_matrices=has_bf16_matrices())
-    short = f"{summary(rows)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+    text = f"{summary(rows)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     report = {
         "rows": rows,
         "notes": lines,
-        "environment": records[0]["environment"],
-        "cells": [without_texts(r) for r in records],
+        "environment": asdict(infos[0].environment),
+        "cells": [{**cell.described, "linears": info.environment.linears} for cell, info in zip(cells, infos, strict=True)],
     }
     write_json(output / "size_study.json", report)
-    atomic_write_text(output / "table.md", f"{short}\n{table(rows)}")
+    atomic_write_text(output / "table.md", text)
     plot(rows, output / "speedup.png")
-    print(f"{short}\nWritten to {output}: table.md, speedup.png, size_study.json")
-    if any(row["unexplained"] for row in rows):
+    print(f"{text}\nWritten to {output}: table.md, speedup.png, size_study.json; each cell's own table is in cells/")
+    if any(row["fault"] for row in rows):
         raise SystemExit(1)
-
-
-def without_texts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cell's record with the number of tokens in place of the tokens, which the cell's file has."""
-    answers = {
-        name: [
-            [
-                {**{key: answer[key] for key in answer if key != "token_ids"}, "num_tokens": len(answer["token_ids"])}
-                for answer in tries
-            ]
-            for tries in rounds
-        ]
-        for name, rounds in record["answers"].items()
-    }
-    return {**record, "answers": answers}
 
 
 def has_bf16_matrices() -> bool:

@@ -136,7 +136,8 @@ class Bench:
                     batches = self._batches(suite, group, index, temperature, size)
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
-                            if self._fits_at(suite, temperature, size, method.name, profiled):
+                            fits = self._fits_at(suite, temperature, size, method.name, profiled)
+                            if fits and not (profiled and method.decode):
                                 yield Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=profiled)
 
     def _repetitions(self, passes: Iterable[SuitePass]) -> list[Job]:
@@ -377,7 +378,8 @@ class Bench:
 
     def _time(self, job: Job, max_new_tokens: int, timed: bool = False) -> Generation:
         turns = job.batch.turns
-        return time_generation(
+        decode = job.method.decode or time_generation
+        return decode(
             self.target,
             job.method.drafter,
             self.rules[turns[0].temperature],

@@ -1,6 +1,6 @@
 """Parts of a measurement: methods, and the turns of prompts that each method answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from ...models.decoding.protocols import Drafter
 from ..records.digests import digest_of
 from ..records.records import RecordKey
 from ..results.attempts import PairKey
+from .timing import Generation
 
 T = TypeVar("T")
 
@@ -25,6 +26,9 @@ class Method:
 
     name: str
     drafter: Drafter[Any, Any]
+    decode: Callable[..., Generation] | None = None
+    """Another program that decodes a batch, with the parameters of `time_generation`. It has no
+    phases, so it isn't profiled. None is our decode loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

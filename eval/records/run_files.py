@@ -71,10 +71,15 @@ class Environment:
     git_hash: str | None
     """Commit of the library's clone, with `-dirty` if files differ from it; None outside a
     clone."""
+    linears: str = ""
+    """How linear layers are computed (`choose_linears`); empty: as transformers computes them."""
 
     @property
     def digest(self) -> str:
-        return digest_of(dataclasses.asdict(self))
+        values = dataclasses.asdict(self)
+        if not self.linears:
+            del values["linears"]  # older versions had no such field
+        return digest_of(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +121,6 @@ class RunInfo:
     """Suites (revision by name), target, chat template, methods and RECORDED_OPTIONS."""
     environment: Environment
     roofline: Roofline
-    linears: str = ""
-    """How linear layers were computed (`choose_linears`); empty: as transformers computes them."""
 
     def __post_init__(self) -> None:
         if missing := sorted({"suites", "target", "methods", *RECORDED_OPTIONS} - self.config.keys()):
@@ -216,6 +219,8 @@ class Facts:
     measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
+    command: str = ""
+    """Command of the evaluation as the user typed it; empty if it is unknown."""
 
 
 def read_info(path: Path) -> RunInfo:

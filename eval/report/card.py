@@ -25,7 +25,7 @@ from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
 from ..records.names import BASELINE
-from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks
+from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
 from ..results.tables import escape_markdown, markdown_table
 from .card_code import quantization_code, quantization_option
@@ -60,8 +60,8 @@ class CardOptions:
     """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
-    disturbed: Literal["refuse", "omit", "mark"] = "refuse"
-    """Whether a speed that other programs disturbed raises an error, is left out, or is shown with
+    disturbed: Literal["raise", "omit", "mark"] = "raise"
+    """Whether a speed whose measurement was disturbed raises an error, is left out, or is shown with
     a mark."""
     programs: Collection[str] | None = None
     """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
@@ -75,7 +75,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
     Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
-    target, and for a disturbed speed if `options.disturbed` is "refuse".
+    target, and for a disturbed speed if `options.disturbed` is "raise".
     """
     # 1. Read the drafter's folder.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
@@ -91,7 +91,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
-    if options.disturbed == "refuse":
+    if options.disturbed == "raise":
         _require_undisturbed(figures)
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
@@ -182,30 +182,30 @@ def _rows_of(run: Run, weights: str) -> list[Row]:
 
 
 def _require_undisturbed(figures: Mapping[Path, Sequence[Row]]) -> None:
-    """Raise ValueError if other programs disturbed a speed of these evaluations."""
+    """Raise ValueError if a measurement of these evaluations was disturbed."""
     for directory, rows in figures.items():
         if names := [f"{method_name(row)} ({row['suite']}, {decoding_name(row)})" for row in rows if is_disturbed(row)]:
             raise ValueError(
-                f"other programs disturbed the speed of {'; '.join(names)} in {directory}, so the card would show a wrong "
-                "figure. Measure again: the evaluation's command repeats only the disturbed answers. Or give "
-                "--allow-disturbed, and the card marks the speed"
+                f"the measurement of {'; '.join(names)} in {directory} was disturbed, so the card would show a wrong speed. "
+                f"{measure_again(rows)} Or give --allow-disturbed, and the card marks the speed"
             )
 
 
 def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: CardOptions) -> dict[str, Any]:
     """Collect the figures of one evaluation, and the environment of the measurement."""
     environment, config = run.info.environment, run.info.config
+    threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
     return {
         "table": markdown_table(
             [_line(row, run, saved, options) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")
         ),
-        "device": escape_markdown(
-            f"{environment.cpu}, {environment.num_threads} threads" if environment.device == "cpu" else environment.device
-        ),
+        "device": escape_markdown(f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device),
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
-        "linears": ", linear layers in the fastest layouts for this processor" if run.info.linears else "",
+        "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
+        "has_marks": any(map(marks, rows)),
+        "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
         "python": escape_markdown(environment.python),
         "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in environment.packages.items())),
     }

@@ -13,6 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ...data.files import atomic_write_text
 from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
+from ..results.headline import headline
+from ..results.marks import MEASURE_AGAIN, commands, is_disturbed
 from ..results.rows import Row
 from ..results.tables import FEW_UNITS
 from .distillation import distillation
@@ -48,6 +50,12 @@ class Chapter:
 
     title: str
     subtitle: str
+    headlines: list[str]
+    """The result of each run in one line."""
+    is_disturbed: bool
+    """Whether a speed is marked as disturbed."""
+    commands: list[str]
+    """Commands that measure the disturbed answers again, as far as they are known."""
     differs_in: list[str]
     sections: list[Section]
     facts: list[tuple[str, str]]
@@ -76,7 +84,12 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
     titles = ", ".join(dict.fromkeys(chapter.title for chapter in chapters))
     template = environment.get_template("report.html.jinja")
     return template.render(
-        title=f"Speculative decoding: {titles}", folders=folders, chapters=chapters, share=_percent, num_open=NUM_OPEN
+        title=f"Speculative decoding: {titles}",
+        folders=folders,
+        chapters=chapters,
+        share=_percent,
+        num_open=NUM_OPEN,
+        measure_again=MEASURE_AGAIN,
     )
 
 
@@ -87,9 +100,13 @@ def _percent(value: float, top: float) -> float:
 def _chapter(group: Group) -> Chapter:
     texts = yaml.safe_load(files("outrider.eval").joinpath("templates/sections.yaml").read_text(encoding="utf-8"))
     tables = {name: tables_of(group) for name, tables_of in SECTIONS.items()}
+    rows = [row for run in group.runs for row in run.rows]
     return Chapter(
         title=group.title,
         subtitle=_subtitle(group),
+        headlines=[headline(run.rows) if len(group.runs) == 1 else f"{run.name}: {headline(run.rows)}" for run in group.runs],
+        is_disturbed=any(map(is_disturbed, rows)),
+        commands=commands(rows),
         differs_in=group.differs_in,
         sections=[
             Section(
@@ -120,18 +137,17 @@ def _device(environment: EvalEnvironment) -> str:
 def _facts(group: Group) -> list[tuple[str, str]]:
     """Describe where and how the numbers were measured."""
     info, facts = group.runs[0].info, []
-    names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU"}
+    names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU", "linears": "Linear layers"}
     for key, value in asdict(info.environment).items():
         text = ", ".join(f"{name} {version}" for name, version in value.items()) if isinstance(value, dict) else str(value)
-        facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
+        if text:
+            facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
     target = info.config["target"]
     facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
     if target.get("quantization"):
         facts.append(("Quantisation", target["quantization"]))
     options = ("max_new_tokens", "acceptance", "seed")
     facts.append(("Options", ", ".join(f"{name} {info.config[name]}" for name in options)))
-    if info.linears:
-        facts.append(("Linear layers", info.linears))
     for run in group.runs:
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         suites = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))

@@ -65,6 +65,7 @@ class Run:
         """Conditions that must be equal for numbers to be comparable."""
         options = {name: value for name, value in self.info.config.items() if name not in VARIES_WITHIN_A_TABLE}
         environment = asdict(self.info.environment)
+        del environment["linears"]  # the same by speed, but it names the matrices of the run's drafters
         if environment["device"] != "cpu":
             del environment["num_threads"]  # launchers set it arbitrarily
         return {**options, "environment": environment}

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.marks import MEASURE_AGAIN, MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
+from ..results.marks import MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
@@ -113,9 +113,9 @@ def _time_notes(entries: Sequence[Entry]) -> list[str]:
     if number := num_repeated([entry.row for entry in entries]):
         notes.append(f"Repeated answers: {number}. They were decoded again, since a timing was disturbed.")
     if any(is_disturbed(entry.row) for entry in entries):
-        notes.append(f"disturbed: answers took far longer than usual, also when they were repeated. {MEASURE_AGAIN}")
+        notes.append("disturbed: answers took far longer than usual, also when they were repeated.")
     if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):
-        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding was disturbed. {MEASURE_ANEW}")
+        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding's time is wrong. {MEASURE_ANEW}")
     return notes
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from ...data.files import read_dataclass
 from ..config import EvalConfig, SuiteConfig
 from ..records.method_names import MethodFacts, method_names
-from ..records.names import RUN_FILE, SUMMARY_FILE
+from ..records.names import BASELINE, RUN_FILE, SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
 from ..records.run_files import Facts, OutOfMemory, RunInfo, read_info
 from .lossless import judged
+from .marks import is_disturbed
 from .rows import Row, build_rows
 
 
@@ -47,6 +48,12 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         on_cpu=info.environment.device == "cpu",
     )
     describe_rows(rows, info)
+    for row in filter(is_disturbed, rows) if facts.command else ():
+        row["command"] = facts.command
+    for row in rows:
+        # A step of another program may be faster than plain decoding's, so no bound holds.
+        if row["method"] not in (BASELINE, *config["methods"]):
+            row["exceeds"] = ""
     return rows
 
 

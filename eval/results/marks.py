@@ -4,7 +4,8 @@ Table, plots, report and model card show the same marks.
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
@@ -19,31 +20,33 @@ A step of the target costs at least as much as a step of plain decoding.
 NO_TIME = "error: no positive time"
 """Text in place of a speedup without a positive time to compute it from."""
 DISTURBED, ABOVE_CEILING = "disturbed", "above its ceiling"
-MEASURE_AGAIN = "To measure again, run the same command again: it repeats only these answers."
+MEASURE_AGAIN = "The evaluation's command measures only these answers again."
+LOCAL_PATH = re.compile(r"(?:^|[\s=:,'\"({\[])[/~]")
+"""Absolute path in a command."""
 MEASURE_ANEW = "Measure again into another folder, while the machine is quiet."
 
 
-def is_error(row: Row) -> bool:
+def is_error(row: Mapping[str, Any]) -> bool:
     """Check whether a row's speedup is wrong, or can't be computed, by an error of measurement."""
     return row.get("exceeds") == "tokens per step" or is_timeless(row)
 
 
-def error_text(row: Row) -> str:
+def error_text(row: Mapping[str, Any]) -> str:
     """Describe the error of measurement of a row."""
     return NO_TIME if is_timeless(row) else ERROR
 
 
-def is_disturbed(row: Row) -> bool:
+def is_disturbed(row: Mapping[str, Any]) -> bool:
     """Check whether answers of the row, or plain decoding's beside them, stayed disturbed."""
     return bool(row.get("disturbed"))
 
 
-def is_above_ceiling(row: Row) -> bool:
+def is_above_ceiling(row: Mapping[str, Any]) -> bool:
     """Check whether a row's speedup exceeds its ceiling, which the profile gives, but no more."""
     return row.get("exceeds") == "ceiling"
 
 
-def marks(row: Row) -> list[str]:
+def marks(row: Mapping[str, Any]) -> list[str]:
     """List the marks of a row's speedup; none for a speedup that can be trusted."""
     return [DISTURBED] * is_disturbed(row) + [ABOVE_CEILING] * is_above_ceiling(row)
 
@@ -65,6 +68,22 @@ def disturbed_answers(rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
 def num_repeated(rows: Sequence[Row]) -> int:
     """Count the drafters' answers that were decoded again, as pairs with plain decoding's."""
     return sum(row.get("num_repeated", 0) for row in rows if row["method"] != BASELINE)
+
+
+def commands(rows: Sequence[Row]) -> list[str]:
+    """List the commands that measure the rows' disturbed answers again, as far as they are known."""
+    return list(dict.fromkeys(command for row in rows if (command := row.get("command", ""))))
+
+
+def measure_again(rows: Sequence[Row]) -> str:
+    """Describe in Markdown how to measure the rows' disturbed answers again."""
+    known = " and ".join(f"`{command}`" for command in commands(rows))
+    return f"To measure only these answers again: {known}." if known else MEASURE_AGAIN
+
+
+def measure_again_in_public(rows: Sequence[Row]) -> str:
+    """Describe the same for a published page, without the user's folders."""
+    return MEASURE_AGAIN if any(map(LOCAL_PATH.search, commands(rows))) else measure_again(rows)
 
 
 def units(row: Row) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
-from .marks import is_error, marks
+from .marks import is_disturbed, is_error, marks, measure_again
 from .rows import Row, decoding_name, fault, is_lossy, method_name
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
         right.axvline(1.0, zorder=3, **PARITY_LINE)
         right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
+        _write_remedy(left, rows)
         figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
         # Two columns, since a method's name can be long.
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
@@ -123,6 +124,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         right.set_title(_speedup_title(first[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(first)), names)
         left.set_ylim(len(first) - 0.5, -0.5)  # the best at the top
+        _write_remedy(left, rows)
         setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
         figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
@@ -151,6 +153,12 @@ def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
         right.plot(row["speedup_ci95"], [height] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
     if row["ceiling"] is not None:
         right.plot(row["ceiling"], height, "|", color=color, markersize=7, markeredgewidth=1.8)
+
+
+def _write_remedy(axes: Any, rows: Sequence[Row]) -> None:
+    """Write below the axes how to measure disturbed answers again."""
+    if any(map(is_disturbed, rows)):
+        axes.set_xlabel(textwrap.fill(measure_again(rows), LEGEND_WIDTH), loc="left", fontsize=7)
 
 
 def _in_brackets(row: Row) -> str:

@@ -39,6 +39,9 @@ class Conditions(TypedDict):
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """Facts about the drafter's training (TrainingFacts)."""
+    command: NotRequired[str]
+    """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
+    known."""
     roofline: dict[str, Any]
 
 
@@ -128,7 +131,7 @@ def is_broken(row: Row) -> bool:
     return row["speedup"] is None and not row["out_of_memory"] and not is_timeless(row)
 
 
-def is_timeless(row: Row) -> bool:
+def is_timeless(row: Mapping[str, Any]) -> bool:
     """Check whether a row has no speeds only because the clock jumped in all of its answers."""
     return bool(row.get("timeless"))
 

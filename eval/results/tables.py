@@ -9,7 +9,6 @@ from ..records.names import BASELINE, OOM
 from .headline import group_name, headline
 from .lossless import LOSSY
 from .marks import (
-    MEASURE_AGAIN,
     MEASURE_ANEW,
     disturbed_answers,
     error_text,
@@ -17,6 +16,7 @@ from .marks import (
     is_disturbed,
     is_error,
     marks,
+    measure_again,
     num_repeated,
     units,
 )
@@ -97,7 +97,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         disturbed=disturbed_answers(measured),
         unjudged=[row for row in measured if not row.get("stalls_judged", True)],
         num_repeated=num_repeated(measured),
-        measure_again=MEASURE_AGAIN,
+        measure_again=measure_again(measured),
         measure_anew=MEASURE_ANEW,
         looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
@@ -164,7 +164,9 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 def markdown(rows: Sequence[Row]) -> str:
     """Format the headline, the table and its notes as a Markdown page."""
     table = markdown_table(texts(rows, (*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
+    again = measure_again(rows)
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
+    notes = notes.replace(escape_markdown(again), again)  # a command is code, which has no escapes
     return f"**{escape_markdown(headline(rows))}**\n\n{table}\n\n{notes}\n"
 
 

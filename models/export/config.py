@@ -41,7 +41,7 @@ class ExportConfig:
     certificate: str | None = None
     """Path of a certificate by `outrider certify`, to include in the folder."""
     allow_disturbed: bool = False
-    """Show a speed that other programs disturbed in the card, with a mark; without this the card
+    """Show a speed whose measurement was disturbed in the card, with a mark; without this the card
     leaves it out, with a warning."""
     repo: str | None = None
     """Hub id of the drafter: `user/name`."""

@@ -23,15 +23,17 @@ import torch
 from torch.nn import functional as F
 
 from ...data.files import write_json
-from ..machine import cpu_model
+from ..machine import cpu_details, cpu_model
 
 logger = logging.getLogger(__name__)
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types with fast kernels on some CPUs."""
+FORMAT = 1
+"""Version of the measurement; a file of another version is another machine's."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of rows that are measured: 1 is plain decoding, the others are draft trees and batches."""
-MAX_SECONDS, MAX_SECONDS_PER_SHAPE = 1.6, 0.3
+MAX_SECONDS, MAX_SECONDS_PER_SHAPE = 1.4, 0.3
 """Limits for all measurements of one call, and for one shape. A drafter has few shapes that its
 target hasn't, so it takes less."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
@@ -69,8 +71,8 @@ class Times:
 
     def __post_init__(self) -> None:
         ways = (self.rows_first, self.columns_first, self.packed)
-        if not self.rows or self.rows[0] != 1 or any(len(way) != len(self.rows) for way in ways):
-            raise ValueError("each way needs the seconds of each number of rows, which begin with 1")
+        if not self.rows or self.rows != ROWS[: len(self.rows)] or any(len(way) != len(self.rows) for way in ways):
+            raise ValueError(f"each way needs the seconds of each number of rows, which are the first of {ROWS}")
         if not all(value > 0 for way in ways for value in way):  # also false for NaN
             raise ValueError("seconds must be above 0")
 
@@ -82,7 +84,7 @@ def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
     in about MAX_SECONDS together.
     """
     machine = _machine()
-    path = _cache_folder() / f"linears-{hashlib.sha256(repr(machine).encode()).hexdigest()[:12]}.json"
+    path = _cache_folder() / f"linears-{_digest(repr(machine))}.json"
     known = _read(path, machine)
     missing = [shape for shape in shapes if _key(shape) not in known]
     if missing:
@@ -182,16 +184,29 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
 def _machine() -> dict[str, Any]:
     """Describe all that the times depend on, besides shape and type."""
     return {
+        "format": FORMAT,
         "cpu": cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": _digest(cpu_details()),
+        "max_instructions": [
+            os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+        ],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+    if chosen := os.environ.get("OUTRIDER_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # a user without a home: this process measures for itself
+        return Path(os.devnull)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _key(shape: Shape) -> str:
@@ -204,7 +219,7 @@ def _read(path: Path, machine: dict[str, Any]) -> dict[str, Times]:
         if content["machine"] != machine:
             return {}
         return {key: _times(values) for key, values in content["times"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         logger.warning("%s can't be read (%s); the speeds of linear layers are measured again", path, error)

@@ -113,12 +113,13 @@ def choose_linears(*modules: nn.Module) -> str:
     file of this machine. The choice depends on torch's number of threads, so call this again if it changes.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
-    made again if the weights have changed. Weights that are columns first hold the same numbers;
+    made again if the weights have changed, except in place through `.data`, which PyTorch doesn't
+    count as a change. Weights that are columns first hold the same numbers;
     only their strides differ. Rounding may differ between the ways, as it does between two BLAS
     libraries.
     """
     plain_linears(*modules)
-    return _describe(_apply(_linears(modules), in_place=True, uses=Counter(map(id, _parameters(modules)))))
+    return _describe(_apply(_linears(modules), in_place=True))
 
 
 def plain_linears(*modules: nn.Module) -> None:
@@ -126,7 +127,7 @@ def plain_linears(*modules: nn.Module) -> None:
     for module in _distinct(modules):
         if isinstance(vars(module).get("forward"), PackedForSomeRows):
             del vars(module)["forward"]
-        if _is_linear(module) and not module.weight.is_contiguous():
+        if _is_linear(module) and not module.weight.requires_grad and not module.weight.is_contiguous():
             module.weight.data = module.weight.data.contiguous()
 
 
@@ -136,79 +137,98 @@ def packed_where_faster(*modules: nn.Module) -> Iterator[None]:
 
     Layers that `choose_linears` has handled stay as they are.
     """
-    linears = [linear for linear in _linears(modules) if linear.weight.is_contiguous()]
-    _apply(linears, in_place=False)
+    layers = [layer for layer in _linears(modules, only_frozen=False) if layer.linear.weight.is_contiguous()]
     try:
+        _apply(layers, in_place=False)
         yield
     finally:
-        for linear in linears:
-            vars(linear).pop("forward", None)
+        for layer in layers:
+            vars(layer.linear).pop("forward", None)
 
 
-def _apply(linears: Sequence[nn.Linear], *, in_place: bool, uses: Mapping[int, int] | None = None) -> dict[Shape, Choice]:
-    """Choose a way for each shape, and change the layers.
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    linear: nn.Linear
+    is_shared: bool
+    """Whether embeddings have the same weight. Its rows stay together, because they are looked up."""
 
-    `uses` counts the modules of each parameter.
-    """
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.linear.out_features, self.linear.in_features, self.linear.weight.dtype)
+
+    @property
+    def name(self) -> str:
+        """The shape in a description."""
+        return f"{self.shape.num_outputs}x{self.shape.num_inputs}" + " (shared with embeddings)" * self.is_shared
+
+
+def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
+    """Choose a way for each layer, and change the layers; return the choices by name."""
     # 1. Choose by the machine's speeds.
-    speeds = linear_speeds(list(dict.fromkeys(map(_shape, linears))))
-    linears = [linear for linear in linears if _shape(linear) in speeds]
-    choices = {shape: choose(speeds[shape], in_place=in_place) for shape in speeds}
+    speeds = linear_speeds(list(dict.fromkeys(layer.shape for layer in layers)))
+    layers = [layer for layer in layers if layer.shape in speeds]
+
+    def choices(packs: bool) -> dict[str, Choice]:
+        return {
+            layer.name: choose(speeds[layer.shape], in_place=in_place and not layer.is_shared, packs=packs) for layer in layers
+        }
+
+    chosen = choices(packs=True)
     # 2. Copies of all weights may not fit into memory.
-    copies = sum(linear.weight.nbytes for linear in linears if choices[_shape(linear)].packed_rows)
+    copies = sum(layer.linear.weight.nbytes for layer in layers if chosen[layer.name].packed_rows)
     free = available_memory()
     if copies and free is not None and copies > MAX_MEMORY_SHARE * free:
         logger.warning(
-            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none; "
-            "draft trees take longer to verify",
+            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none, and "
+            "decoding is slower",
             copies / 2**30,
             free / 2**30,
         )
-        choices = {shape: choose(speeds[shape], in_place=in_place, packs=False) for shape in speeds}
-    # 3. Change the layers. A weight that embeddings share keeps its rows together: they are looked up.
-    for linear in linears:
-        choice = choices[_shape(linear)]
-        if in_place and choice.columns_first and (uses or {}).get(id(linear.weight), 1) == 1:
+        chosen = choices(packs=False)
+    # 3. Change the layers.
+    for layer in layers:
+        choice, linear = chosen[layer.name], layer.linear
+        if choice.columns_first:
             linear.weight.data = linear.weight.data.t().contiguous().t()
         if choice.packed_rows is not None:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
             vars(linear)["forward"] = PackedForSomeRows(linear, *choice.packed_rows)
-    return choices
+    return chosen
 
 
 def _distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for root in modules for module in root.modules()}.values())
 
 
-def _linears(modules: Sequence[nn.Module]) -> list[nn.Linear]:
+def _linears(modules: Sequence[nn.Module], *, only_frozen: bool = True) -> list[_Layer]:
     """Return the layers that a choice exists for, each once."""
-    return [module for module in _distinct(modules) if _is_linear(module) and module.weight.numel() >= MIN_ELEMENTS]
+    distinct = _distinct(modules)
+    # A parameter that several modules have comes several times.
+    uses = Counter(id(parameter) for module in distinct for parameter in module.parameters(recurse=False))
+    return [
+        _Layer(module, is_shared=uses[id(module.weight)] > 1)
+        for module in distinct
+        if _is_linear(module)
+        and module.weight.numel() >= MIN_ELEMENTS
+        and not (only_frozen and module.weight.requires_grad)
+        and "forward" not in vars(module)
+    ]
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     # Subclasses may compute something else, and quantised or sliced weights have another format.
-    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or "forward" in vars(module):
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
         return False
     weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference() and not weight.requires_grad
+    return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference()
 
 
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield each module's parameters; one that several modules share is repeated."""
-    for module in _distinct(modules):
-        yield from module.parameters(recurse=False)
-
-
-def _shape(linear: nn.Linear) -> Shape:
-    return Shape(linear.out_features, linear.in_features, linear.weight.dtype)
-
-
-def _describe(choices: Mapping[Shape, Choice]) -> str:
+def _describe(choices: Mapping[str, Choice]) -> str:
     """Describe the choices, the matrices of one choice together."""
-    shapes: dict[Choice, list[str]] = {}
-    for shape, choice in choices.items():
-        shapes.setdefault(choice, []).append(f"{shape.num_outputs}x{shape.num_inputs}")
-    return "; ".join(f"{', '.join(sorted(names))}: {choice}" for choice, names in shapes.items())
+    names: dict[Choice, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice, []).append(name)
+    return "; ".join(f"{', '.join(sorted(of_choice))}: {choice}" for choice, of_choice in names.items())
 
 
 class PackedForSomeRows:
@@ -223,10 +243,14 @@ class PackedForSomeRows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         linear = self.linear
         weight = linear.weight
-        if not (self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype):
+        # A user's compiled code has kernels of its own.
+        if torch.compiler.is_compiling() or not (
+            self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype
+        ):
             return F.linear(x, weight, linear.bias)
-        if self._packed_from != (weight.data_ptr(), weight._version):
-            self._packed, self._packed_from = pack(weight.detach()), (weight.data_ptr(), weight._version)
+        packed_from = (weight.data_ptr(), weight._version)
+        if self._packed_from != packed_from:
+            self._packed, self._packed_from = pack(weight.detach()), packed_from
         return packed_linear(x, self._packed, linear.bias)
 
     def __getstate__(self) -> dict[str, Any]:

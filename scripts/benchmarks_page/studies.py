@@ -6,6 +6,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from outrider.eval.records.method_names import setting_words
+from outrider.eval.results.marks import is_error, marks
 
 from .scheduling import SCHEDULING
 from .tables import Records, count, method_name, number, table, with_interval
@@ -205,11 +206,18 @@ def sizes(records: Records, name: str) -> str:
         for method in dict.fromkeys(method for method, _ in cells):
             of_method = [cells.get((method, size)) for size in columns]
             steps = next((row["tokens_per_step"] for row in of_method if row is not None), None)
-            speedups = ["-" if row is None else with_interval(row["speedup"], row["speedup_ci95"], "x") for row in of_method]
+            speedups = ["-" if row is None else _speedup_by_size(row) for row in of_method]
             lines.append([method, number(steps), *speedups])
         title = f"{dtype}, {count(threads, 'thread')}:"
         tables.append(f"{title}\n\n{table(['method', 'tokens per step', *columns], lines)}")
     return "\n\n".join(tables)
+
+
+def _speedup_by_size(row: dict[str, Any]) -> str:
+    """Format a speedup with its marks; an error of measurement has no speed."""
+    if is_error(row):
+        return "error"
+    return ", ".join([with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
 
 
 def step_parts(records: Records, name: str) -> str:

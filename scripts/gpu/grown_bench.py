@@ -5,8 +5,8 @@ The target is built on the device, with the bytes of a large model and the text 
 step are the drafter's. Hidden size and vocabulary are the small model's: a drafter of a real large
 model costs more, and a head of its vocabulary too.
 
-Each form (eager, compiled, CUDA graphs) decodes all prompts with all methods, in turns. Rounds that
-compile and record aren't counted. Seconds are those of decoding, without the prefill.
+Each form (eager, compiled, CUDA graphs) is an evaluation of all methods, in turns. Its warm-up
+compiles and records. Seconds are those of decoding, without the prefill.
 
 - `ceiling` is tau / (1 + rho): the speedup if verifying a tree took the time of a plain step. rho is
   the drafter's time per step over a plain step.
@@ -23,50 +23,77 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_target import memory_bandwidth, open_device
+from random_target import memory_bandwidth, open_device, target_of
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.data.files import write_json
-from outrider.data.manifest import TargetIdentity
+from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.environment import describe_environment
-from outrider.eval.measure.methods import proposer
+from outrider.eval.measure.methods import Settings
 from outrider.eval.measure.roofline import weight_bytes
-from outrider.eval.measure.timing import Generation, time_generation
-from outrider.eval.results.stats import ceiling
-from outrider.models.decoding import GreedyAcceptance
-from outrider.models.drafters import NullDrafter, load_drafter
+from outrider.eval.records.names import BASELINE, RUN_FILE
+from outrider.eval.records.run_files import read_info
+from outrider.eval.results.marks import marks
+from outrider.eval.results.rows import fault, is_broken
+from outrider.eval.run import check_inputs, evaluate
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the scripts that are for every machine
 
+from drafter_settings import parse_drafters
 from grow_target import Size, Source, copy_drafter, grown_config, grown_tensor, parse_parameters
-from size_methods import PLAIN, DrafterSetting, fitting_prompts, rotated
-from size_study import parse_drafters
 
+PLAIN = "plain"
 GOAL = 0.75
 """Least share of the ceiling, and of the bandwidth."""
-MAX_WARM_UPS = 4
-"""Rounds that aren't timed, at most: code is compiled again when shapes turn out to vary."""
 Row = dict[str, Any]
 
 
+FAILURES = (
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,  # an operation that a CUDA graph can't record
+    torch._dynamo.exc.TorchDynamoException,
+    torch._dynamo.exc.FailOnRecompileLimitHit,
+)
+"""Errors of a form. The other forms are still measured."""
+
+
 def run(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]]) -> None:
-    """Measure every form, and write and print the report."""
-    # 1. Check the input, then build the target on the device.
+    """Measure every form, and write and print the report. Raises SystemExit for wrong options."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            measure_forms(args, forms, Path(folder))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def measure_forms(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]], folder: Path) -> None:
+    """Measure every form, with copies of the drafters in `folder`."""
+    # 1. Check the input. EAGLE's layer has the original's sizes, so its configuration must name them.
     started = time.perf_counter()
     source, drafters = Source.of(args.target), parse_drafters(args.grown)
     size = source.choose_size(parse_parameters(args.parameters))
+    copies = [folder / str(number) for number in range(len(drafters))]
+    for drafter, copy in zip(drafters, copies, strict=True):
+        copy_drafter(drafter.folder, copy, source.config)
+    settings = {copy: [drafter.setting] for drafter, copy in zip(drafters, copies, strict=True)}
+    suites = [SuiteConfig(name="stdlib", limit=args.prompts)]
     device = open_device(args.device, cudnn_attention=args.cudnn_attention)
+    bandwidth = memory_bandwidth(device)
+    config = EvalConfig(suites=suites, max_new_tokens=args.new_tokens, memory_bandwidth_gbs=bandwidth / 1e9)
+    check_inputs(config, copies, settings)
+    # 2. Build the target on the device.
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     model = grown_model(source, size, dtype, device)
+    tokenizer = load_tokenizer(TargetConfig(name_or_path=str(source.folder)))
     report: dict[str, Any] = {
         "target": {"source": source.folder.resolve().name, **dataclasses.asdict(size)},
         "dtype": str(dtype).removeprefix("torch."),
@@ -74,13 +101,13 @@ def run(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]]) -> No
         "new_tokens": args.new_tokens,
         "prompts": args.prompts,
         "target_bytes": weight_bytes(model),
-        "memory_bytes_per_second": memory_bandwidth(device),
+        "memory_bytes_per_second": bandwidth,
         "rows": [],
         "skipped": [],
         "failed": [],
         "environment": dataclasses.asdict(describe_environment(device)),
     }
-    # 2. Form after form, the compiled ones last. The report is written after each.
+    # 3. Form after form, the compiled ones last. The report is written after each.
     names = [name for name in args.forms if device.type == "cuda" or not forms[name].get("cuda_graphs")]
     for name in sorted(names, key=lambda name: "compiled" in name):
         if time.perf_counter() - started > args.budget_seconds:
@@ -88,15 +115,16 @@ def run(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]]) -> No
             continue
         try:
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # a form called compiled must be
-                report["rows"] += measure(target_of(model, source, forms[name]), drafters, source, args, name)
-        except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
+                target = target_of(model, tokenizer, **forms[name])
+                measure(report, target, config, settings, [drafter.name for drafter in drafters], name)
+        except FAILURES as error:
             report["failed"].append({"form": name, "error": str(error)[:500]})
         # One form's graphs and compiled code at a time: a target and its recordings refer to each other.
         torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        add_shares(report)
+        add_shares(report["rows"])
         report["seconds"] = time.perf_counter() - started
         write_json(args.output, report)
     write_json(args.output, report)
@@ -121,103 +149,44 @@ def grown_model(source: Source, size: Size, dtype: torch.dtype, device: torch.de
     return model
 
 
-def target_of(model: PreTrainedModel, source: Source, form: Mapping[str, bool]) -> HFTarget:
-    """Return the target in one form, with the original's tokenizer."""
-    identity = TargetIdentity(
-        name=f"grown {source.folder.resolve().name}",
-        revision=None,
-        weights_sha256="",
-        config_sha256="",
-        quantization="",
-        tokenizer_sha256="",
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-    )
-    return HFTarget(model, load_tokenizer(TargetConfig(name_or_path=str(source.folder))), identity, **form)
-
-
 def measure(
-    target: HFTarget, settings: Sequence[DrafterSetting], source: Source, args: argparse.Namespace, form: str
-) -> Iterator[Row]:
-    """Yield a row for each method in one form."""
-    # 1. The methods. EAGLE's layer has the original's sizes, so its configuration must name them.
-    methods: dict[str, Any] = {PLAIN: NullDrafter()}
-    for setting in settings:
-        with tempfile.TemporaryDirectory() as folder:
-            copy_drafter(setting.folder, Path(folder), source.config)
-            methods[setting.name] = proposer(load_drafter(Path(folder), target, **setting.setting), target)
-    prompts = [prompt[0].to(target.device) for prompt in fitting_prompts(target, args.prompts, args.new_tokens)]
-    # 2. Rounds until nothing is compiled any more, one that is timed, and one with phase timers.
-    for _ in range(MAX_WARM_UPS):
-        before = compilations()
-        decode_all(target, methods, prompts, args.new_tokens)
-        if compilations() == before:
-            break
-    before = compilations()
-    measured = decode_all(target, methods, prompts, args.new_tokens)
-    num_compilations = compilations() - before
-    phased = decode_all(target, methods, prompts, args.new_tokens, timed=True)
-    # 3. The rows.
-    for name, generations in measured.items():
-        tokens = [generation.answer(0).token_ids for generation in generations]
-        num_steps, seconds = count_steps(generations), sum(generation.decode_seconds for generation in generations)
-        num_tokens = sum(len(answer) - 1 for answer in tokens)  # the prefill's token has no step
-        yield {
-            "form": form,
-            "method": name,
-            "tokens_per_step": num_tokens / num_steps,
-            "tokens_per_second": num_tokens / seconds,
-            "milliseconds_per_step": 1e3 * seconds / num_steps,
-            "phase_milliseconds": [
-                1e3 * sum(getattr(generation.phase_seconds, phase) for generation in phased[name]) / count_steps(phased[name])
-                for phase in ("draft", "verify", "accept")
-            ],
-            "num_identical": sum(
-                answer == plain.answer(0).token_ids for answer, plain in zip(tokens, measured[PLAIN], strict=True)
-            ),
-            "num_prompts": len(prompts),
-            "compilations": num_compilations,
-        }
+    report: dict[str, Any], target: HFTarget, config: EvalConfig, settings: Settings, names: Sequence[str], form: str
+) -> None:
+    """Evaluate all methods in one form, and add their rows, and those that failed, to the report."""
+    with tempfile.TemporaryDirectory() as output:
+        rows = evaluate(config, target, target.tokenizer, list(settings), Path(output), settings)
+        methods = read_info(Path(output) / RUN_FILE).config["methods"]
+    shown = {BASELINE: PLAIN, **dict(zip(methods, names, strict=True))}
+    for row in rows:
+        method, speed, tau = shown[row["method"]], row["decode_tokens_per_second"], row["tokens_per_step"]
+        if speed is None or tau is None:
+            report["failed"].append({"form": form, "error": f"{method} ran out of memory, or took no step"})
+            continue
+        report["rows"].append(
+            {
+                "form": form,
+                "method": method,
+                "tokens_per_step": tau,
+                "tokens_per_second": speed,
+                "milliseconds_per_step": 1e3 * tau / speed,
+                "draft_milliseconds": 1e3 * (row["draft_seconds_per_step"] or 0.0),
+                "bandwidth_share": (row["roofline_fraction"] or 0.0) / tau,
+                "marks": [*marks(row), *([fault(row)] if is_broken(row) else [])],
+                "num_identical": row["num_prompts"] - row["num_mismatched_prompts"],
+                "num_prompts": row["num_prompts"],
+            }
+        )
 
 
-def count_steps(generations: Sequence[Generation]) -> int:
-    return sum(len(generation.steps) - 1 for generation in generations)
-
-
-def decode_all(
-    target: HFTarget, methods: Mapping[str, Any], prompts: Sequence[torch.Tensor], new_tokens: int, *, timed: bool = False
-) -> dict[str, list[Generation]]:
-    """Decode all prompts greedily with all methods, in turns.
-
-    Nothing stops an answer, so all have as many tokens.
-    """
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_ids": (), "seeds": [0], "timed": timed}
-    generations: dict[str, list[Generation]] = {name: [] for name in methods}
-    for index, prompt in enumerate(prompts):
-        for name in rotated(list(methods), index):
-            generation = time_generation(target, methods[name], GreedyAcceptance(), [prompt], **options)
-            generations[name].append(generation)
-    return generations
-
-
-def compilations() -> int:
-    """Return the number of graphs that torch.compile has built so far in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def add_shares(report: dict[str, Any]) -> None:
+def add_shares(rows: Sequence[Row]) -> None:
     """Add to all rows what depends on the fastest plain decoding."""
-    plain = [row for row in report["rows"] if row["method"] == PLAIN]
-    if not plain:
+    step = min((row["milliseconds_per_step"] for row in rows if row["method"] == PLAIN), default=None)
+    if step is None:
         return
-    step = min(row["milliseconds_per_step"] for row in plain)
-    least = 1e3 * report["target_bytes"] / report["memory_bytes_per_second"]
-    for row in report["rows"]:
-        draft = 0.0 if row["method"] == PLAIN else row["phase_milliseconds"][0]
+    for row in rows:
         row["speedup"] = row["tokens_per_second"] * step / 1e3
-        row["ceiling"] = ceiling(row["tokens_per_step"], draft / step)
+        row["ceiling"] = row["tokens_per_step"] / (1 + row["draft_milliseconds"] / step)
         row["ceiling_share"] = row["speedup"] / row["ceiling"]
-        row["bandwidth_share"] = least / row["milliseconds_per_step"]
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -225,8 +194,8 @@ def print_report(report: Mapping[str, Any]) -> None:
     target = report["target"]
     print(
         f"{target['parameters']:,} parameters in {report['dtype']}, {report['target_bytes'] / 1e9:.2f} GB to read for a step, "
-        f"at {report['memory_bytes_per_second'] / 1e9:.0f} GB/s. It costs what a large model costs, and says what "
-        f"{target['source']} says."
+        f"at {report['memory_bytes_per_second'] / 1e9:.0f} GB/s. It costs as much as a large model, "
+        f"and generates the same text as {target['source']}."
     )
     print("| form | method | tokens/step | tokens/s | ms/step | speedup | ceiling | of ceiling | of bandwidth | identical |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
@@ -237,8 +206,8 @@ def print_report(report: Mapping[str, Any]) -> None:
             f"| {row['milliseconds_per_step']:.2f} | {row['speedup']:.2f}x | {ceilings} "
             f"| {row['bandwidth_share']:.0%} | {row['num_identical']} of {row['num_prompts']} |"
         )
-        if row["compilations"]:
-            print(f"  {row['compilations']} graphs were compiled while this form was timed: its times are too long")
+        if row["marks"]:
+            print(f"  {', '.join(row['marks'])}: these times are uncertain")
     for goal in goals(report["rows"]):
         print(goal)
     for failure in itertools.chain(report["failed"], report["skipped"]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.measure.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
@@ -65,8 +65,11 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     return model
 
 
-def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
-    """Return a target of a model, with the options of `HFTarget`."""
+def target_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **form: Any) -> HFTarget:
+    """Build a target of a model, with the options of `HFTarget`.
+
+    Most benchmarks need no text, so the default is a tokenizer without a vocabulary.
+    """
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -77,9 +80,7 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    # The benchmarks need no text.
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
-    return HFTarget(model, empty, identity, **form)
+    return HFTarget(model, tokenizer or PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())), identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:

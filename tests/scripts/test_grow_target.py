@@ -1,4 +1,4 @@
-"""Grown targets: they say what the original says, and wrong inputs leave no folder that loads."""
+"""Grown targets generate the original's text, and wrong inputs leave no folder that loads."""
 
 import errno
 import importlib
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,16 +102,15 @@ def test_the_demos_target_keeps_its_text(grow: Callable[..., None], demo_target_
 def test_new_weights_are_random_and_what_they_add_is_zero(
     grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        arguments = ("--layers", 3, "--intermediate", 256, "--dtype", "bfloat16", "--seed", seed)
+    for name in "ab":
+        arguments = ("--layers", 3, "--intermediate", 256, "--dtype", "bfloat16")
         grow(tmp_path / name, "--target", tiny_target_dir, *arguments)
-    tensors, same, other = (
+    tensors, same = (
         {key: value for path in sorted((tmp_path / name).glob("*.safetensors")) for key, value in load_file(path).items()}
-        for name in "abc"
+        for name in "ab"
     )
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     assert all(torch.equal(tensor, same[name]) for name, tensor in tensors.items())
-    assert not torch.equal(tensors["model.layers.2.mlp.up_proj.weight"], other["model.layers.2.mlp.up_proj.weight"])
     assert not tensors["model.layers.0.mlp.down_proj.weight"][:, 64:].any()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         assert not tensors[f"model.layers.2.{name}.weight"].any()
@@ -223,7 +221,7 @@ def test_only_a_grown_target_is_overwritten(grow: Callable[..., None], tiny_targ
     assert (home / "letter.txt").read_text() == "dear"
 
 
-def test_a_full_disk_is_refused_before_and_during_writing(
+def test_a_full_disk_is_an_error_before_and_during_writing(
     grow: Callable[..., None], script: Any, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (tmp_path / "grown", "--target", tiny_target_dir, "--layers", 5)
@@ -232,11 +230,11 @@ def test_a_full_disk_is_refused_before_and_during_writing(
         with pytest.raises(ValueError, match="0.0 GB free"):
             grow(*arguments)
 
-    def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(script, "save_file", full)
+        patched.setattr(Path, "write_bytes", full)
         with pytest.raises(OSError, match="the disk is full") as caught:
             grow(*arguments)
     assert caught.value.errno == errno.ENOSPC

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.eval.measure.timing import time_generation
+from outrider.models.decoding import GreedyAcceptance
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 
@@ -62,51 +64,63 @@ def test_every_method_is_measured_in_every_cell(run: Callable[..., Path], capsys
     for row in rows:
         assert row["parameters"] == pytest.approx(60_000, rel=0.1)
         assert row["tokens_per_second"] > 0
-        assert row["unexplained"] == []
+        assert row["fault"] == ""
+        assert row["processor_speedup"] > 0
         assert (row["milliseconds_per_step"] is None) == row["method"].startswith("transformers")
         if row["dtype"] == "float32":
             assert row["num_identical"] == row["num_prompts"] == 2
         if row["method"] in METHODS[:2]:
             assert row["tokens_per_step"] == 1
-    assert {len(tries) for cell in record["cells"] for answers in cell["answers"].values() for tries in answers} <= {1, 2, 3}
-    assert [cell["transformers_shares_weights"] for cell in record["cells"]] == [False, False]
-    assert {answer["num_tokens"] for cell in record["cells"] for answer in cell["answers"]["plain"][0]} == {6}
+    assert [(cell["dtype"], cell["layers"]) for cell in record["cells"]] == [("float32", 4), ("bfloat16", 4)]
     assert not (output / "targets").exists()
     assert (output / "speedup.png").read_bytes()[:4] == b"\x89PNG"
     text = (output / "table.md").read_text()
-    assert text.count("\n| 60K | ") == len(rows)
-    assert text.split("\n| size |")[0] in capsys.readouterr().out
+    assert all(text.count(f"\n| {method} | ") == 2 for method in METHODS)
+    assert text in capsys.readouterr().out
 
 
-def test_a_killed_study_loses_one_cell(
+def test_a_killed_study_resumes_its_cell(
     run: Callable[..., Path], study: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure, measured = study.measure_cell, []
+    evaluate, measured = study.evaluate, []
 
-    def killed_in_the_second(folder: Path, *arguments: Any, **options: Any) -> Any:
-        measured.append(options["dtype"])
+    def killed_in_the_second(config: Any, target: Any, *arguments: Any, **options: Any) -> Any:
+        measured.append(str(target.dtype).removeprefix("torch."))
         if len(measured) == 2:
             raise KeyboardInterrupt
-        return measure(folder, *arguments, **options)
+        return evaluate(config, target, *arguments, **options)
 
-    monkeypatch.setattr(study, "measure_cell", killed_in_the_second)
+    monkeypatch.setattr(study, "evaluate", killed_in_the_second)
     with pytest.raises(KeyboardInterrupt):
         run(dtypes=("float32", "bfloat16"))
-    assert "2 cells, of which 0 are done" in capsys.readouterr().out
+    assert "2 cells, 0 of them done" in capsys.readouterr().out
     output = run(dtypes=("float32", "bfloat16"))
     assert measured == ["float32", "bfloat16", "bfloat16"]
-    assert "2 cells, of which 1 are done" in capsys.readouterr().out
+    assert "2 cells, 1 of them done" in capsys.readouterr().out
     assert not (output / "targets").exists()
     # More sizes join a finished study, and other settings don't.
     run(sizes=("60K", "70K"))
     assert measured[3:] == ["float32"]
     with pytest.raises(ValueError, match=r"new_tokens.*--output"):
         run("--new-tokens", "7")
+    # A cell with a disturbed answer isn't done; one of another environment can't continue.
+    summary = output / "cells" / "60K-float32-1" / "summary.json"
+    rows = json.loads(summary.read_text())
+    disturbed = {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "side": "method", "ratio": 9.0}
+    summary.write_text(json.dumps([{**row, "disturbed": [disturbed]} for row in rows]))
+    run()
+    assert measured[4:] == ["float32"]
+    info = summary.with_name("run.json")
+    info.write_text(info.read_text().replace('"num_threads": 1', '"num_threads": 3'))
+    with pytest.raises(ValueError, match=r"num_threads.*--output"):
+        run()
 
 
 def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert not run("--plan").exists()
-    assert "60K (4 layers), float32, 1 thread: about" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 cell, 0 of them done" in printed
+    assert "60K (4 layers), float32, 1 thread: at least" in printed
 
 
 @pytest.mark.parametrize(
@@ -124,7 +138,7 @@ def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureF
         (["--drafters", "a=FOLDER:{tree_nodes: 3}", "a=FOLDER:{tree_nodes: 3}"], "'a, 3 nodes'"),
     ],
 )
-def test_wrong_options_are_refused(
+def test_wrong_options_raise_errors(
     run: Callable[..., Path], drafters: list[str], tmp_path: Path, changes: list[str], words: str
 ) -> None:
     folder = drafters[0].split("=", 1)[1].split(":")[0]
@@ -143,81 +157,127 @@ def test_without_drafters_the_commands_that_make_them_are_named(
     assert [drafter.name for drafter in study.default_drafters()] == ["demo, 5 nodes", "demo, 40 nodes"]
 
 
-def answer(seconds: float, *, num_tokens: int = 5, num_steps: int = 4, draft: float | None = None) -> dict[str, Any]:
-    phases = None if draft is None else {"prefill": 0.0, "draft": draft, "verify": seconds - draft, "accept": 0.0, "rest": 0.0}
-    times = {"seconds": seconds, "processor_seconds": 2 * seconds, "num_steps": num_steps, "phases": phases}
-    return {"token_ids": list(range(num_tokens)), **times}
-
-
-def cell(drafted: float, *, dtype: str = "float32", plain: float = 4.0, theirs: float = 5.0) -> dict[str, Any]:
-    """Make the record of a cell with two prompts and one ReDrafter, which accepts a token a step."""
-    answers = {
-        "plain": [[answer(plain, draft=0.0)]] * 2,
-        "transformers generate": [[answer(theirs)]] * 2,
-        "transformers prompt lookup": [[answer(theirs)]] * 2,
-        "rd, 5 nodes": [[answer(drafted, num_steps=2, draft=0.5)]] * 2,
+def row(method: str, speed: float = 1.0, *, tau: float = 1.0, draft: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """Build an evaluation's row: a plain step takes 1 s, and a step with drafts tau / speed."""
+    step = tau / speed
+    return {
+        "method": method,
+        "speedup": speed,
+        "speedup_ci95": None if method == "baseline" else (speed, speed),
+        "processor_speedup": speed,
+        "tokens_per_step": tau,
+        "tokens_per_second": speed,
+        "decode_tokens_per_second": speed,
+        "time_split": {"draft": draft / step, "verify": 1 - draft / step, "accept": 0.0, "rest": 0.0},
+        "ceiling": tau / (1 + draft),
+        "exceeds": "",
+        "disturbed": [],
+        "num_repeated": 0,
+        "num_prompts": 2,
+        "num_mismatched_prompts": 0,
+        "lossless_label": "yes",
+        "out_of_memory": False,
+        **changes,
     }
-    settings = {"drafters": [{"name": "rd, 5 nodes", "kind": "redrafter", "setting": {}}]}
-    head = {"size": "400M", "dtype": dtype, "threads": 2, "parameters": 4e8, "settings": settings, "unexplained": {}}
-    return {**head, "used_rounds": [0, 0], "answers": answers}
 
 
-def test_figures_of_a_cell_by_hand(report: Any) -> None:
-    rows = {row["method"]: row for row in report.rows_of(cell(2.5))}
+@pytest.fixture
+def cell(study: Any, report: Any) -> Callable[..., list[dict[str, Any]]]:
+    """Return the rows of a cell with one ReDrafter, which accepts a token a step."""
+    drafter = study.DrafterSetting(name="rd, 5 nodes", kind="redrafter", folder=Path(), setting={})
+
+    def build(drafted: float, *, transformers: float = 0.8, size: str = "400M", dtype: str = "float32", **changes: Any) -> Any:
+        lookup = row(report.LOOKUP, 0.8, time_split=None)
+        methods = [row("baseline"), row("rd", drafted, tau=2.0, draft=0.25, **changes), lookup]
+        methods.append(row(report.TRANSFORMERS, transformers, time_split=None))
+        head = {"size": size, "dtype": dtype, "threads": 2, "layers": 8, "parameters": 4e8 if size == "400M" else 7e6}
+        return report.rows_of(methods, head, {"rd": drafter})
+
+    return build
+
+
+def test_figures_of_a_cell_by_hand(cell: Callable[..., Any], report: Any) -> None:
+    rows = {row["method"]: row for row in cell(1.6)}
+    assert list(rows) == [report.PLAIN, report.TRANSFORMERS, report.LOOKUP, "rd, 5 nodes"]
     drafted = rows["rd, 5 nodes"]
-    assert (drafted["baseline"], drafted["speedup"], drafted["speedup_ci95"]) == ("plain", 1.6, (1.6, 1.6))
-    assert (drafted["tokens_per_step"], drafted["tokens_per_second"], drafted["num_faster"]) == (2.0, 2.0, 2)
-    assert drafted["milliseconds_per_step"] == {"draft": 250.0, "verify": 1000.0, "accept": 0.0, "rest": 0.0}
-    assert drafted["ceiling"] == pytest.approx(2 / 1.25)
+    assert (drafted["baseline"], drafted["speedup"], drafted["speedup_ci95"]) == ("plain", 1.6, [1.6, 1.6])
+    milliseconds = {"draft": 250.0, "verify": 1000.0, "accept": 0.0, "rest": 0.0}
+    assert drafted["milliseconds_per_step"] == pytest.approx(milliseconds)
     assert (rows["plain"]["speedup"], rows["transformers generate"]["speedup"]) == (1.0, 0.8)
-    # The faster plain decoding is the baseline, whoever's it is.
-    slower = {row["method"]: row for row in report.rows_of(cell(2.5, theirs=2.0))}
-    assert slower["rd, 5 nodes"]["speedup"] == 0.8
-    assert slower["plain"]["speedup"] == 0.5
+    # The faster plain decoding is the baseline, ours or transformers'.
+    slower = {row["method"]: row for row in cell(1.6, transformers=2.0)}
+    assert slower["rd, 5 nodes"]["speedup"] == slower["rd, 5 nodes"]["processor_speedup"] == 0.8
+    assert slower["rd, 5 nodes"]["speedup_ci95"] == [0.8, 0.8]
+    assert (slower["plain"]["speedup"], slower["plain"]["baseline"]) == (0.5, "transformers generate")
 
 
 @pytest.mark.parametrize(
-    ("drafted", "has_matrices", "words"),
-    [(2.5, False, "1.5x at 400M, in the machine's better type: reached, 1.60x"), (2.5, True, "NOT reached, 1.60x")],
+    ("has_matrices", "words"),
+    [(False, "1.5x at 400M, in the machine's better type: reached, 1.60x"), (True, "NOT reached, 1.60x")],
 )
-def test_marks_and_the_budget(report: Any, drafted: float, has_matrices: bool, words: str) -> None:
-    rows = [*report.rows_of(cell(9.0, dtype="bfloat16", plain=8.0, theirs=9.0)), *report.rows_of(cell(drafted))]
-    lines = report.notes(rows, has_bf16_matrices=has_matrices)
+def test_marks_and_the_budget(report: Any, cell: Callable[..., Any], has_matrices: bool, words: str) -> None:
+    slow = [{**row, "tokens_per_second": row["tokens_per_second"] / 2} for row in cell(1.9, dtype="bfloat16")]
+    lines = report.notes([*slow, *cell(1.6)], has_bf16_matrices=has_matrices)
     assert any(words in line for line in lines), lines
     assert any("250.0, verify 1000.0" in line and "if drafting cost nothing 2.00x" in line for line in lines)
     assert any("each cell: reached" in line for line in lines)
 
 
-def test_the_summary_has_a_column_for_each_size(report: Any) -> None:
-    small = {**cell(5.0), "size": "7M", "parameters": 7e6}
-    lines = report.summary(report.rows_of(small) + report.rows_of(cell(2.5))).splitlines()
-    assert lines[0] == "| float32, 2 threads | 7M | 400M |"
-    assert lines[-2:] == ["| rd, 5 nodes | 0.80x | 1.60x |", "| tokens/s of the faster plain one | 1.2 | 1.2 |"]
+def test_the_summary_has_a_column_for_each_size(report: Any, cell: Callable[..., Any]) -> None:
+    lines = report.summary(cell(0.8, size="7M") + cell(1.6)).splitlines()
+    assert lines[0] == "| float32, 2 threads | tokens per step | 7M | 400M |"
+    assert lines[-2:] == [
+        "| rd, 5 nodes | 2.00 | 0.80x [0.80, 0.80] | 1.60x [1.60, 1.60] |",
+        "| tokens/s of the faster plain one | - | 1.0 | 1.0 |",
+    ]
 
 
-def test_what_cannot_be_true_is_named(report: Any) -> None:
-    record = cell(1.0, theirs=2.0)
-    record["unexplained"] = {"rd, 5 nodes": [1]}
-    lines = report.notes(report.rows_of(cell(1.0)) + report.rows_of(record), has_bf16_matrices=False)
-    assert any("WRONG TEXT: rd, 5 nodes" in line for line in lines)
-    assert any("Measurement error" in line and "2.00 tokens per step" in line for line in lines)
-    assert any("not reached by plain" in line for line in lines)
+def test_what_cannot_be_true_has_no_speed(report: Any, cell: Callable[..., Any], tmp_path: Path) -> None:
+    wrong = cell(1.6, size="7M", speedup=None, speedup_ci95=None, lossless_label="NO (1 of 2 prompts)")
+    rows = [*wrong, *cell(4.0, exceeds="tokens per step")]
+    lines = report.notes(rows, has_bf16_matrices=False)
+    assert any("rd, 5 nodes (7M, float32, 2 threads): it is not lossless" in line for line in lines)
+    assert any("would exceed its 2.00 tokens per step" in line for line in lines)
+    assert any("not measured" in line for line in lines), "an error of measurement reaches no mark"
+    assert "| rd, 5 nodes | 2.00 | not lossless | error |" in report.summary(rows)
+    report.plot(rows, tmp_path / "speedup.png")
+    slow = report.notes(cell(1.6, transformers=2.0), has_bf16_matrices=False)
+    assert any("not reached by plain" in line for line in slow)
 
 
-def test_a_stall_is_decoded_again_and_the_least_disturbed_round_counts(study: Any) -> None:
-    methods = importlib.import_module("size_methods")
+def test_a_stall_in_all_attempts_is_marked(report: Any, cell: Callable[..., Any], tmp_path: Path) -> None:
+    stall = {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "side": "method", "ratio": 300.0}
+    rows = cell(1.6, disturbed=[stall], num_repeated=2)
+    assert "| 1.60x [1.60, 1.60], disturbed |" in report.summary(rows)
+    lines = report.notes(rows, has_bf16_matrices=False)
+    assert any("same command measures only these answers again" in line for line in lines)
+    assert any(line.startswith("2 answers were decoded again") for line in lines)
+    assert any("reached, 1.60x [1.60, 1.60], disturbed" in line for line in lines)
+    report.plot(rows, tmp_path / "speedup.png")
 
-    def round_of(*seconds: float) -> dict[str, Any]:
-        return {
-            name: methods.Answer(token_ids=[1, 2], seconds=value, processor_seconds=value, num_steps=1)
-            for name, value in zip("ab", seconds, strict=True)
-        }
 
-    rounds = [[round_of(1, 1)], [round_of(1, 30)], [round_of(1, 1.5)]]
-    assert methods.stalled(rounds) == [1]
-    rounds[1].append(round_of(1.1, 1.1))
-    assert methods.stalled(rounds) == []
-    assert methods.least_disturbed(rounds)[1] is rounds[1][1]
+def test_transformers_steps_are_its_passes(study: Any, tiny_target_dir: Path) -> None:
+    """The prompt repeats itself, so its lookup drafts in the first pass too."""
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu", fast_linears=False))
+    prompt = torch.arange(40, 48).repeat(3)
+    arguments = (target, NullDrafter(), GreedyAcceptance(), [prompt])
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
+    plain = time_generation(*arguments, **options)
+    for method in (
+        study.transformers_method("generate", target),
+        study.transformers_method("lookup", target, prompt_lookup_num_tokens=4),
+    ):
+        generation = method.decode(*arguments, **options)
+        answer = generation.answer(0)
+        assert answer.token_ids == plain.answer(0).token_ids
+        assert generation.prefill_seconds > 0
+        assert generation.decode_seconds > 0
+        assert [step.is_prefill for step in generation.steps[:2]] == [True, False]
+        assert all(step.num_nodes >= step.num_accepted[0] for step in generation.steps)
+        assert (answer.num_draft_tokens > 0) == (method.name == "lookup")
+        assert sum(answer.accepted_histogram) == len(generation.steps) - 1
+        if method.name == "generate":
+            assert answer.accepted_histogram == [11]
 
 
 @pytest.mark.parametrize(("free_bytes", "is_shared"), [(1 << 30, False), (1 << 10, True), (None, False)])
@@ -225,9 +285,8 @@ def test_transformers_gets_weights_of_its_own_where_memory_allows_it(
     study: Any, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, is_shared: bool
 ) -> None:
     """Our target may change the memory order of its weights, which would change transformers' speed."""
-    methods = importlib.import_module("size_methods")
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    monkeypatch.setattr(methods, "available_memory", lambda: free_bytes)
-    theirs = methods.their_target(target, tiny_target_dir, "float32")
-    assert (theirs is target) == is_shared
-    assert is_shared or not theirs.fast_linears
+    monkeypatch.setattr(study, "available_memory", lambda: free_bytes)
+    weights = study.transformers_target(target, tiny_target_dir, "float32")
+    assert (weights is target) == is_shared
+    assert is_shared or not weights.fast_linears

@@ -34,6 +34,7 @@ MANY_PROMPTS = 30
 NEW_TOKENS = 5
 STEP_SECONDS, TREE_SECONDS, PREFILL_SECONDS = 0.010, 0.012, 0.015
 STALL_SECONDS = 10.0
+COMMAND = "outrider eval --drafter drafter --setting '{depth: 5}'"
 
 PROMPTS = [[f"prompt {index}"] for index in range(NUM_PROMPTS)]
 
@@ -106,7 +107,7 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path, cloc
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 0, "warmup_prompts": 1, **changes}
         config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], memory_bandwidth_gbs=10.0, **options)
         clock.jobs.clear()
-        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir, command=COMMAND)
 
     return evaluate_tiny
 
@@ -233,6 +234,8 @@ def test_a_clock_that_jumps_backwards_is_a_disturbance(
     assert rows[1]["disturbed"] == [{"prompt_ids": ["7"], "turn": 0, "repeat": 0, "side": "method", "ratio": 0.0}]
     assert rows[1]["speedup"] == pytest.approx(clean[1]["speedup"], rel=0.02)
     assert rows[1]["num_compared"] == NUM_PROMPTS - 1
+    assert [row.get("command") for row in rows] == [None, COMMAND]
+    assert f"To measure only these answers again: `{COMMAND}`." in (tmp_path / "marked" / "table.md").read_text()
     json.dumps(rows, allow_nan=False)
 
 

@@ -72,7 +72,7 @@ def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Pa
     assert figures["speedup"] == ("Speedup over plain decoding, greedy, 3 beams of 3", round(row["speedup"], 2))
     assert figures["tokens_per_step"][1] == round(row["tokens_per_step"], 2)
     environment = json.loads((evaluation / "run.json").read_text())["environment"]
-    assert f"Measured on {environment['cpu']}, {environment['num_threads']} threads" in card
+    assert f"Measured on {environment['cpu']}, {environment['num_threads']} thread" in card
 
 
 def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
@@ -127,15 +127,35 @@ def metrics_of(card: str) -> list[str]:
 
 def test_a_disturbed_speed_needs_a_flag(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     stalled, row = changed_summary(evaluation, tmp_path / "stalled", disturbed=[STALL])
-    with pytest.raises(ValueError, match=r"ReDrafter, 3 beams of 3 \(mt_bench, greedy\) .*Measure again: .*--allow-disturbed"):
+    name = r"ReDrafter, 3 beams of 3 \(mt_bench, greedy\)"
+    with pytest.raises(ValueError, match=f"{name} .*measures only these answers again.*--allow-disturbed"):
         model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled]))
     marked = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="mark"))
     assert "| 1.23x [1.11, 1.34], disturbed |" in marked
+    assert '"disturbed" and "above its ceiling" mark uncertain speeds.' in marked
+    assert "mark uncertain speeds" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
     omitted = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="omit"))
     assert "| none: disturbed | - | - |" in omitted
     assert "1.23" not in omitted
     assert f"{row['tokens_per_step']:.2f}" in omitted, "a stall doesn't change the tokens"
     assert metrics_of(marked) == metrics_of(omitted) == ["tokens_per_step"], "the Hub would show the speed without its mark"
+
+
+def test_a_card_has_the_command_that_measures_again_but_no_folder_of_the_user(
+    tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path
+) -> None:
+    commands = {
+        "outrider run conf=demo output_dir=outputs/demo": "To measure only these answers again: `outrider run conf=demo",
+        "outrider eval --target=/home/me/target": "The evaluation's command measures only these answers again.",
+        "outrider eval --target ~/target": "The evaluation's command measures only these answers again.",
+    }
+    for number, (command, text) in enumerate(commands.items()):
+        stalled, _ = changed_summary(evaluation, tmp_path / str(number), disturbed=[STALL], command=command)
+        card = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="mark"))
+        assert text in card
+        assert (command in card) == (number == 0)
+        with pytest.raises(ValueError, match=re.escape(command)):
+            model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled]))
 
 
 def test_the_command_has_the_flag_for_disturbed_speeds(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:

@@ -274,7 +274,13 @@ def test_disturbed_speeds_are_marked_and_errors_of_measurement_have_none(write_r
     caption = "mt_bench, greedy, batch size 1"
     assert page.tables[caption][2][2] == "2.00x 2.00 to 2.00 disturbed"
     assert page.tables[f"{caption}: speedup"][1] == ["writing 1 prompt", "2.00x"]
-    assert "run the same command again: it repeats only these answers" in page.text
+    assert "s command measures only these answers again." in page.text
+    known = {"disturbed": [stall], "exceeds": "", "command": "outrider run demo eval.seed=1"}
+    known_page = report(tmp_path / "known", write_run("known", row=known))
+    assert known_page.text.count("To measure only these answers again: outrider run demo eval.seed=1") == 1
+    headline_text = "Fastest: 2.00x [2.00, 2.00] by "
+    assert headline_text in known_page.text
+    assert known_page.text.index(headline_text) < known_page.text.index("Tokens per step")
     assert "Repeated answers: 1." in page.text
     page = report(tmp_path / "wrong", write_run("two", row={"exceeds": "tokens per step"}))
     assert page.tables[caption][2][2] == "error: above its tokens per step"

@@ -98,10 +98,17 @@ def test_disturbed_answers_are_in_the_summary_and_in_a_note(rows: list[Row]) -> 
     ]
     (note,) = [note for note in footnotes(rows) if note.startswith("Disturbed answers: 1.")]
     assert "prompt 0 turn 1 of redrafter a" in note
-    assert "(20.0x). To measure again, run the same command again" in note
+    assert "(20.0x). The evaluation's command measures only these answers again." in note
     answer = rows[1]["disturbed"][0]
     many: Any = {**rows[1], "disturbed": [{**answer, "repeat": repeat} for repeat in range(5)]}
     assert any("and 2 more, listed in the summary" in note for note in footnotes([many]))
+
+
+def test_the_command_that_measures_again_is_in_the_table_as_it_was_typed(rows: list[Row]) -> None:
+    command = "outrider eval --setting '{a_b: 5}' --suite-path mt_bench=*.jsonl"
+    with_command: Any = [rows[0], {**rows[1], "command": command}]
+    assert markdown(with_command).count(f"To measure only these answers again: `{command}`.") == 1
+    assert any(f"again: `{command}`." in note for note in footnotes(with_command))
 
 
 def test_a_stalled_answer_of_plain_decoding_is_listed_once_for_all_methods(rows: list[Row]) -> None:

@@ -49,7 +49,7 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
     """Let every layer use one way, as if it had been measured to be the fastest."""
 
     def use(choice: Choice) -> None:
-        slow, fast = (9.0, 9.0, 9.0), (1.0, 1.0, 1.0)
+        slow, fast = (99.0, 99.0, 99.0), (1.0, 1.0, 1.0)
         within = choice.packed_rows or (0, 0)
         packed = tuple(0.5 if within[0] <= rows <= within[1] else 9.0 for rows in (1, 2, 4))
         measured = times(slow if choice.columns_first else fast, fast if choice.columns_first else slow, packed)
@@ -168,13 +168,18 @@ def test_copies_of_a_layer_pack_their_own_weights(fastest):
 
 
 def test_weights_of_embeddings_keep_their_rows_together(fastest):
-    fastest(Choice(columns_first=True))
+    fastest(Choice(True, (1, 1)))
     model = nn.Module()
     model.embed, model.head, model.other = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(8, 8)
     model.head.weight = model.embed.weight
-    choose_linears(model.requires_grad_(False))
+    described = choose_linears(model.requires_grad_(False))
     assert model.embed.weight.is_contiguous()
     assert not model.other.weight.is_contiguous()
+    # The shared weight's choice is between rows first and packed, not the one of its columns.
+    assert (
+        described
+        == "16x8 (shared with embeddings): rows first, packed for 1 to 4 rows; 8x8: columns first, packed for 1 to 1 rows"
+    )
 
 
 def test_other_layers_are_left_alone(fastest):
@@ -318,3 +323,64 @@ def test_a_machine_too_slow_for_many_rows_measures_few(cache: Path, monkeypatch:
     monkeypatch.setattr(speeds, "MAX_SECONDS", 0.0)
     measured = speeds.linear_speeds([SHAPE])[SHAPE]
     assert measured.rows == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "rows", ['[1, "2", 4, 8]', "[1, null, 4, 8]", "[1, 4, 2, 8]", "[1, -2, 4, 8]", "[true, 2, 4, 8]", "[1, [2], 4, 8]"]
+)
+def test_wrong_numbers_of_rows_in_the_file_are_measured_again(cache: Path, rows: str):
+    speeds.linear_speeds([SHAPE])
+    (path,) = cache.iterdir()
+    content = json.loads(path.read_text())
+    content["times"] = {"64x32 float32": {"rows": json.loads(rows), **{way: [1.0] * 4 for way in speeds.WAYS}}}
+    path.write_text(json.dumps(content))
+    assert speeds.linear_speeds([SHAPE])[SHAPE].rows[:4] == (1, 2, 4, 8)
+    assert json.loads(path.read_text())["times"]["64x32 float32"]["rows"][:4] == [1, 2, 4, 8]
+
+
+def test_a_user_without_a_home_measures_without_a_file(monkeypatch: pytest.MonkeyPatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(speeds, "MAX_SECONDS", 0.01)
+    assert SHAPE in speeds.linear_speeds([SHAPE])
+
+
+def test_a_processor_of_the_same_name_with_other_instructions_has_another_file(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    speeds.linear_speeds([SHAPE])
+    monkeypatch.setattr(speeds, "cpu_details", lambda: "flags: none")
+    speeds.linear_speeds([SHAPE])
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_onednn
+def test_a_model_as_transformers_loads_it_is_packed_in_a_block(fastest):
+    fastest(Choice(packed_rows=(1, 4)))
+    layer = nn.Linear(8, 8)  # its weights ask for gradients
+    with packed_where_faster(layer):
+        assert isinstance(vars(layer)["forward"], PackedForSomeRows)
+
+
+@needs_onednn
+def test_a_users_compiled_code_sees_a_plain_layer(fastest):
+    fastest(Choice(packed_rows=(1, 4)))
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    choose_linears(layer)
+    x = torch.ones(1, 2, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert machine.available_memory() is None or machine.available_memory() > 1000
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    assert machine.available_memory() == 1000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("7000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("6500")
+    assert machine.available_memory() == 500

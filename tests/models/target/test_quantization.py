@@ -69,7 +69,7 @@ def test_tree_decoding_gives_the_quantized_targets_tokens(int8: HFTarget, monkey
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     with linears.packed_where_faster(int8.model):
         assert answer(drafter) == plainly
-    assert linears._linears([int8.model]) == [int8.head], "the head alone is in 32 bits"
+    assert [layer.linear for layer in linears._linears([int8.model])] == [int8.head], "the head alone is in 32 bits"
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
