@@ -157,7 +157,7 @@ class Bench:
             )
             return []
         # 3. The jobs, with the methods that still fit into memory.
-        return [job for one_pass, t, repetitions in disturbed for job in self._repeated(one_pass, t, repetitions)]
+        return [job for part in disturbed if part[-1] for job in self._repeated(*part)]
 
     def _disturbed(self, one_pass: SuitePass, temperature: float) -> dict[PairKey, Repetition]:
         """List what is disturbed in a pass at a temperature, by the batch's key."""
@@ -168,8 +168,6 @@ class Bench:
     def _repeated(self, one_pass: SuitePass, temperature: float, repetitions: Mapping[PairKey, Repetition]) -> Iterator[Job]:
         """Yield the jobs that repeat the batches of a pass."""
         suite, size = one_pass.suite, one_pass.batch_size
-        if not repetitions:
-            return
         for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
             for batch in self._batches(suite, group, index, temperature, size):
                 if (repetition := repetitions.get(batch.pair_key(one_pass.repeat))) is not None:
