@@ -110,8 +110,13 @@ def test_a_killed_study_resumes_its_cell(
     summary.write_text(json.dumps([{**row, "disturbed": [disturbed]} for row in rows]))
     run()
     assert measured[4:] == ["float32"]
-    info = summary.with_name("run.json")
-    info.write_text(info.read_text().replace('"num_threads": 1', '"num_threads": 3'))
+    info = json.loads(summary.with_name("run.json").read_text())
+    info["environment"]["linears"] = "packed"
+    summary.with_name("run.json").write_text(json.dumps(info))
+    run()
+    assert len(measured) == 5, "only an evaluation knows the choice of linear layers"
+    info["environment"]["num_threads"] = 3
+    summary.with_name("run.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"num_threads.*--output"):
         run()
 
