@@ -195,7 +195,8 @@ def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int,
     for cell, estimate in seconds.items():
         described = f"{cell.label} ({cell.size.layers} layers), {cell.dtype}, {count_threads(cell.threads)}"
         print(f"  {described}: at least {estimate / 60:.1f} minutes")
-    print(f"at least {sum(seconds.values()) / 60:.0f} minutes in all, if the machine stays as busy as it is now")
+    if missing:
+        print(f"at least {sum(seconds.values()) / 60:.1f} minutes in all, if the machine stays as busy as it is now")
 
 
 def bandwidth(threads: int) -> float:
