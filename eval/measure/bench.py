@@ -24,7 +24,7 @@ from ..config import EvalConfig
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory, Place
-from ..results.attempts import find_repetitions
+from ..results.attempts import PairKey, Repetition, find_repetitions
 from .jobs import Job, SuitePass, plan_passes, repeat_batch
 from .memory import within_memory
 from .timing import Generation, time_generation
@@ -145,28 +145,35 @@ class Bench:
 
         A run in another environment than the recorded one repeats nothing.
         """
-        # 1. The disturbed answers of each pass and temperature.
-        jobs: list[Job] = []
-        for one_pass in passes:
-            suite, size = one_pass.suite, one_pass.batch_size
-            disturbed = {t: find_repetitions(self._records_of(suite, t, size)) for t in self.rules}
-            if not any(disturbed.values()):
-                continue
-            # 2. Their batches, with the methods that still fit into memory.
-            for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
-                for temperature in (t for t in self.rules if disturbed[t]):
-                    for batch in self._batches(suite, group, index, temperature, size):
-                        if (repetition := disturbed[temperature].get(batch.pair_key(one_pass.repeat))) is not None:
-                            jobs += repeat_batch(batch, repetition, self.methods[temperature, size], one_pass.repeat)
-        # 3. Times of another environment can't be compared.
-        if jobs and (changes := differences(asdict(self.recorded_environment), asdict(self.environment))):
+        # 1. What is disturbed in each pass, at each temperature.
+        disturbed = [(one_pass, t, self._disturbed(one_pass, t)) for one_pass in passes for t in self.rules]
+        num_disturbed = sum(len(repetitions) for *_, repetitions in disturbed)
+        # 2. Times of another environment can't be compared.
+        if num_disturbed and (changes := differences(asdict(self.recorded_environment), asdict(self.environment))):
             self._warn_once(
-                "%d answers are disturbed, but are not decoded again: this environment differs from the recorded one in %s",
-                len(jobs),
+                "%d disturbed answers or batches are not decoded again: this environment differs from the recorded one in %s",
+                num_disturbed,
                 "; ".join(changes.values()),
             )
             return []
-        return jobs
+        # 3. The jobs, with the methods that still fit into memory.
+        return [job for one_pass, t, repetitions in disturbed for job in self._repeated(one_pass, t, repetitions)]
+
+    def _disturbed(self, one_pass: SuitePass, temperature: float) -> dict[PairKey, Repetition]:
+        """List what is disturbed in a pass at a temperature, by the batch's key."""
+        records = self._records_of(one_pass.suite, temperature, one_pass.batch_size)
+        repetitions = find_repetitions(records, on_cpu=self.recorded_environment.device == "cpu")
+        return {key: repetition for key, repetition in repetitions.items() if key[-1] == one_pass.repeat}
+
+    def _repeated(self, one_pass: SuitePass, temperature: float, repetitions: Mapping[PairKey, Repetition]) -> Iterator[Job]:
+        """Yield the jobs that repeat the batches of a pass."""
+        suite, size = one_pass.suite, one_pass.batch_size
+        if not repetitions:
+            return
+        for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
+            for batch in self._batches(suite, group, index, temperature, size):
+                if (repetition := repetitions.get(batch.pair_key(one_pass.repeat))) is not None:
+                    yield from repeat_batch(batch, repetition, self.methods[temperature, size], one_pass.repeat)
 
     def _records_of(self, suite: PromptSet, temperature: float, batch_size: int) -> list[EvalRecord]:
         """List the records of a group, without those of methods that ran out of memory."""

@@ -26,7 +26,7 @@ SHAPE_OPTIONS = ("beam_width", "beam_length", "depth", "length", "top_k", "tree_
 """Options of the draft tree. They belong to the setting, and never distinguish two drafters."""
 MAX_VALUE_CHARS = 24
 """Longest value of an option that a name quotes. An option with a longer value is left out."""
-TRAINING_WORDS = {"labels": {"distilled": "distilled", "text": "not distilled"}}
+TRAINING_WORDS = {"labels": {"distilled": "distilled", "text": "not distilled", None: "labels unknown"}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

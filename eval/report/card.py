@@ -25,7 +25,7 @@ from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
 from ..records.names import BASELINE
-from ..results.marks import DISTURBED, ERROR, is_disturbed, is_error, marks, measure_again, measure_again_in_public
+from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
 from ..results.tables import escape_markdown, markdown_table
 from .card_code import quantization_code, quantization_option
@@ -238,7 +238,7 @@ def _speedup(row: Row, options: CardOptions) -> str:
     if is_broken(row):
         return f"none: {fault(row)}"
     if not _has_speed(row, options):
-        return ERROR if is_error(row) else f"none: {DISTURBED}"
+        return error_text(row) if is_error(row) else f"none: {DISTURBED}"
     return ", ".join([_with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
 
 

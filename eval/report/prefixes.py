@@ -107,7 +107,7 @@ def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, 
     entry, other = entries[batch, width, shared], entries[batch, width, not shared]
     speed, other_speed = entry.row["tokens_per_second"], other.row["tokens_per_second"]
     if speed is None:
-        return NO_MEMORY
+        return NO_MEMORY if entry.row["out_of_memory"] else Value(text="-")
     if is_wrong(entry.row):
         return Value(text=f"{speed:.1f}", number=speed, note=fault(entry.row), tone="bad")
     ratio = f"{speed / other_speed:.2f}x" if shared and other_speed is not None and not is_wrong(other.row) else ""

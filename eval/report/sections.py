@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.marks import ERROR, MEASURE_ANEW, is_disturbed, is_error, marks, num_repeated, units
+from ..results.marks import MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
@@ -37,7 +37,7 @@ def speedup(entry: Entry) -> Value:
     if is_broken(row):
         return Value(text=fault(row), note=row["lossless_label"], tone="bad")
     if is_error(row):
-        return Value(text=ERROR, tone="bad")
+        return Value(text=error_text(row), tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
     value = replace(value, mark=", ".join(marks(row)), tone="bad" if marks(row) else "")
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value

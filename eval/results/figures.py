@@ -110,6 +110,10 @@ class Figures(Losslessness, Speeds):
     """Answers that are still disturbed in the attempt that counts: `prompt_ids` of the batch,
     `turn`, `repeat`, `side` ("method" or "baseline"), and `ratio` to the usual time (0 where the
     clock jumped, so that there is no positive time)."""
+    stalls_judged: NotRequired[bool]
+    """Whether there were enough answers, or processor seconds, to detect stalls (`are_judged`)."""
+    timeless: NotRequired[bool]
+    """Whether there are no speeds only because no answer has a positive time on both sides."""
     out_of_memory: bool
     """Whether the method or plain decoding ran out of memory here, so that there are no figures."""
 
@@ -136,6 +140,8 @@ def compute_figures(
     roofline: Roofline,
     num_skipped: int,
     seed: int,
+    *,
+    on_cpu: bool = False,
 ) -> Figures:
     """Compute the figures of a method from its records and plain decoding's.
 
@@ -145,7 +151,7 @@ def compute_figures(
     # follows from it.
     sides = (plain_records, method_records)
     plain, timed = ([record for record in records if not record.profiled] for records in sides)
-    pairs = least_disturbed(plain, timed)
+    pairs = least_disturbed(plain, timed, on_cpu=on_cpu)
     firsts = [record for record in timed if record.attempt == 0]
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in sides)
     steady_plain, steady = steady_profiles(plain, profiled_plain), steady_profiles(timed, profiled)
@@ -171,8 +177,8 @@ def compute_figures(
         "mean_accepted": stats.mean_accepted(histogram),
         "accepted_histogram": histogram,
         "draft_tokens_per_step": stats.draft_tokens_per_step(firsts),
-        "tokens_per_second": stats.tokens_per_second(pairs.method),
-        "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method),
+        "tokens_per_second": stats.tokens_per_second(pairs.method) if pairs.method else None,
+        "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method) if pairs.method else None,
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
         "rho": rho,
         "ceiling": None if verdict.broken else stats.ceiling(tau, rho),
@@ -183,7 +189,9 @@ def compute_figures(
         **_losslessness(verdict, mismatches),
         "num_repeated": num_repeated(method_records),
         "disturbed": [asdict(answer) for answer in pairs.disturbed],
-        **_speeds(pairs, rho, is_broken=verdict.broken, seed=seed),
+        "stalls_judged": pairs.judged,
+        "timeless": not pairs.method and not verdict.broken,
+        **_speeds(firsts, pairs, rho, is_broken=verdict.broken, seed=seed),
         "out_of_memory": False,
     }
 
@@ -218,14 +226,18 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
     return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
-def _speeds(pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> Speeds:
+def _speeds(firsts: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> Speeds:
     """Compare a method's times with plain decoding's.
 
-    A broken method has no speed anywhere. The baseline's speedup is 1.
+    A broken method has no speed anywhere, and neither has one without a positive time. The
+    baseline's speedup is 1.
     """
     # 1. What every method has.
-    seconds, plain_seconds = (stats.processor_seconds_per_token(records) for records in (pairs.method, pairs.plain))
-    categories = stats.by_category(pairs.plain, pairs.method, seed=seed)
+    seconds, plain_seconds = (
+        stats.processor_seconds_per_token(records) if records else None for records in (pairs.method, pairs.plain)
+    )
+    categories = _without_times(firsts) | stats.by_category(pairs.plain, pairs.method, seed=seed)
+    is_broken = is_broken or not pairs.method
     speeds: Speeds = {
         "speedup": None if is_broken else 1.0,
         "speedup_ci95": None,
@@ -253,6 +265,20 @@ def _speeds(pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> S
         "num_faster": sum(value > 1 for value in by_unit),
         "num_compared": len(by_unit),
         "exceeds": _exceeded_bound(speedup, stats.saved_steps(pairs.plain, pairs.method), rho),
+    }
+
+
+def _without_times(records: Sequence[EvalRecord]) -> dict[str, dict[str, Any]]:
+    """Build the figures by category that don't depend on times."""
+    categories = {category: [r for r in records if r.category == category] for category in {r.category: None for r in records}}
+    return {
+        category: {
+            "num_prompts": stats.num_prompts(members),
+            "tokens_per_step": stats.tokens_per_step(members),
+            "speedup": None,
+            "speedup_ci95": None,
+        }
+        for category, members in categories.items()
     }
 
 

@@ -45,6 +45,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         num_skipped=_num_skipped(records, facts.num_turns),
         drafters=facts.drafters,
         out_of_memory=facts.out_of_memory,
+        on_cpu=info.environment.device == "cpu",
     )
     describe_rows(rows, info)
     for row in filter(is_disturbed, rows) if facts.command else ():

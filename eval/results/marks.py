@@ -10,13 +10,15 @@ from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
 from ..records.names import BASELINE
-from .rows import Row, method_name
+from .rows import Row, is_timeless, method_name
 
 ERROR = "error: above its tokens per step"
 """Text in place of a speedup that can't be right.
 
 A step of the target costs at least as much as a step of plain decoding.
 """
+NO_TIME = "error: no positive time"
+"""Text in place of a speedup without a positive time to compute it from."""
 DISTURBED, ABOVE_CEILING = "disturbed", "above its ceiling"
 MEASURE_AGAIN = "The evaluation's command measures only these answers again."
 LOCAL_PATH = re.compile(r"(?:^|[\s=:,'\"({\[])[/~]")
@@ -25,8 +27,13 @@ MEASURE_ANEW = "Measure again into another folder, while the machine is quiet."
 
 
 def is_error(row: Mapping[str, Any]) -> bool:
-    """Check whether a row's speedup exceeds its tokens per step."""
-    return row.get("exceeds") == "tokens per step"
+    """Check whether a row's speedup is wrong, or can't be computed, by an error of measurement."""
+    return row.get("exceeds") == "tokens per step" or is_timeless(row)
+
+
+def error_text(row: Mapping[str, Any]) -> str:
+    """Describe the error of measurement of a row."""
+    return NO_TIME if is_timeless(row) else ERROR
 
 
 def is_disturbed(row: Mapping[str, Any]) -> bool:

@@ -59,11 +59,13 @@ def build_rows(
     num_skipped: Mapping[GroupKey, int],
     drafters: Mapping[str, DrafterFacts],
     out_of_memory: Sequence[OutOfMemory] = (),
+    on_cpu: bool = False,
 ) -> list[Row]:
     """Compute one row per suite, temperature, batch size and method.
 
     Rows have the order of the records. In each group the baseline comes first, and methods that ran
-    out of memory come last. `drafters` is by method.
+    out of memory come last. `drafters` is by method. `on_cpu` decides how few answers
+    can be judged (`attempts.ratios`).
     """
     # 1. Go through the groups of suite, temperature and batch size.
     rows: list[Row] = []
@@ -79,7 +81,8 @@ def build_rows(
             wrong = [item for item in mismatches if item.record.key in keys]
             skipped = num_skipped.get(group_key, 0)
             conditions = _conditions(of_method[0], config, dtype, roofline, drafters.get(method))
-            rows.append({**conditions, **compute_figures(plain, of_method, wrong, roofline, skipped, config.seed)})
+            figures = compute_figures(plain, of_method, wrong, roofline, skipped, config.seed, on_cpu=on_cpu)
+            rows.append({**conditions, **figures})
         # 3. If the baseline is broken, no method of the group has a speedup.
         of_group = rows[-len(names) :] if names else []
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
@@ -104,7 +107,7 @@ def _withdraw(row: Row, cause: str) -> None:
     """
     row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
     row["median_speedup"], row["num_faster"], row["num_compared"] = None, 0, 0
-    row["exceeds"], row["processor_speedup"] = "", None
+    row["exceeds"], row["processor_speedup"], row["timeless"] = "", None, False
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
     if row["method"] != BASELINE:
@@ -125,7 +128,12 @@ def decoding_name(row: Row) -> str:
 
 def is_broken(row: Row) -> bool:
     """Check whether a method that should be lossless gave an unexplained answer."""
-    return row["speedup"] is None and not row["out_of_memory"]
+    return row["speedup"] is None and not row["out_of_memory"] and not is_timeless(row)
+
+
+def is_timeless(row: Mapping[str, Any]) -> bool:
+    """Check whether a row has no speeds only because the clock jumped in all of its answers."""
+    return bool(row.get("timeless"))
 
 
 def is_unproven(row: Row) -> bool:

@@ -9,9 +9,9 @@ from ..records.names import BASELINE, OOM
 from .headline import group_name, headline
 from .lossless import LOSSY
 from .marks import (
-    ERROR,
     MEASURE_ANEW,
     disturbed_answers,
+    error_text,
     is_above_ceiling,
     is_disturbed,
     is_error,
@@ -20,7 +20,7 @@ from .marks import (
     num_repeated,
     units,
 )
-from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
+from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
 UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
@@ -61,7 +61,7 @@ def cells(row: Row) -> dict[str, str]:
     }
     if interval:
         shown["Speedup [95 %]"] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-    shown["Speedup [95 %]"] = ERROR if is_error(row) else ", ".join([shown["Speedup [95 %]"], *marks(row)])
+    shown["Speedup [95 %]"] = error_text(row) if is_error(row) else ", ".join([shown["Speedup [95 %]"], *marks(row)])
     return shown
 
 
@@ -95,6 +95,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         left_out=by_group([row for row in rows if row["out_of_memory"]]),
         num_named=NUM_ANSWERS_NAMED,
         disturbed=disturbed_answers(measured),
+        unjudged=[row for row in measured if not row.get("stalls_judged", True)],
         num_repeated=num_repeated(measured),
         measure_again=measure_again(measured),
         measure_anew=MEASURE_ANEW,
@@ -111,6 +112,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         is_broken=is_broken,
         is_unproven=is_unproven,
         is_error=is_error,
+        is_timeless=is_timeless,
         is_disturbed=is_disturbed,
         is_above_ceiling=is_above_ceiling,
     )

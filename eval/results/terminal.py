@@ -23,7 +23,7 @@ from .marks import (
     num_repeated,
     units,
 )
-from .rows import Row, decoding_name, is_broken, is_unproven, loop_share, method_name
+from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, num_units, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
@@ -87,20 +87,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"NOT LOSSLESS, so without a speedup: {_names(wrong)}.")
     if unproven:
         notes.append(f"NOT PROVEN to be lossless, so without a speedup: {_names(unproven)}.")
-    if errors := [row for row in measured if is_error(row)]:
-        remedy = "" if any(map(is_disturbed, errors)) else f" {MEASURE_ANEW}"
-        notes.append(
-            f"No speedup for {_names(errors)}: it would exceed its tokens per step, so plain decoding's time is wrong.{remedy}"
-        )
-    if disturbed := disturbed_answers(measured):
-        name, answer = disturbed[0]
-        ratio = answer["ratio"]
-        took = f"The worst took {ratio:.0f} times its usual time" if ratio > 0 else "The clock jumped in one"
-        notes.append(f"{DISTURBED.capitalize()}: {_count(len(disturbed), 'answer')}. {took} ({name}).")
-    if above := [row for row in measured if is_above_ceiling(row)]:
-        notes.append(f"{ABOVE_CEILING.capitalize()}: {_names(above)}. Times of answers and profile contradict each other.")
-    if number := num_repeated(measured):
-        notes.append(f"Repeated: {_count(number, 'answer')}, since its timing or plain decoding's was disturbed.")
+    notes += _timing_notes(measured)
     # 2. What is absent or misleading.
     if num_skipped := sum(row["num_skipped"] for members in by_group(measured).values() for row in members[:1]):
         notes.append(f"{num_skipped} turns were SKIPPED: they don't fit the context window.")
@@ -115,6 +102,30 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append("by rule: random drafts, so other samples of the same distribution.")
     # 3. How to read the table.
     notes += [_group_note(members) for members in by_group(measured).values()]
+    return notes
+
+
+def _timing_notes(rows: Sequence[Row]) -> list[str]:
+    """Write the notes about times that are wrong, disturbed or not judged."""
+    notes = []
+    if timeless := [row for row in rows if is_timeless(row)]:
+        notes.append(f"No speeds for {_names(timeless)}: the clock jumped in all answers, so none has a positive time.")
+    if errors := [row for row in rows if is_error(row) and not is_timeless(row)]:
+        remedy = "" if any(map(is_disturbed, errors)) else f" {MEASURE_ANEW}"
+        notes.append(
+            f"No speedup for {_names(errors)}: it would exceed its tokens per step, so plain decoding's time is wrong.{remedy}"
+        )
+    if disturbed := disturbed_answers(rows):
+        name, answer = disturbed[0]
+        ratio = answer["ratio"]
+        took = f"The worst took {ratio:.0f} times its usual time" if ratio > 0 else "The clock jumped in one"
+        notes.append(f"{DISTURBED.capitalize()}: {_count(len(disturbed), 'answer')}. {took} ({name}).")
+    if above := [row for row in rows if is_above_ceiling(row)]:
+        notes.append(f"{ABOVE_CEILING.capitalize()}: {_names(above)}. Times of answers and profile contradict each other.")
+    if number := num_repeated(rows):
+        notes.append(f"Repeated: {_count(number, 'answer')}, since its timing or plain decoding's was disturbed.")
+    if unjudged := [row for row in rows if not row.get("stalls_judged", True)]:
+        notes.append(f"Too few answers to judge stalls: {_names(unjudged)}.")
     return notes
 
 

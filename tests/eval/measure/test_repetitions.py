@@ -21,7 +21,11 @@ from outrider.eval.measure import bench as measure
 from outrider.eval.measure import timing
 from outrider.eval.measure.jobs import Job
 from outrider.eval.records.records import BASELINE, EvalRecord, RecordFile
-from outrider.eval.results.rows import Row, is_broken
+from outrider.eval.report.card import CardOptions, model_card
+from outrider.eval.report.page import write_report
+from outrider.eval.results.headline import headline
+from outrider.eval.results.rows import Row, is_broken, is_timeless
+from outrider.eval.results.terminal import note_lines
 from outrider.eval.run import evaluate
 from outrider.models.target.hf_target import HFTarget
 
@@ -45,6 +49,8 @@ class Clock:
     """
 
     now: float = 100.0
+    stalled: float = 0.0
+    """Seconds of all stalls, in which the process computes nothing."""
     jobs: list[Job] = dataclasses.field(default_factory=list)
     stalls: Callable[[Job], float] = lambda job: 0.0
     in_prefill: bool = False
@@ -54,7 +60,9 @@ class Clock:
         self.now += seconds
         self.num_passes = 0 if is_prefill else self.num_passes + 1
         if self.jobs and self.num_passes == (0 if self.in_prefill else 2):
-            self.now += self.stalls(self.jobs[-1])
+            seconds = self.stalls(self.jobs[-1])
+            self.now += seconds
+            self.stalled += seconds
 
     @property
     def decoded(self) -> list[tuple[str, str, int]]:
@@ -83,7 +91,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(HFTarget, "verify", timed_verify)
     monkeypatch.setattr(measure.Bench, "_records", noted)
     monkeypatch.setattr(
-        timing, "time", SimpleNamespace(perf_counter=lambda: result.now, process_time=lambda: result.now - STALL_SECONDS)
+        timing, "time", SimpleNamespace(perf_counter=lambda: result.now, process_time=lambda: result.now - result.stalled)
     )
     return result
 
@@ -231,11 +239,44 @@ def test_a_clock_that_jumps_backwards_is_a_disturbance(
     json.dumps(rows, allow_nan=False)
 
 
-def test_too_few_answers_are_not_repeated(run_tiny: Evaluate, clock: Clock, tmp_path: Path) -> None:
-    clock.stalls = stall(("1", "redrafter"))
-    rows = run_tiny(tmp_path, [["a"], ["b"], ["c"], ["d"]])
-    assert len(clock.jobs) == 8
-    assert [(row["num_repeated"], row["disturbed"]) for row in rows] == [(0, [])] * 2
+def test_a_method_without_a_positive_time_does_not_take_down_the_others_results(
+    clean: list[Row], run_tiny: Evaluate, clock: Clock, tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    """Table, plots, report and card show the other methods' speeds, and an error for this one."""
+    settings: list[dict[str, Any]] = [{}, {"beam_width": 1}]
+    clock.stalls = lambda job: -50.0 if job.method.name == "redrafter beam_width=1" else 0.0
+    folder = tmp_path / "eval"
+    plain, drafted, timeless = run_tiny(folder, settings=settings)
+    assert (drafted["speedup"], plain["disturbed"]) == (pytest.approx(clean[1]["speedup"]), [])
+    assert (is_timeless(timeless), timeless["speedup"], is_broken(timeless)) == (True, None, False)
+    texts = [
+        (folder / "table.md").read_text(),
+        write_report([folder], tmp_path / "report").read_text(),
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[folder], disturbed="mark")),
+    ]
+    for text in texts:
+        assert "error: no positive time" in text
+        assert f"{drafted['speedup']:.2f}x" in text
+    assert "the clock jumped in all answers" in " ".join(note_lines([plain, drafted, timeless], 500))
+    assert "error of measurement" in headline([plain, drafted, timeless])
+
+
+@pytest.mark.parametrize(("num_prompts", "batch_size"), [(12, 4), (4, 4), (3, 1), (1, 1)])
+def test_few_answers_and_few_batches_are_repeated_too(
+    run_tiny: Evaluate, clock: Clock, tmp_path: Path, num_prompts: int, batch_size: int
+) -> None:
+    """Three have a median; for fewer, the processor seconds show that the process waited."""
+    prompts = [[f"prompt {index}"] for index in range(num_prompts)]
+    clean = run_tiny(tmp_path / "clean", prompts, batch_sizes=[batch_size])
+    num_jobs = len(clock.jobs)
+    clock.stalls = stall(("0", "redrafter"))
+    rows = run_tiny(tmp_path / "eval", prompts, batch_sizes=[batch_size])
+    assert len(clock.jobs) == num_jobs + 2
+    assert [(row["num_repeated"], row["disturbed"]) for row in rows] == [(batch_size, [])] * 2
+    assert rows[1]["speedup"] == pytest.approx(clean[1]["speedup"])
+    clock.stalls = stall(("0", "redrafter"), attempts=range(9))
+    rows = run_tiny(tmp_path / "marked", prompts, batch_sizes=[batch_size])
+    assert [len(row["disturbed"]) for row in rows] == [0, 1]
 
 
 def test_batches_turns_repeats_and_samples_are_repeated_too(run_tiny: Evaluate, clock: Clock, tmp_path: Path) -> None:
@@ -298,7 +339,7 @@ def test_nothing_is_repeated_in_another_environment(
         (tmp_path / name).write_text(text)
     assert run_tiny(tmp_path) == rows
     assert clock.jobs == []
-    assert "2 answers are disturbed, but are not decoded again" in caplog.text
+    assert "1 disturbed answers or batches are not decoded again" in caplog.text
     assert "cpu (was 'another'" in caplog.text
 
 

@@ -17,7 +17,9 @@ from outrider.eval.results.attempts import (
     num_repeated,
     ratios,
 )
-from outrider.eval.results.rows import Row, build_rows
+from outrider.eval.results.rows import Row, build_rows, is_broken, is_timeless
+from outrider.eval.results.tables import footnotes
+from outrider.eval.results.terminal import note_lines
 from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
@@ -173,7 +175,7 @@ def test_an_attempt_that_only_one_side_measured_does_not_count(make_record: Make
     assert {record.attempt for record in [*pairs.plain, *pairs.method]} == {0}
 
 
-def rows_of(records: list[EvalRecord]) -> dict[str, Row]:
+def rows_of(records: list[EvalRecord], *, on_cpu: bool = False) -> dict[str, Row]:
     rows = build_rows(
         records,
         [],
@@ -182,6 +184,7 @@ def rows_of(records: list[EvalRecord]) -> dict[str, Row]:
         roofline=Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None),
         num_skipped={},
         drafters={},
+        on_cpu=on_cpu,
     )
     return {row["method"]: row for row in rows}
 
@@ -217,9 +220,73 @@ def test_answers_without_a_positive_time_have_no_part_in_the_figures(make_record
     assert rows["a"]["num_compared"] == NUM_PROMPTS - 1
     assert rows["a"]["num_prompts"] == NUM_PROMPTS
     assert [answer["ratio"] for answer in rows["a"]["disturbed"]] == [0.0]
-    backwards = [dataclasses.replace(record, prefill_seconds=-1.0) for record in clean]
-    with pytest.raises(ValueError, match="clock of this machine jumps.* run the same command again"):
-        rows_of(backwards)
+
+
+def test_a_method_without_a_positive_time_is_marked_and_the_others_keep_their_figures(make_record: MakeRecord) -> None:
+    clean = usual(make_record, "a", "b")
+    expected = rows_of(clean)
+    phases = PhaseSeconds(draft=0.0, verify=0.0, accept=0.0)
+    clean += answers(make_record, [0.0], method="a", phase_seconds=phases, prefill_seconds=0.0)
+    rows = rows_of([dataclasses.replace(r, prefill_seconds=-1.0) if r.method == "a" else r for r in clean])
+    assert rows[BASELINE] == expected[BASELINE]
+    assert rows["b"] == expected["b"]
+    row = rows["a"]
+    assert is_timeless(row)
+    assert not is_broken(row)
+    assert (row["speedup"], row["tokens_per_second"], row["num_compared"]) == (None, None, 0)
+    assert row["tokens_per_step"] == expected["a"]["tokens_per_step"]
+    assert len(row["disturbed"]) == NUM_PROMPTS
+    # Without plain decoding's times no method has a speed.
+    rows = rows_of([dataclasses.replace(r, prefill_seconds=0.0) if r.method == BASELINE else r for r in clean])
+    assert all(map(is_timeless, rows.values()))
+    # A category without a positive time has no speedup; the others keep theirs.
+    mixed = [dataclasses.replace(r, category="stem" if r.prompt_id == "1" else "math") for r in usual(make_record, "a")]
+    by_category = rows_of(stalled(mixed, "1", "a", seconds=-50.0))["a"]["by_category"]
+    assert by_category["stem"]["speedup"] is None
+    assert by_category["math"]["speedup"] == pytest.approx(expected["a"]["speedup"])
+
+
+def test_sides_without_a_common_attempt_are_an_error(make_record: MakeRecord) -> None:
+    records = usual(make_record, "a")
+    with pytest.raises(ValueError, match="prompt '3'.*finish the run"):
+        least_disturbed([r for r in of(records, BASELINE) if r.prompt_id != "3"], of(records, "a"))
+
+
+def test_one_stall_in_three_answers_is_found(make_record: MakeRecord) -> None:
+    """The limit counts batches: twelve prompts in batches of four are three."""
+    for method in (BASELINE, "a"):
+        records = [record for record in usual(make_record, "a") if record.prompt_id in "012"]
+        assert rows_of(records)[method]["stalls_judged"]
+        assert "1" in {key[0] for key in find_repetitions(stalled(records, "1", method))}
+        assert rows_of(stalled(records, "1", method))["a"]["disturbed"]
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+def test_fewer_answers_are_judged_on_a_cpu_by_their_wait(make_record: MakeRecord, num_answers: int) -> None:
+    seconds = PREFILL + STEP * NUM_STEPS
+
+    def records_of(processor_seconds: float | None) -> list[EvalRecord]:
+        records = answers(make_record, [STEP] * num_answers, processor_seconds=processor_seconds)
+        return records + answers(make_record, [STEP] * num_answers, method="a", processor_seconds=processor_seconds)
+
+    # 1. On a CPU a process that has not computed has waited.
+    busy = records_of(2 * seconds)  # two threads
+    assert find_repetitions(busy, on_cpu=True) == {}
+    waited = stalled(busy, "0", "a")
+    assert find_repetitions(waited, on_cpu=True) == {("0", 0, 0): Repetition(attempt=1, methods=["a"])}
+    row = rows_of(waited, on_cpu=True)["a"]
+    assert [answer["ratio"] for answer in row["disturbed"]] == [pytest.approx((seconds + 100) / (2 * seconds))]
+    assert row["stalls_judged"]
+    again = [dataclasses.replace(record, attempt=1) for record in busy if record.prompt_id == "0"]
+    assert find_repetitions([*waited, *again], on_cpu=True) == {}
+    assert rows_of([*waited, *again], on_cpu=True)["a"]["speedup"] == pytest.approx(1.0)
+    # 2. Elsewhere the process waits for the device, and older records lack the processor seconds.
+    for records, on_cpu in ((waited, False), (stalled(records_of(None), "0", "a"), True)):
+        assert find_repetitions(records, on_cpu=on_cpu) == {}
+        row = rows_of(records, on_cpu=on_cpu)["a"]
+        assert (row["disturbed"], row["stalls_judged"]) == ([], False)
+        assert any("too few answers to judge stalls" in note for note in footnotes([row]))
+        assert any("Too few answers to judge stalls" in line for line in note_lines([row], 80))
 
 
 def test_a_speedup_above_its_tokens_per_step_or_its_ceiling_is_flagged(make_record: MakeRecord) -> None:
