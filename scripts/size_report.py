@@ -79,7 +79,7 @@ def count_threads(number: int) -> str:
 
 
 def speedup_text(row: SizeRow) -> str:
-    """Format a speedup with interval and marks; a fault or an error of measurement has no speed."""
+    """Format a speedup with its marks; a fault or an error of measurement has no speed."""
     if row["speedup"] is None:
         return row["fault"] or "-"
     interval = "" if row["speedup_ci95"] is None else " [{:.2f}, {:.2f}]".format(*row["speedup_ci95"])

@@ -19,7 +19,7 @@ import contextlib
 import gc
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +167,11 @@ def is_done(cell: Cell, output: Path) -> bool:
     folder = cell.folder(output)
     if not (folder / SUMMARY_FILE).is_file():
         return False
+    recorded = read_info(folder / RUN_FILE).environment
     with cpu_threads(cell.threads):
-        environment = describe_environment(CPU)
-    if changes := differences(asdict(read_info(folder / RUN_FILE).environment), asdict(environment)):
+        # The choice of linear layers needs the target, which a finished cell doesn't load.
+        environment = replace(describe_environment(CPU), linears=recorded.linears)
+    if changes := differences(asdict(recorded), asdict(environment)):
         raise ValueError(
             f"{folder} was measured in another environment: {'; '.join(changes.values())}. Give another --output, or delete "
             "that folder"
@@ -178,7 +180,7 @@ def is_done(cell: Cell, output: Path) -> bool:
 
 
 def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int, args: argparse.Namespace) -> None:
-    """Print the cells, and an estimate of their time from the bandwidth of this machine's memory."""
+    """Print the cells, and an estimate of their time from the memory's bandwidth."""
     # 1. Seconds of each cell: every token reads all weights.
     bandwidths = {threads: bandwidth(threads) for threads in {cell.threads for cell in missing}}
     tokens = num_methods * (args.prompts + PROFILED_PROMPTS) * args.new_tokens
@@ -193,7 +195,8 @@ def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int,
     for cell, estimate in seconds.items():
         described = f"{cell.label} ({cell.size.layers} layers), {cell.dtype}, {count_threads(cell.threads)}"
         print(f"  {described}: at least {estimate / 60:.1f} minutes")
-    print(f"at least {sum(seconds.values()) / 60:.0f} minutes in all, if the machine stays as busy as it is now")
+    if missing:
+        print(f"at least {sum(seconds.values()) / 60:.1f} minutes in all, if the machine stays as busy as it is now")
 
 
 def bandwidth(threads: int) -> float:

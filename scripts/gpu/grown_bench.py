@@ -1,4 +1,4 @@
-"""Part of the decode benchmark: a grown target, with real drafters and their real acceptance.
+"""Part of the decode benchmark: a grown target, with the acceptance of real drafters.
 
 The target is built on the device, with the bytes of a large model and the text of a small one (see
 `scripts/grow_target.py`). So tokens per second are real for a target of this size, and tokens per
@@ -152,11 +152,13 @@ def grown_model(source: Source, size: Size, dtype: torch.dtype, device: torch.de
 def measure(
     report: dict[str, Any], target: HFTarget, config: EvalConfig, settings: Settings, names: Sequence[str], form: str
 ) -> None:
-    """Evaluate all methods in one form, and add their rows, and those that failed, to the report."""
+    """Evaluate all methods in one form, and add rows and failures to the report."""
+    # 1. The evaluation, and the names of its methods.
     with tempfile.TemporaryDirectory() as output:
         rows = evaluate(config, target, target.tokenizer, list(settings), Path(output), settings)
         methods = read_info(Path(output) / RUN_FILE).config["methods"]
     shown = {BASELINE: PLAIN, **dict(zip(methods, names, strict=True))}
+    # 2. A row for each method with a speed.
     for row in rows:
         method, speed, tau = shown[row["method"]], row["decode_tokens_per_second"], row["tokens_per_step"]
         if speed is None or tau is None:
@@ -215,7 +217,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 
 def goals(rows: Sequence[Row]) -> list[str]:
-    """State for the fastest drafter and the fastest plain decoding whether the goals are reached."""
+    """State whether the fastest drafter and the fastest plain decoding reach the goals."""
     lines = []
     for key, is_plain in (("ceiling_share", False), ("bandwidth_share", True)):
         candidates = [row for row in rows if (row["method"] == PLAIN) == is_plain]

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,8 +111,13 @@ def test_a_killed_study_resumes_its_cell(
     summary.write_text(json.dumps([{**row, "disturbed": [disturbed]} for row in rows]))
     run()
     assert measured[4:] == ["float32"]
-    info = summary.with_name("run.json")
-    info.write_text(info.read_text().replace('"num_threads": 1', '"num_threads": 3'))
+    info = json.loads(summary.with_name("run.json").read_text())
+    info["environment"]["linears"] = "packed"
+    summary.with_name("run.json").write_text(json.dumps(info))
+    run()
+    assert len(measured) == 5, "only an evaluation knows the choice of linear layers"
+    info["environment"]["num_threads"] = 3
+    summary.with_name("run.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"num_threads.*--output"):
         run()
 
@@ -254,6 +260,13 @@ def test_a_stall_in_all_attempts_is_marked(report: Any, cell: Callable[..., Any]
     assert any(line.startswith("2 answers were decoded again") for line in lines)
     assert any("reached, 1.60x [1.60, 1.60], disturbed" in line for line in lines)
     report.plot(rows, tmp_path / "speedup.png")
+
+
+def test_the_benchmarks_page_shows_the_marks(study: Any, cell: Callable[..., Any]) -> None:
+    page = importlib.import_module("benchmarks_page.studies")
+    stall = {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "side": "method", "ratio": 300.0}
+    rows = [*cell(1.9, disturbed=[stall]), *cell(4.0, size="7M", exceeds="tokens per step")]
+    assert "| rd, 5 nodes | 2.00 | 1.90x, disturbed | error |" in page.sizes(SimpleNamespace(read=lambda _: {"rows": rows}), "")
 
 
 def test_transformers_steps_are_its_passes(study: Any, tiny_target_dir: Path) -> None:
