@@ -125,6 +125,8 @@ NO_FIGURES = cast(
         "accepted_histogram": [],
         "exceeds": "",
         "disturbed": [],
+        "stalls_judged": True,
+        "timeless": False,
         "by_category": {},
         "lossless_label": "-",
         "out_of_memory": True,
