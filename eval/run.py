@@ -43,6 +43,7 @@ from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environmen
 from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
+from .results.marks import is_disturbed
 from .results.plots import plot_comparison, plot_suite
 from .results.rows import Row
 from .results.table_files import csv_table, latex_table
@@ -111,17 +112,19 @@ def evaluate(
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()}
-        facts = audited_facts(bench, records, suites, by_method, command)
+        facts = audited_facts(bench, records, suites, by_method)
     # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
+    for row in filter(is_disturbed, rows) if command else ():
+        row["command"] = command
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
 
 def audited_facts(
-    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet], drafters: dict[str, DrafterFacts], command: str
+    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet], drafters: dict[str, DrafterFacts]
 ) -> Facts:
     """Audit answers, and collect the facts that only the run can compute."""
     audits, unaudited = audit_answers(bench, records, suites)
@@ -132,7 +135,6 @@ def audited_facts(
         out_of_memory=bench.out_of_memory,
         without_profile=bench.without_profile,
         unaudited=unaudited,
-        command=command,
     )
 
 

@@ -26,6 +26,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.eval.measure import bench
+
 from .tiny_models import save_tiny_target
 
 torch.set_num_threads(1)
@@ -39,6 +41,16 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_repetitions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn off repetitions, except in tests with a clock of their own.
+
+    A busy machine disturbs answers of milliseconds, and tests count what was decoded.
+    """
+    if "clock" not in request.fixturenames:
+        monkeypatch.setattr(bench, "MAX_REPETITIONS", 0)
 
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()

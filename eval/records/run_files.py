@@ -219,8 +219,6 @@ class Facts:
     measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
-    command: str = ""
-    """Command of the evaluation as the user typed it; empty if it is unknown."""
 
 
 def read_info(path: Path) -> RunInfo:

@@ -14,7 +14,6 @@ from ..records.names import BASELINE, RUN_FILE, SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
 from ..records.run_files import Facts, OutOfMemory, RunInfo, read_info
 from .lossless import judged
-from .marks import is_disturbed
 from .rows import Row, build_rows
 
 
@@ -48,8 +47,6 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         on_cpu=info.environment.device == "cpu",
     )
     describe_rows(rows, info)
-    for row in filter(is_disturbed, rows) if facts.command else ():
-        row["command"] = facts.command
     for row in rows:
         # A step of another program may be faster than plain decoding's, so no bound holds.
         if row["method"] not in (BASELINE, *config["methods"]):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.measure import bench
 from outrider.eval.records.records import EvalRecord
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.target.config import TargetConfig
@@ -15,16 +14,6 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
 MakeRecord = Callable[..., EvalRecord]
-
-
-@pytest.fixture(autouse=True)
-def no_repetitions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off repetitions, except in tests with a clock of their own.
-
-    A busy machine disturbs answers of milliseconds, and tests count what was decoded.
-    """
-    if "clock" not in request.fixturenames:
-        monkeypatch.setattr(bench, "MAX_REPETITIONS", 0)
 
 
 @pytest.fixture
