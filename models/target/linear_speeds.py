@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,12 +42,12 @@ WAYS = ("rows_first", "columns_first", "packed")
 LAST_NEEDED = 8
 """Number of rows up to which the limit of time doesn't hold: on a machine that is too slow for it,
 larger numbers are left out."""
-MAX_ELEMENTS = 1 << 21
+MAX_ELEMENTS = 1 << 22
 """A larger matrix is measured with fewer outputs."""
-POOL_BYTES = 1 << 24
-"""Bytes of equal matrices that take turns, as the layers of a model do: a matrix is read from
-farther away than the innermost cache."""
-MAX_POOL = 64
+POOL_BYTES, MAX_POOL_BYTES, MAX_POOL = 1 << 24, 1 << 27, 64
+"""Bytes of equal matrices that take turns, as the layers of a model do. The first is for few layers:
+their weights are read from farther away than the innermost cache. The second is for many large
+ones, which no cache holds: kernels differ most in how they read from memory."""
 SAMPLE_WORK, MAX_CALLS = 1 << 23, 256
 """Multiplications of one timed sample, unless that takes too many calls."""
 
@@ -80,24 +81,40 @@ class Times:
 def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
     """Return the times of each shape with torch's present number of threads.
 
+    `shapes` has one entry for each layer: how many equal layers there are decides from where their
+    weights are read.
+
     A shape that can't be timed is missing. Those that this machine's file lacks are measured first,
     in about MAX_SECONDS together.
     """
     machine = _machine()
     path = _cache_folder() / f"linears-{_digest(repr(machine))}.json"
     known = _read(path, machine)
-    missing = [shape for shape in shapes if _key(shape) not in known]
+    keys = {shape: _key(shape, count) for shape, count in Counter(shapes).items()}
+    missing = {shape: count for shape, count in Counter(shapes).items() if keys[shape] not in known}
     if missing:
         started = time.perf_counter()
         measured = {}
-        for shape in missing:
+        for shape, count in missing.items():
             with suppress(ValueError):  # the clock stood still
-                measured[_key(shape)] = _measure(shape, min(MAX_SECONDS_PER_SHAPE, MAX_SECONDS / len(missing)))
+                seconds = min(MAX_SECONDS_PER_SHAPE, MAX_SECONDS / len(missing))
+                measured[keys[shape]] = _measure(shape, _num_matrices(shape, count), seconds)
         seconds = time.perf_counter() - started
         logger.info("linear layers: measured the fastest kernels in %.1f s; kept in %s", seconds, path)
         known = {**_read(path, machine), **measured}  # another process may have added its own meanwhile
         _write(path, machine, known)
-    return {shape: known[_key(shape)] for shape in shapes if _key(shape) in known}
+    return {shape: known[key] for shape, key in keys.items() if key in known}
+
+
+def _num_outputs(shape: Shape) -> int:
+    return max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
+
+
+def _num_matrices(shape: Shape, count: int) -> int:
+    """Return the number of matrices that take turns, for a model with `count` such layers."""
+    num_bytes = _num_outputs(shape) * shape.num_inputs * shape.dtype.itemsize
+    few, many = (max(1, min(MAX_POOL, limit // num_bytes)) for limit in (POOL_BYTES, MAX_POOL_BYTES))
+    return max(few, min(count, many))
 
 
 # --- packed weights
@@ -132,16 +149,11 @@ def _operator() -> Callable[..., Any]:
 
 
 @torch.inference_mode()
-def _measure(shape: Shape, max_seconds: float) -> Times:
+def _measure(shape: Shape, num_matrices: int, max_seconds: float) -> Times:
     """Time the ways in turns; the fastest sample of each counts, because others were disturbed."""
     # 1. Matrices that take turns, in each way that this machine has.
-    num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
-    num_matrices = max(1, min(MAX_POOL, POOL_BYTES // (num_outputs * shape.num_inputs * shape.dtype.itemsize)))
-    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
-    stored = [
-        torch.randn(num_outputs, shape.num_inputs, generator=generator).to(shape.dtype).div_(shape.num_inputs**0.5)
-        for _ in range(num_matrices)
-    ]
+    num_outputs = _num_outputs(shape)
+    stored = [torch.full((num_outputs, shape.num_inputs), 0.01, dtype=shape.dtype) for _ in range(num_matrices)]
     columns = [weight.t().contiguous().t() for weight in stored]
     packed: list[torch.Tensor] = []
     with suppress(RuntimeError):  # the type can't be packed here
@@ -154,7 +166,8 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
         ways["packed"] = (packed_linear, packed)
 
     # 2. Rounds of all numbers of rows and ways, until the time is over.
-    inputs = {rows: torch.randn(1, rows, shape.num_inputs, generator=generator).to(shape.dtype) for rows in ROWS}
+    inputs = {rows: torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype) for rows in ROWS}
+    turns = {way: cycle(weights) for way, (_, weights) in ways.items()}
     best = {way: dict.fromkeys(ROWS, math.inf) for way in WAYS}
     deadline = time.perf_counter() + max_seconds
     for number in range(MAX_ROUNDS):
@@ -163,9 +176,9 @@ def _measure(shape: Shape, max_seconds: float) -> Times:
             if time.perf_counter() > deadline and (is_measured or rows > LAST_NEEDED):
                 continue
             num_calls = max(1, min(MAX_CALLS, SAMPLE_WORK // (rows * num_outputs * shape.num_inputs)))
-            for way, (product, weights) in ways.items():
+            for way, (product, _) in ways.items():
                 start = time.perf_counter()
-                for weight in islice(cycle(weights), num_calls):
+                for weight in islice(turns[way], num_calls):
                     product(x, weight, None)
                 seconds = (time.perf_counter() - start) / num_calls
                 # The first round warms up. A clock may stand still or jump back.
@@ -209,8 +222,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _key(shape: Shape) -> str:
-    return f"{shape.num_outputs}x{shape.num_inputs} {str(shape.dtype).removeprefix('torch.')}"
+def _key(shape: Shape, count: int) -> str:
+    key = f"{shape.num_outputs}x{shape.num_inputs} {str(shape.dtype).removeprefix('torch.')}"
+    num_matrices = _num_matrices(shape, count)
+    return key if num_matrices == _num_matrices(shape, 1) else f"{key}, {num_matrices} in turns"
 
 
 def _read(path: Path, machine: dict[str, Any]) -> dict[str, Times]:

@@ -95,14 +95,21 @@ def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | Non
 
 
 def _longest_run(times: Times, plain: Sequence[float], min_gain: float) -> tuple[int, int] | None:
+    """Return the longest range of rows with such a gain, up to its neighbours that lose nothing."""
     runs: list[list[int]] = [[]]
-    for number, without, packed in zip(times.rows, plain, times.packed, strict=True):
+    for index, (without, packed) in enumerate(zip(plain, times.packed, strict=True)):
         if without > min_gain * packed:
-            runs[-1].append(number)
+            runs[-1].append(index)
         else:
             runs.append([])
     longest = max(runs, key=len)
-    return (longest[0], longest[-1]) if longest else None
+    if not longest:
+        return None
+    first, last = longest[0], longest[-1]
+    loses_nothing = [without >= packed for without, packed in zip(plain, times.packed, strict=True)]
+    fewest = times.rows[first - 1] + 1 if first > 0 and loses_nothing[first - 1] else times.rows[first]
+    most = times.rows[last + 1] - 1 if last + 1 < len(plain) and loses_nothing[last + 1] else times.rows[last]
+    return fewest, most
 
 
 def choose_linears(*modules: nn.Module) -> str:
@@ -165,7 +172,7 @@ class _Layer:
 def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
     """Choose a way for each layer, and change the layers; return the choices by name."""
     # 1. Choose by the machine's speeds.
-    speeds = linear_speeds(list(dict.fromkeys(layer.shape for layer in layers)))
+    speeds = linear_speeds([layer.shape for layer in layers])
     layers = [layer for layer in layers if layer.shape in speeds]
 
     def choices(packs: bool) -> dict[str, Choice]:

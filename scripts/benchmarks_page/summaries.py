@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from outrider.eval.records.method_names import PLAIN_DECODING
 from outrider.eval.records.names import BASELINE
 
 from .tables import Records, count, device_name, kind_name, method_name, number, table, with_interval
 
-COMPARISON = "compare_demo/summary.json"
+SIZES = "size_study/size_study.json"
 
 
 def speeds(records: Records, name: str, temperature: float = 0.0, suite: str | None = None) -> str:
@@ -91,21 +90,27 @@ def trainings(records: Records, name: str, estimates: str) -> str:
 
 
 def drafters_table(records: Records) -> str:
-    """Return the README's table: each kind of drafter in its fastest setting, greedily."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in _rows(records, COMPARISON, 0.0, None):
-        kind = method_name(row["method"]).split(", ")[0]
-        if kind not in best or row["speedup"] > best[kind]["speedup"]:
-            best[kind] = row
-    plain = best.pop(PLAIN_DECODING)
+    """Return the README's table: speedups by the target's size, in its faster type and all threads."""
+    record = records.read(SIZES)
+    threads = max(row["threads"] for row in record["rows"])
+    rows = [row for row in record["rows"] if row["threads"] == threads]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    plain = {row["dtype"]: row["tokens_per_second"] for row in rows if row["size"] == sizes[-1] and row["method"] == "plain"}
+    dtype = max(plain, key=lambda name: plain[name])
+    found = {(row["method"], row["size"]): row for row in rows if row["dtype"] == dtype}
+    methods = dict.fromkeys(method for method, _ in found)
     cells = [
-        [method_name(row["method"]), number(row["tokens_per_step"]), with_interval(row["speedup"], row["speedup_ci95"], "x")]
-        for row in [plain, *sorted(best.values(), key=lambda row: -row["speedup"])]
+        [
+            method,
+            number(found[method, sizes[-1]]["tokens_per_step"]),
+            *(with_interval(found[method, size]["speedup"], found[method, size]["speedup_ci95"], "x") for size in sizes),
+        ]
+        for method in methods
     ]
-    environment = records.read("compare_demo/run.json")["environment"]
+    environment = record["environment"]
     machine = f"{environment['cpu']}, {count(environment['num_cpus'], 'core')}, {device_name(environment['device'])}"
-    measured = f"{plain['dtype']}, greedy, batch size {plain['batch_size']}, {count(plain['num_prompts'], 'held-out prompt')}"
-    return table(["drafter", "tokens per step", "speedup [95 %]"], cells) + f"\n\n{machine}; {measured}."
+    columns = ["method", "tokens per step", *(f"{size} parameters" for size in sizes)]
+    return table(columns, cells) + f"\n\n{machine}; {dtype}, greedy, batch size 1, {count(threads, 'thread')}."
 
 
 def _rows(records: Records, name: str, temperature: float, suite: str | None) -> list[dict[str, Any]]:
