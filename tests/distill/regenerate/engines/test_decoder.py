@@ -92,6 +92,7 @@ def test_requests_longer_than_the_drafters_context_are_decoded_without_it(
     class Recorder(NullDrafter):
         def init_state(self, prompts, prefill, *, max_new_tokens):  # type: ignore[no-untyped-def]
             read.extend(prompts.lengths)
+            return super().init_state(prompts, prefill, max_new_tokens=max_new_tokens)
 
     engine = DecoderEngine(target, Recorder(), sampling=GREEDY, limits=limits, batch_size=3, drafter_context=40)
     plain = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits, batch_size=3)
