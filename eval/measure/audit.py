@@ -9,8 +9,7 @@ from jaxtyping import Int
 
 from ...models.decoding.prompts import Prompts
 from ...models.decoding.sampling import MIN_PRECISION, wind_clocks
-from ...models.decoding.tree import empty_tree
-from ...models.decoding.types import AcceptedPath, Counts
+from ...models.decoding.tree import accepted_path, empty_tree
 from ...models.target.hf_target import HFTarget
 from ..records.run_files import Audit
 
@@ -45,7 +44,7 @@ def audit(
     nothing = empty_tree(1, prompt.device)
     for index in range(num_tokens - 1):
         plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
-        target.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
+        target.commit(nothing, accepted_path(nothing, [[]]))
     stepwise = torch.cat(plain)
     stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from ...models.decoding.loop import Stopwatch
 from ...models.decoding.prompts import Prompts
-from ...models.decoding.tree import DraftTree, empty_tree
-from ...models.decoding.types import NO_NODE, AcceptedPath, Counts
+from ...models.decoding.tree import DraftTree, accepted_path, empty_tree
+from ...models.decoding.types import NO_NODE
 from ...models.target.hf_target import HFTarget
 from ..measure.memory import within_memory
 
@@ -132,18 +132,15 @@ def _time_steps(
 def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> float:
     """Time one step with `num_nodes` nodes, then rewind the text to its length before."""
     tree = _tree(last_token, num_nodes)
-    num_accepted = min(NUM_ACCEPTED, tree.max_depth)
-    path = torch.full((len(last_token), tree.max_depth), NO_NODE, device=last_token.device)
-    if num_accepted:  # the last node's ancestors, the first node first
-        path[:, :num_accepted] = tree.lineage[:, -1].flip(1)[:, :num_accepted]
-    counts = Counts.of([num_accepted] * len(last_token), last_token.device)
-    accepted = AcceptedPath(nodes=path[:, :num_accepted], num_accepted=counts)
+    # The last node's ancestors, the first node first.
+    paths = tree.lineage[:, -1].flip(1)[:, :NUM_ACCEPTED].tolist() if num_nodes else [[]] * len(last_token)
+    accepted = accepted_path(tree, paths)
     lap = Stopwatch(last_token.device)
     lap()
     target.verify(last_token, tree)
     target.commit(tree, accepted)
     seconds = lap()
-    target.rewind(counts + 1)
+    target.rewind(accepted.num_accepted + 1)
     return seconds
 
 

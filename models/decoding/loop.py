@@ -54,8 +54,8 @@ def generate(
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
     acceptance = rule(tree, output, generator=generator)
-    tokens, _ = read_acceptance(tree, output, acceptance)
-    step = make_step(range(len(tokens)), tokens, stopping, tree, is_prefill=True)
+    tokens, accepted = read_acceptance(tree, output, acceptance)
+    step = make_step(range(len(tokens)), tokens, stopping, tree, accepted, is_prefill=True)
     yield step
 
     while places := step.unfinished:
@@ -80,7 +80,7 @@ def generate(
         target.commit(tree, accepted)
         state = drafter.advance(drafted, tree, accepted, output)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step([step.rows[index] for index in places], tokens, stopping, tree, seconds=seconds)
+        step = make_step([step.rows[index] for index in places], tokens, stopping, tree, accepted, seconds=seconds)
         yield step
 
 
@@ -142,15 +142,18 @@ def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptanc
     # Entry 0 is the last committed token, which no draft token influences. A NaN anywhere in the
     # text makes all logits of this entry NaN, so one of them is enough.
     first = output.logits[:, 0, 0]
-    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], (first == first)[:, None], drafts]
-    values = torch.cat(columns, dim=1).tolist()
+    columns = [acceptance.num_accepted, acceptance.bonus_token, first == first]
+    values = torch.cat([torch.stack(columns, dim=1), acceptance.path, drafts], dim=1).tolist()
     if bad := [row for row, (_, _, is_number, *_) in enumerate(values) if not is_number]:
         raise ValueError(
             f"the target's logits are not numbers (NaN) in row {bad[0]} of the batch: its weights are damaged, or its type "
             "overflows; load it in another target.dtype"
         )
-    tokens = [[*drafts[:num_accepted], bonus] for num_accepted, bonus, _, *drafts in values]
-    return tokens, acceptance.accepted_path([num_accepted for num_accepted, *_ in values])
+    width = acceptance.path.shape[1]
+    nodes = [paths[:num_accepted] for num_accepted, _, _, *paths in values]
+    tokens = [paths[width : width + num_accepted] for num_accepted, _, _, *paths in values]
+    emitted = [[*drafts, bonus] for drafts, (_, bonus, *_) in zip(tokens, values, strict=True)]
+    return emitted, acceptance.accepted_path(nodes, tokens)
 
 
 def make_step(
@@ -158,6 +161,7 @@ def make_step(
     tokens: Sequence[Sequence[int]],
     stopping: Stopping,
     tree: DraftTree,
+    accepted: AcceptedPath,
     *,
     is_prefill: bool = False,
     seconds: PhaseSeconds | None = None,
@@ -174,12 +178,17 @@ def make_step(
         finishes=tuple(finish for _, finish in kept),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
+        origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         seconds=seconds,
         # Copies, since a recorded drafter overwrites its trees.
         links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,
     )
+
+
+def _origins_of(origins: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row[node] for node in path) for row, path in zip(origins, paths, strict=False))
 
 
 class Stopwatch:

@@ -1,12 +1,13 @@
 """The draft tree: the proposal of every drafter."""
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 
-from .types import NO_NODE
+from .types import NO_NODE, AcceptedPath, Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,9 @@ class DraftTree:
     max_depth: int
     drawn: Drawn | None = None
     """None if the tree is a function of the text; siblings must then be different tokens."""
+    origins: tuple[tuple[int, ...], ...] | None = None
+    """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
+    source i proposed the node. None if there is only one source."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
     depths: Int[torch.Tensor, "batch node"] = field(init=False)
     """1 for a child of the last committed token; 0 for padding."""
@@ -90,6 +94,18 @@ def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
     depth = tokens.shape[1]
     parents = torch.arange(-1, depth - 1, device=tokens.device).expand_as(tokens)
     return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
+
+
+def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPath:
+    """Return the accepted path of each row, given its nodes on the host."""
+    device, counts = tree.tokens.device, [len(path) for path in nodes]
+    padded = [[*path, *[NO_NODE] * (max(counts) - len(path))] for path in nodes]
+    return AcceptedPath(
+        nodes=torch.tensor(padded, dtype=torch.long, device=device).view(len(counts), max(counts)),
+        num_accepted=Counts.of(counts, device),
+        host_nodes=tuple(map(tuple, nodes)),
+        tokens=tuple(tuple(tree.tokens[row, list(path)].tolist()) for row, path in enumerate(nodes)),
+    )
 
 
 def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:

@@ -58,7 +58,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedPath:
-    """The accepted draft tokens of a step, after the host has read their number.
+    """The accepted draft tokens of a step, after the host has read them.
 
     `nodes[b, d]` is the accepted node of row b at depth d, NO_NODE past the end of the row's path.
     The tensor is as wide as the longest path.
@@ -67,6 +67,10 @@ class AcceptedPath:
     nodes: Int[torch.Tensor, "batch accepted"]
     num_accepted: Counts
     """Draft tokens only: a step emits one more token, the bonus token."""
+    host_nodes: tuple[tuple[int, ...], ...]
+    """The nodes of each row's path, without padding."""
+    tokens: tuple[tuple[int, ...], ...]
+    """The draft tokens of these nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +90,17 @@ class Acceptance:
         """Return the decision for these rows of the batch only."""
         return Acceptance(path=self.path[rows], num_accepted=self.num_accepted[rows], bonus_token=self.bonus_token[rows])
 
-    def accepted_path(self, num_accepted: Sequence[int]) -> AcceptedPath:
-        """Return the path with `num_accepted` as the host has read it."""
+    def accepted_path(self, host_nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> AcceptedPath:
+        """Return the path, with its nodes and their tokens as the host has read them."""
+        num_accepted = tuple(map(len, host_nodes))
         longest = max(num_accepted)
         nodes = self.path if longest == self.path.shape[1] else self.path[:, :longest]
-        return AcceptedPath(nodes=nodes, num_accepted=Counts(self.num_accepted, tuple(num_accepted)))
+        return AcceptedPath(
+            nodes=nodes,
+            num_accepted=Counts(self.num_accepted, num_accepted),
+            host_nodes=tuple(map(tuple, host_nodes)),
+            tokens=tuple(map(tuple, tokens)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +123,9 @@ class Step:
     drawn: bool
     """Whether its draft tokens were drawn at random (`DraftTree.drawn`)."""
     is_prefill: bool
+    origins: tuple[tuple[int, ...], ...] | None = None
+    """The sources of each accepted draft token (`DraftTree.origins`), those cut off at an answer's
+    end included; None if the tree has one source."""
     seconds: PhaseSeconds | None = None
     """None unless timed."""
     links: tuple[Int[torch.Tensor, "batch node"], Int[torch.Tensor, "batch node"]] | None = None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..decoding.prompts import Prompts
-from ..decoding.tree import DraftTree, chain_tree
+from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
@@ -271,8 +271,7 @@ class HFTarget(FrozenModel):
         cache = self._trees.new_cache(2, 24, self.device)
         start = self._prefill(prompts, cache).logits
         first = self._read_eagerly(cache, last, tree)
-        path = torch.tensor([[0, 2], [1, -1]], device=self.device)
-        keep_path(cache, AcceptedPath(nodes=path, num_accepted=Counts.of([2, 1], self.device)))
+        keep_path(cache, accepted_path(tree, [[0, 2], [1]]))
         second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
         # 3. The same texts, each in one plain pass: compare the logits.
         rows = [

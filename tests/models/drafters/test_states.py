@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, TargetOutput, generate
-from outrider.models.decoding.types import NO_NODE, AcceptedPath, Counts
+from outrider.models.decoding.tree import accepted_path
+from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
@@ -95,16 +96,14 @@ def accept(target: HFTarget, drafter: Any, point: Point, tree: DraftTree, drafte
 
     `choice` decides which node.
     """
-    nodes, texts = torch.full((len(point.texts), tree.max_depth), NO_NODE), []
-    counts = []
+    paths, texts = [], []
     for row, text in enumerate(point.texts):
         num_real = int((tree.tokens[row] != NO_NODE).sum())
         end = (len(text) + 5 * choice + 2 * row) % (num_real + 1) - 1
         path = [node for node in reversed(tree.lineage[row, end].tolist()) if node != NO_NODE] if end >= 0 else []
-        nodes[row, : len(path)] = torch.tensor(path, dtype=torch.long)
-        counts.append(len(path))
+        paths.append(path)
         texts.append((*text, *tree.tokens[row, path].tolist(), 50 + 7 * choice + row))
-    accepted = AcceptedPath(nodes=nodes[:, : max(counts)], num_accepted=Counts.of(counts, tree.tokens.device))
+    accepted = accepted_path(tree, paths)
     output = read(target, drafter, point.texts, tree)
     return Point(tuple(texts), drafter.advance(drafted, tree, accepted, output), (*point.trees, shape(tree)))
 

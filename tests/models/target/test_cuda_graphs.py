@@ -16,7 +16,7 @@ from outrider.models.decoding import (
     generate,
 )
 from outrider.models.decoding.loop import kept_places
-from outrider.models.decoding.types import AcceptedPath, Counts
+from outrider.models.decoding.tree import accepted_path
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
@@ -132,7 +132,7 @@ def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(
         logits[one_target] = [one_target.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
         for index in range(tokens.shape[1] - 1):  # far more tokens than the prefill reserved
             logits[one_target].append(one_target.verify(tokens[:, index], nothing).logits[0, -1].clone())
-            one_target.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
+            one_target.commit(nothing, accepted_path(nothing, [[]]))
     for actual, expected in zip(logits[graphed], logits[target], strict=True):
         torch.testing.assert_close(actual, expected)
 
