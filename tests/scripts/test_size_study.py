@@ -299,7 +299,7 @@ def test_transformers_gets_weights_of_its_own_where_memory_allows_it(
 ) -> None:
     """Our target may change the memory order of its weights, which would change transformers' speed."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    monkeypatch.setattr(study, "available_memory", lambda: free_bytes)
+    monkeypatch.setattr(importlib.import_module("study_cells"), "available_memory", lambda: free_bytes)
     weights = study.transformers_target(target, tiny_target_dir, "float32")
     assert (weights is target) == is_shared
     assert is_shared or not weights.fast_linears
