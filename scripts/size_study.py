@@ -24,7 +24,7 @@ from typing import Any
 import silence  # noqa: F401 - before torch, whose libraries it silences
 from drafter_settings import DrafterSetting, parse_drafters, settings_of, unique
 from grow_target import DTYPES, Size, Source, copy_drafter, parse_parameters
-from size_report import LOOKUP, PLAIN, TRANSFORMERS, count_threads, notes, plot, rows_of, summary
+from size_report import count_threads, notes, plot, rows_of, summary
 from study_cells import (
     CPU,
     SETTINGS_FILE,
@@ -34,7 +34,7 @@ from study_cells import (
     require_same_settings,
     transformers_target,
 )
-from transformers_methods import transformers_method
+from transformers_methods import LOOKUP, PLAIN, TRANSFORMERS, standard_methods
 
 from outrider.data.files import atomic_write_text, locked, sha256_file, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
@@ -49,7 +49,6 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 
 DEFAULT_FOLDERS = ("outputs/compare_demo/variants/*/drafter", "outputs/demo/drafter")
-LOOKUP_TOKENS = 10
 PROFILED_PROMPTS = 2
 SAMPLE_BYTES = 1 << 27
 SECONDS_PER_LAYER = 5e-4
@@ -195,11 +194,7 @@ def measure_cell(cell: Cell, folder: Path, settings: Settings, args: argparse.Na
     )
     with cpu_threads(cell.threads):
         target = load_target(TargetConfig(name_or_path=str(folder), dtype=cell.dtype, device="cpu"))
-        weights = transformers_target(target, folder, cell.dtype)
-        others = [
-            transformers_method(TRANSFORMERS, weights),
-            transformers_method(LOOKUP, weights, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        ]
+        others = standard_methods(transformers_target(target, folder, cell.dtype))
         evaluate(config, target, target.tokenizer, list(settings), cell.folder(args.output), settings, others=others)
 
 
