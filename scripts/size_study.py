@@ -26,12 +26,13 @@ from drafter_settings import DrafterSetting, parse_drafters, settings_of, unique
 from grow_target import DTYPES, Size, Source, copy_drafter, parse_parameters
 from size_report import count_threads, notes, plot, rows_of, summary
 from study_cells import (
-    CPU,
     SETTINGS_FILE,
+    bandwidth,
     grown,
     has_bf16_matrices,
     is_done,
     require_same_settings,
+    seconds_per_step,
     transformers_target,
 )
 from transformers_methods import LOOKUP, PLAIN, TRANSFORMERS, standard_methods
@@ -39,7 +40,6 @@ from transformers_methods import LOOKUP, PLAIN, TRANSFORMERS, standard_methods
 from outrider.data.files import atomic_write_text, locked, sha256_file, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.methods import Settings
-from outrider.eval.measure.roofline import measure_bandwidth
 from outrider.eval.records.names import RUN_FILE
 from outrider.eval.records.run_files import read_info
 from outrider.eval.results.finished import read_rows
@@ -50,9 +50,6 @@ from outrider.models.target.loading import load_target
 
 DEFAULT_FOLDERS = ("outputs/compare_demo/variants/*/drafter", "outputs/demo/drafter")
 PROFILED_PROMPTS = 2
-SAMPLE_BYTES = 1 << 27
-SECONDS_PER_LAYER = 5e-4
-"""Rough time of a layer beside its weights, in the estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +147,7 @@ def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int,
     # 1. Seconds of each cell: every token reads all weights.
     bandwidths = {threads: bandwidth(threads) for threads in {cell.threads for cell in missing}}
     tokens = num_methods * (args.prompts + PROFILED_PROMPTS) * args.new_tokens
-    seconds = {
-        cell: tokens
-        * (cell.size.parameters * DTYPES[cell.dtype].itemsize / bandwidths[cell.threads] + cell.size.layers * SECONDS_PER_LAYER)
-        for cell in missing
-    }
+    seconds = {cell: tokens * seconds_per_step(cell.size, cell.dtype, bandwidths[cell.threads]) for cell in missing}
     # 2. The plan.
     noun = "cell" if len(cells) == 1 else "cells"
     print(f"{len(cells)} {noun}, {len(cells) - len(missing)} of them done; {num_methods} methods, {args.prompts} prompts")
@@ -163,12 +156,6 @@ def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int,
         print(f"  {described}: at least {estimate / 60:.1f} minutes")
     if missing:
         print(f"at least {sum(seconds.values()) / 60:.1f} minutes in all, if the machine stays as busy as it is now")
-
-
-def bandwidth(threads: int) -> float:
-    """Measure how many bytes of memory the machine reads per second."""
-    with cpu_threads(threads):
-        return 1e9 * measure_bandwidth(SAMPLE_BYTES, CPU)
 
 
 def measure_size(cells: Sequence[Cell], source: Source, drafters: Sequence[DrafterSetting], args: argparse.Namespace) -> None:

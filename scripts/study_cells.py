@@ -13,7 +13,7 @@ from grow_target import DTYPES, Size, Source, grow, require_room
 from outrider.data.differences import differences
 from outrider.data.files import read_json
 from outrider.eval.measure.environment import describe_environment
-from outrider.eval.measure.roofline import weight_bytes
+from outrider.eval.measure.roofline import measure_bandwidth, weight_bytes
 from outrider.eval.records.names import RUN_FILE, SUMMARY_FILE
 from outrider.eval.records.run_files import read_info
 from outrider.eval.results.finished import read_rows
@@ -29,6 +29,9 @@ COPIES = 3
 """Free memory, in copies of the weights, above which transformers gets a copy of its own."""
 SETTINGS_FILE = "settings.json"
 """File of the settings that all cells of a folder share."""
+SAMPLE_BYTES = 1 << 27
+SECONDS_PER_LAYER = 5e-4
+"""Rough time of a layer beside its weights, in the estimate."""
 
 
 def require_same_settings(output: Path, settings: Mapping[str, Any]) -> None:
@@ -38,6 +41,17 @@ def require_same_settings(output: Path, settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{output} was measured differently: {'; '.join(changes.values())}. Give another --output, or delete that folder"
         )
+
+
+def bandwidth(threads: int) -> float:
+    """Measure how many bytes of memory the machine reads per second."""
+    with cpu_threads(threads):
+        return 1e9 * measure_bandwidth(SAMPLE_BYTES, CPU)
+
+
+def seconds_per_step(size: Size, dtype: str, bytes_per_second: float) -> float:
+    """Estimate the seconds of a plain decode step: it reads all weights, layer after layer."""
+    return size.parameters * DTYPES[dtype].itemsize / bytes_per_second + size.layers * SECONDS_PER_LAYER
 
 
 def is_done(folder: Path, threads: int) -> bool:
