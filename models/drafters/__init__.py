@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .null import NullDrafter as NullDrafter
     from .registry import DRAFTERS as DRAFTERS
+    from .registry import TRAINING_FREE as TRAINING_FREE
+    from .registry import make_training_free as make_training_free
     from .saved.build import build_drafter as build_drafter
     from .saved.build import parse_drafter as parse_drafter
     from .saved.loading import load_drafter as load_drafter
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
 MODULES = {
     "DRAFTERS": "registry",
     "NullDrafter": "null",
+    "TRAINING_FREE": "registry",
     "build_drafter": "saved.build",
     "load_drafter": "saved.loading",
+    "make_training_free": "registry",
     "parse_drafter": "saved.build",
     "save_drafter": "saved.loading",
 }

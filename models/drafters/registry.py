@@ -1,11 +1,24 @@
-"""The registry of drafters. A new one is a module, a row here, and a file in conf/drafter/."""
+"""The registry of drafters. A new one is a module, a row here, and a file in conf/drafter/.
 
+A training-free drafter is a module and a row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...data.fields import problems_of
+from ..target.hf_target import HFTarget
 from .base import TrainableDrafter
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
+from .prompt_lookup import PromptLookup
 from .redrafter import Redrafter
+from .training_free import TrainingFreeDrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "draft_model": DraftModel,
@@ -14,8 +27,38 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "medusa": Medusa,
     "redrafter": Redrafter,
 }
+TRAINING_FREE: dict[str, type[TrainingFreeDrafter]] = {
+    "prompt_lookup": PromptLookup,
+}
 
 
 def kind_of(drafter: TrainableDrafter) -> str:
     """Return the registry's name of a drafter."""
     return next(kind for kind, drafter_class in DRAFTERS.items() if type(drafter) is drafter_class)
+
+
+def make_training_free(name: str, options: Mapping[str, Any], target: HFTarget) -> TrainingFreeDrafter:
+    """Return a training-free drafter.
+
+    Raises ValueError for an unknown name, unknown options and wrong values, and for references that
+    can't be read.
+    """
+    if name not in TRAINING_FREE:
+        raise ValueError(f"{name!r} is no training-free drafter; there are: {', '.join(sorted(TRAINING_FREE))}")
+    drafter_class = TRAINING_FREE[name]
+    return drafter_class.for_target(checked_options(name, drafter_class.Config, options, section=name), target)
+
+
+def checked_options(kind: str, config_class: type[Any], options: Mapping[str, Any], *, section: str) -> Any:
+    """Return the options of a drafter as its dataclass.
+
+    Raises ValueError that lists unknown options and wrong values. Messages name values by their
+    `section`.
+    """
+    known = {field.name for field in fields(config_class)}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+    try:
+        return config_class(**options)
+    except ValidationError as error:
+        raise ValueError("\n".join(problems_of(error, section))) from None

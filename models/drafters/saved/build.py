@@ -2,19 +2,17 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from ....data.fields import problems_of
 from ....data.files import sha256_file
 from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
-from ..registry import DRAFTERS
+from ..registry import DRAFTERS, checked_options
 from .download import resolve_drafter
 from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights, require_counts
 
@@ -45,14 +43,8 @@ class DrafterSpec:
         """
         if not isinstance(kind, str) or kind not in DRAFTERS:
             raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
-        config_class = DRAFTERS[kind].Config
-        known = {field.name for field in fields(config_class)}
-        if unknown := sorted(set(options) - known):
-            raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
-        try:
-            return cls(kind=kind, config=config_class(**options), start_from=start_from)
-        except ValidationError as error:
-            raise ValueError("\n".join(problems_of(error, "drafter"))) from None
+        config = checked_options(kind, DRAFTERS[kind].Config, options, section="drafter")
+        return cls(kind=kind, config=config, start_from=start_from)
 
     def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
         """Return the same drafter with other drafting options.

@@ -10,7 +10,7 @@ import torch
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, TargetOutput, generate
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import DRAFTERS, TRAINING_FREE, NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.oracle import OracleDrafter
@@ -37,16 +37,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 6},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "length": 3, "temperature": 1.0},
 }
+FREE: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree_nodes": 4},
+}
 KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
 
 
-@pytest.fixture(params=[*KINDS, "null", "oracle", "recorded redrafter"])
+@pytest.fixture(params=[*KINDS, *FREE, "null", "oracle", "recorded redrafter"])
 def drafter(request, target) -> Any:
     torch.manual_seed(0)
     if request.param == "null":
         return NullDrafter()
     if request.param == "oracle":
         return OracleDrafter([[*range(20, 90)]] * len(PROMPTS), [1, 2, 3], target.vocab_size)
+    if request.param in FREE:
+        return make_training_free(request.param, FREE[request.param], target)
     built = build_drafter(parse_drafter(KINDS.get(request.param, KINDS["redrafter"])), target).to(target.dtype).eval()
     if request.param != "recorded redrafter":
         return built
@@ -126,6 +131,10 @@ def selected(drafter: Any, point: Point, rows: list[int]) -> Point:
 
 def same(actual: Point, expected: Point) -> bool:
     return (actual.texts, actual.trees) == (expected.texts, expected.trees)
+
+
+def test_every_training_free_drafter_is_tested_here():
+    assert {options.get("name", name) for name, options in FREE.items()} == TRAINING_FREE.keys()
 
 
 @torch.inference_mode()

@@ -1,0 +1,97 @@
+"""Prompt lookup: the last tokens of the text, found again earlier in it, and what followed there.
+
+Papers: LLMA (arXiv 2304.04487, section 3), which copies from references, and prompt lookup decoding
+(github.com/apoorvumang/prompt-lookup-decoding; `prompt_lookup_num_tokens` in transformers), which
+copies from the prompt and the answer so far. Ours differs from transformers' in three ways. It takes
+the latest occurrence, since near text is more alike. A copy that reaches the end of the text
+continues with its own first tokens, so a text that repeats itself is drafted at full length. Each
+row of a batch has its own text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import field
+
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt
+from ..target.hf_target import HFTarget
+from .candidates import NO_CANDIDATES, Candidates
+from .ngrams import SEPARATOR, NgramIndex, ngram_keys
+from .training_free import TrainingFreeDrafter, read_references
+
+PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
+"""Estimates that a draft token is accepted, by n (1, 2, more) and depth (1, 2, deeper)."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class PromptLookupConfig:
+    """Options of prompt lookup."""
+
+    tree_nodes: PositiveInt = 10
+    """Draft tokens: a chain of this length."""
+    max_ngram: PositiveInt = 3
+    """Most of the last tokens that are looked up; fewer if these occur nowhere else."""
+    references: list[str] = field(default_factory=list)
+    """Text files to copy from besides the prompt and the answer."""
+
+
+class PromptLookup(TrainingFreeDrafter):
+    """Proposes the tokens that followed the latest occurrence of the text's last tokens.
+
+    The longest n-gram of the last tokens that occurs earlier decides, in the row's own text before
+    the references. Nothing found: an empty tree.
+    """
+
+    Config = PromptLookupConfig
+    config: PromptLookupConfig
+    num_bins = len(PRIOR) * len(PRIOR[0])
+
+    def __init__(self, config: PromptLookupConfig, references: Sequence[Sequence[int]] = ()) -> None:
+        self.config = config
+        self.references = self.make_store()
+        for reference in references:
+            self.references.add([*reference, SEPARATOR])
+
+    @classmethod
+    def for_target(cls, config: PromptLookupConfig, target: HFTarget) -> "PromptLookup":
+        return cls(config, read_references(config.references, target))
+
+    def make_store(self) -> NgramIndex:
+        return NgramIndex(self.config.max_ngram)
+
+    def candidates_of(self, store: NgramIndex, last_token: int) -> Candidates:
+        length, max_ngram = self.config.tree_nodes, self.config.max_ngram
+        keys = ngram_keys([*store.text[-max_ngram:], last_token], max_ngram)
+        for n in range(len(keys), 0, -1):
+            if (place := store.latest.get(keys[n - 1])) is not None:
+                return chain(continuation(store.text, place, last_token, length), n)
+            if (place := self.references.latest.get(keys[n - 1])) is not None:
+                copied = self.references.text[place + 1 : place + 1 + length]
+                if SEPARATOR in copied:
+                    copied = copied[: copied.index(SEPARATOR)]
+                if copied:
+                    return chain(copied, n)
+        return NO_CANDIDATES
+
+
+def continuation(text: Sequence[int], place: int, last_token: int, length: int) -> list[int]:
+    """Return `length` tokens after `place`, where the text's last token occurred before.
+
+    After its end the text is thought to repeat what followed `place`:
+
+        a b c d e b c | d e b c d e ...      b c occurred before, with c at place 2
+    """
+    period = [*text[place + 1 : place + 1 + length], last_token]
+    return (period * (length // len(period) + 1))[:length]
+
+
+def chain(tokens: Sequence[int], n: int) -> Candidates:
+    """Return the candidates of a chain after a match of n tokens."""
+    row = min(n, len(PRIOR)) - 1
+    columns = [min(depth, len(PRIOR[0]) - 1) for depth in range(len(tokens))]
+    return Candidates(
+        tokens=tokens,
+        parents=range(-1, len(tokens) - 1),
+        scores=[PRIOR[row][column] for column in columns],
+        bins=[row * len(PRIOR[0]) + column for column in columns],
+    )

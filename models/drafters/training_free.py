@@ -1,0 +1,130 @@
+"""The base class of drafters that need no training: they look for the next tokens in the text."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Int
+
+from ..decoding.prompts import Prompts
+from ..decoding.protocols import Drafter
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import AcceptedPath, TargetOutput
+from ..target.hf_target import HFTarget
+from .candidates import Candidates, tree_of
+from .journal import Journal, Snapshot
+
+State = tuple[Snapshot, ...]
+"""One snapshot of a store for each row of the batch."""
+
+
+class TextState(NamedTuple):
+    """What `advance` needs of a proposal: the state before, and the tokens that the tree follows."""
+
+    state: State
+    last_tokens: Sequence[int]
+
+
+class TrainingFreeDrafter(Drafter[State, TextState], ABC):
+    """Base class of drafters that need no training.
+
+    The state has a store for each row, on the host. Its tree is a function of the text (and of the
+    target's logits, which are one too), never of random numbers: so greedy answers are the target's
+    own, and seeded samples are those of plain decoding. `advance` takes any tree that follows the
+    same tokens, also one that other drafters' candidates were merged into.
+    """
+
+    Config: ClassVar[type[Any]]
+    """Dataclass of this kind's options, all of which are chosen when it is loaded."""
+    config: Any
+    num_bins: int
+    """Number of kinds of evidence that candidates have (`Candidates.bins`)."""
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, config: Any, target: HFTarget) -> "TrainingFreeDrafter":
+        """Return a drafter for this target. Raises ValueError for references without tokens."""
+
+    @abstractmethod
+    def make_store(self) -> Any:
+        """Return the store of a row before its prompt. Each row of a batch has its own."""
+
+    @abstractmethod
+    def candidates_of(self, store: Any, last_token: int) -> Candidates:
+        """Return at most `config.tree_nodes` candidates after a text and its last token."""
+
+    def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> Sequence[Any]:
+        """Return what the store of each row reads first: by default its prompt."""
+        return prompts
+
+    def entries(
+        self, last_tokens: Sequence[int], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> Sequence[Any]:
+        """Return what the store of each row reads after a step: by default the committed tokens."""
+        return [[last_token, *tokens] for last_token, tokens in zip(last_tokens, accepted.tokens, strict=True)]
+
+    @property
+    def max_nodes(self) -> int:
+        return int(self.config.tree_nodes)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def context_length(self) -> None:
+        """Most tokens of prompt and answer together: the target's limit suffices."""
+        return None
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the trained weights: none."""
+        return iter(())
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
+        texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
+        first = self.first_entries(texts, prefill)
+        return tuple(Snapshot(Journal(self.make_store, [entry]), 1) for entry in first)
+
+    def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
+        """Return the candidates of each row, after its last token."""
+        return [self.candidates_of(row.store, token) for row, token in zip(state, last_tokens, strict=True)]
+
+    def propose(
+        self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, TextState]:
+        last_tokens = last_token.tolist()
+        return tree_of(self.candidates(state, last_tokens), last_token.device), TextState(state, last_tokens)
+
+    def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
+        entries = self.entries(drafted.last_tokens, tree, accepted, output)
+        return tuple(row.after(entry) for row, entry in zip(drafted.state, entries, strict=True))
+
+    def select(self, state: State, rows: Sequence[int]) -> State:
+        return tuple(state[row] for row in rows)
+
+
+def read_references(paths: Sequence[str], target: HFTarget) -> list[list[int]]:
+    """Return the tokens of text files.
+
+    Raises ValueError that names the file if it is missing, isn't UTF-8 text, has no tokens, or has
+    tokens that the target doesn't know.
+    """
+    texts = []
+    for path in paths:
+        remedy = "`references` are UTF-8 text files with tokens of the target's vocabulary; correct the list or the file"
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the reference {path} can't be read ({error}); {remedy}") from error
+        tokens = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not tokens:
+            raise ValueError(f"the reference {path} has no tokens; {remedy}")
+        if max(tokens) >= target.vocab_size:
+            raise ValueError(
+                f"the reference {path} has the token {max(tokens)}, and the target has {target.vocab_size} tokens; {remedy}"
+            )
+        texts.append(tokens)
+    return texts

@@ -1,0 +1,152 @@
+"""Prompt lookup against a naive search, and against transformers' candidates."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import make_training_free
+from outrider.models.drafters.ngrams import SEPARATOR
+from outrider.models.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+
+
+def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
+    """Return the draft tokens after a text."""
+    store = drafter.make_store()
+    for start in range(0, len(text) - 1, 3):
+        store.add(text[start : min(start + 3, len(text) - 1)])
+    found = drafter.candidates_of(store, text[-1])
+    assert list(found.parents) == list(range(-1, len(found.tokens) - 1))
+    assert len(found.tokens) == len(found.scores) == len(found.bins) <= drafter.config.tree_nodes
+    assert all(0 < score < 1 for score in found.scores)
+    assert all(0 <= number < drafter.num_bins for number in found.bins)
+    return list(found.tokens)
+
+
+def naive(text: list[int], references: list[list[int]], max_ngram: int, length: int) -> list[int]:
+    """Search all places for the longest match, the latest first, the text before references."""
+    for n in range(min(max_ngram, len(text)), 0, -1):
+        ending = text[-n:]
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == ending:
+                return list(itertools.islice(itertools.cycle(text[start + n :]), length))
+        for reference in reversed(references):
+            for start in range(len(reference) - n, -1, -1):
+                if reference[start : start + n] == ending:
+                    if start + n < len(reference):
+                        return reference[start + n : start + n + length]
+                    return naive(text, references, n - 1, length)
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_draft_is_that_of_a_naive_search(seed):
+    chance = random.Random(seed)
+    max_ngram, length, vocab = chance.randint(1, 5), chance.randint(1, 12), chance.choice([2, 5, 30])
+    references = [[chance.randrange(vocab) for _ in range(chance.randint(1, 30))] for _ in range(seed % 3)]
+    drafter = PromptLookup(PromptLookupConfig(tree_nodes=length, max_ngram=max_ngram), references)
+    num_found = 0
+    for size in range(1, 60):
+        text = [chance.randrange(vocab) for _ in range(size)]
+        expected = naive(text, references, max_ngram, length)
+        assert drafted(drafter, text) == expected
+        num_found += bool(expected)
+    assert num_found > 10
+
+
+def test_a_text_that_repeats_itself_is_drafted_at_full_length():
+    drafter = PromptLookup(PromptLookupConfig(tree_nodes=7))
+    assert drafted(drafter, [5, 1, 2, 3, 1, 2]) == [3, 1, 2, 3, 1, 2, 3]
+    assert drafted(drafter, [9, 9]) == [9] * 7
+
+
+def test_a_text_without_a_match_has_an_empty_draft():
+    drafter = PromptLookup(PromptLookupConfig())
+    assert drafted(drafter, [1]) == drafted(drafter, [1, 2, 3]) == []
+
+
+def test_a_draft_ends_where_its_reference_ends():
+    drafter = PromptLookup(PromptLookupConfig(), [[1, 2, 3], [4, 5]])
+    assert drafted(drafter, [8, 1]) == [2, 3]
+    assert drafted(drafter, [8, 3]) == []
+    assert SEPARATOR not in drafted(drafter, [3, 4])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_finds_a_draft_wherever_transformers_finds_one(seed):
+    chance = random.Random(seed)
+    drafter = PromptLookup(PromptLookupConfig())
+    theirs = PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=2, max_length=100)
+    num_found = 0
+    for size in range(2, 60):
+        text = [chance.randrange(12) for _ in range(size)]
+        found = theirs.get_candidates(torch.tensor([text]))[0][0, size:].tolist()
+        assert len(drafted(drafter, text)) >= len(found)
+        num_found += bool(found)
+    assert num_found > 20
+
+
+@torch.inference_mode()
+def test_rows_of_a_batch_copy_from_their_own_texts(target):
+    drafter = make_training_free("prompt_lookup", {"tree_nodes": 4}, target)
+    prompts = [torch.tensor(tokens) for tokens in ([1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47])]
+
+    def accepted(rows: list[int]) -> dict[int, list[int]]:
+        counts: dict[int, list[int]] = {row: [] for row in rows}
+        for step in generate(target, drafter, GreedyAcceptance(), [prompts[row] for row in rows], max_new_tokens=40):
+            for place, count in zip(step.rows, step.num_accepted, strict=True):
+                counts[rows[place]].append(count)
+        return counts
+
+    together = accepted([0, 1, 2])
+    assert any(map(any, together.values()))
+    assert all(accepted([row])[row] == together[row] for row in range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_nodes": 0}, "prompt_lookup.tree_nodes=0: must be above 0"),
+        ({"max_ngram": "3"}, 'prompt_lookup.max_ngram="3": must be a whole number'),
+        ({"nodes": 5}, "the drafter prompt_lookup has no option nodes"),
+        ({"references": "a.txt"}, "prompt_lookup.references="),
+    ],
+)
+def test_wrong_options_are_errors(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_training_free("prompt_lookup", options, target)
+
+
+def test_an_unknown_name_is_an_error_with_the_list(target):
+    with pytest.raises(ValueError, match="'lookup' is no training-free drafter; there are: prompt_lookup"):
+        make_training_free("lookup", {}, target)
+
+
+@pytest.mark.parametrize(("content", "problem"), [(None, "No such file"), (b"\xff\xfe\xfa", "decode"), (b"", "no tokens")])
+def test_a_reference_that_cant_be_read_is_named(target, tmp_path, content, problem):
+    path = tmp_path / "reference.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}.*{problem}"):
+        make_training_free("prompt_lookup", {"references": [str(path)]}, target)
+
+
+def test_a_reference_of_tokens_that_the_target_lacks_is_named(target, tmp_path, monkeypatch):
+    path = tmp_path / "reference.txt"
+    path.write_text("import os")
+    monkeypatch.setattr(type(target), "vocab_size", 5)
+    with pytest.raises(ValueError, match=f"{path} has the token .* and the target has 5 tokens"):
+        make_training_free("prompt_lookup", {"references": [str(path)]}, target)
+
+
+def test_references_are_copied(target, tmp_path):
+    path = tmp_path / "reference.txt"
+    path.write_text("import pathlib as paths")
+    tokens = target.tokenizer("import pathlib as paths")["input_ids"]
+    drafter = make_training_free("prompt_lookup", {"references": [str(path)]}, target)
+    store = drafter.make_store()
+    store.add([299, *tokens[:2]])
+    assert list(drafter.candidates_of(store, tokens[2]).tokens) == tokens[3:13]
