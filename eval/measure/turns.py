@@ -33,12 +33,12 @@ class Method:
     @property
     def sources(self) -> tuple[str, ...]:
         """The drafter's sources; empty unless it is merged."""
-        return self.drafter.source_names if isinstance(self.drafter, MergedProposer) else ()
+        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedProposer) else ()
 
     @property
     def pace(self) -> str | None:
         """The drafter's pace; None unless it is merged."""
-        return self.drafter.pace if isinstance(self.drafter, MergedProposer) else None
+        return str(self.drafter.config.pace) if isinstance(self.drafter, MergedProposer) else None
 
 
 @runtime_checkable
@@ -46,12 +46,12 @@ class MergedProposer(Protocol):
     """A drafter that merges the proposals of several sources."""
 
     @property
-    def source_names(self) -> tuple[str, ...]:
-        """Return the names of the sources, in the order of the bits of `DraftTree.origins`."""
+    def sources(self) -> Mapping[str, Any]:
+        """Return the sources by name, in the order of the bits of `DraftTree.origins`."""
 
     @property
-    def pace(self) -> str:
-        """Return `expected` if the sizes of its trees depend on the clock, else `fixed`."""
+    def config(self) -> Any:
+        """Return its options, with the `pace`: `expected` if its trees depend on the clock."""
 
 
 def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:

@@ -23,12 +23,14 @@ from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
-from ..records.method_names import TITLES, setting_words
+from ..records.method_names import TITLES
 from ..records.names import BASELINE
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
+from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.tables import escape_markdown, markdown_table
 from .card_code import quantization_code, quantization_option
+from .card_settings import describe_setting
 from .runs import Run, cell_of, read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
@@ -204,6 +206,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
+        "pace_note": PACE_NOTE if any(map(depends_on_clock, rows)) else "",
         "has_marks": any(map(marks, rows)),
         "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
         "python": escape_markdown(environment.python),
@@ -218,7 +221,7 @@ def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
         "Decoding": decoding_name(row),
-        "Setting": _setting(row, run, saved),
+        "Setting": describe_setting(row, run, saved),
         "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
         "Speedup": _speedup(row, options),
         "Median (faster on)": _median(row, options),
@@ -267,22 +270,12 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             dataset_name=row["suite"],
             dataset_revision=revision or None,
             metric_type=name,
-            metric_name=f"{title}, {decoding_name(row)}, {_setting(row, run, saved)}",
+            metric_name=f"{title}, {decoding_name(row)}, {describe_setting(row, run, saved)}",
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
         if values[name] is not None and not (name == "speedup" and (is_error(row) or marks(row)))
     ]
-
-
-def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Describe the setting of a measurement, and options that changed after it."""
-    method = run.info.config["methods"][row["method"]]
-    if method["setting"] is None:
-        return setting_words(saved.kind, {}, None)
-    used = {**method["config"], **method["setting"]}
-    changed = {name: value for name, value in used.items() if name in method["setting"] or saved.drafter.get(name) != value}
-    return setting_words(saved.kind, used, changed) or "as saved"
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:

@@ -17,8 +17,8 @@ SOURCES_NOTE = (
     f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
 )
 PACE_NOTE = (
-    "With pace: expected the draft trees depend on the clock, so tokens per step vary from run to run. The answers don't. "
-    "With pace: fixed they are reproducible."
+    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run, while the "
+    "answers don't. With pace: fixed tokens per step can be reproduced."
 )
 
 
@@ -29,8 +29,8 @@ def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
     off count too. Returns None for a drafter that isn't merged, for a row of an older version, and
     if there was no step.
     """
-    counts, num_steps = values.get("accepted_by"), _num_steps(values)
-    if counts is None or not num_steps:
+    counts = values.get("accepted_by")
+    if counts is None or not (num_steps := _num_steps(values)):
         return None
     total = sum(counts.values()) + num_steps
     alone = {name: count / total for name, count in counts.items() if "+" not in name}

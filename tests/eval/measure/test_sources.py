@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ Texts = tuple[tuple[int, ...], ...]
 class MergedStub:
     """Merged drafter that proposes what followed the last token's latest occurrence in the text."""
 
-    source_names = SOURCES
-    pace = "expected"
+    sources = dict.fromkeys(SOURCES)
+    config = SimpleNamespace(pace="expected")
     max_nodes = len(ORIGINS)
     feature_layers = ()
 
