@@ -5,11 +5,14 @@ there, and then the token that the target has chosen. `num_covered` is the numbe
 the continuation in this tree. It decides the weights of the labels: see `objective.missed_share`.
 """
 
+import hashlib
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Int
@@ -19,18 +22,23 @@ from ..data.files import sha256_file
 from ..data.types import UNKNOWN, DrafterBatch, TargetReads
 from ..models.decoding import DraftTree, Prompts
 from ..models.decoding.acceptance import follow
-from ..models.decoding.types import TargetOutput
+from ..models.decoding.types import NO_NODE, TargetOutput
 from ..models.drafters import load_drafter
 from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.candidates import Candidates
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.last_state import LastStateDrafter
 from ..models.drafters.losses import MISSED_BY
+from ..models.drafters.registry import TRAINING_FREE, make_training_free
 from ..models.drafters.saved.download import resolve_drafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.training_free import TrainingFreeDrafter
 from ..models.target.hf_target import HFTarget
 
 PREFIX_TOKENS = 2**14
 """Tokens that a drafter with a KV cache reads at a time: each position needs its text anew."""
+UNSEEN = 255
+"""Count of a position that no step has had yet; one byte holds all others."""
 
 
 class OtherDrafter:
@@ -39,17 +47,20 @@ class OtherDrafter:
     `seconds` is the time that it has taken.
     """
 
-    def __init__(self, drafter: TrainableDrafter, target: HFTarget) -> None:
+    def __init__(self, drafter: TrainableDrafter | TrainingFreeDrafter, target: HFTarget) -> None:
         self.drafter = drafter
         self.seconds = 0.0
-        self._dtype = target.dtype
-        self._context_length = min(target.context_length, drafter.context_length or target.context_length)
+        self._counter: Counter = (
+            TrainedCounter(drafter, target) if isinstance(drafter, TrainableDrafter) else TextCounter(drafter)
+        )
 
     def reads(self, reads: TargetReads) -> TargetReads:
         """Return what the batches need of the target for both drafters.
 
         Raises ValueError if both read layers of the target, and different ones.
         """
+        if not isinstance(self.drafter, TrainableDrafter):
+            return reads
         layers = self.drafter.feature_layers
         if reads.layers and layers and reads.layers != layers:
             raise ValueError(
@@ -63,43 +74,53 @@ class OtherDrafter:
     def mark(self, batch: DrafterBatch) -> DrafterBatch:
         """Return the batch with `num_covered` at the positions to train."""
         started = time.perf_counter()
-        rows, columns = batch.positions.nonzero(as_tuple=True)
         num_covered = torch.zeros_like(batch.input_ids)
-        for chunk in self._chunks(batch, rows, columns):
-            num_covered[rows[chunk], columns[chunk]] = self._count(batch, rows[chunk], columns[chunk])
+        num_covered[batch.positions] = self._counter.count(batch)
         self.seconds += time.perf_counter() - started
         return replace(batch, num_covered=num_covered)
 
-    def _chunks(
-        self, batch: DrafterBatch, rows: Int[torch.Tensor, " position"], columns: Int[torch.Tensor, " position"]
-    ) -> Iterator[Int[torch.Tensor, " chunk"]]:
-        """Yield positions of about equally long texts, at most PREFIX_TOKENS tokens at a time."""
-        lengths = self._lengths(batch, rows, columns)
-        order = lengths.argsort(stable=True)
-        order = order[lengths[order] < self._context_length]  # no drafter proposes past its context window
-        while len(order):
-            longest = lengths[order].cumsum(0)
-            size = max(1, int((longest <= PREFIX_TOKENS).sum()))
-            yield order[:size]
-            order = order[size:]
 
-    def _lengths(
-        self, batch: DrafterBatch, rows: Int[torch.Tensor, " position"], columns: Int[torch.Tensor, " position"]
-    ) -> Int[torch.Tensor, " position"]:
-        """Return the number of tokens that the drafter reads for each position."""
+class Counter(Protocol):
+    """Counts the draft tokens that a drafter has right."""
+
+    def count(self, batch: DrafterBatch) -> Int[torch.Tensor, " position"]:
+        """Return the number of each position to train."""
+
+
+class TrainedCounter:
+    """Lets a trained drafter propose at all positions, many at a time."""
+
+    def __init__(self, drafter: TrainableDrafter, target: HFTarget) -> None:
+        self.drafter = drafter
+        self._dtype = target.dtype
+        self._context_length = min(target.context_length, drafter.context_length or target.context_length)
+
+    def count(self, batch: DrafterBatch) -> Int[torch.Tensor, " position"]:
+        rows, columns = batch.positions.nonzero(as_tuple=True)
+        # 1. The number of tokens that the drafter reads for each position.
+        lengths = columns + 1 if batch.starts is None else columns + 1 - batch.starts[rows, columns]
         if isinstance(self.drafter, LastStateDrafter):
-            return torch.ones_like(columns)  # its state is that of the last token
-        return columns + 1 if batch.starts is None else columns + 1 - batch.starts[rows, columns]
+            lengths = torch.ones_like(columns)  # its state is that of the last token
+        # 2. Proposals for texts of about equal lengths. No drafter proposes past its context window.
+        counts = torch.zeros_like(columns)
+        order = lengths.argsort(stable=True)
+        order = order[lengths[order] < self._context_length]
+        while len(order):
+            size = max(1, int((lengths[order].cumsum(0) <= PREFIX_TOKENS).sum()))
+            chunk, order = order[:size], order[size:]
+            counts[chunk] = self._count(batch, rows[chunk], columns[chunk], lengths[chunk])
+        return counts
 
     def _count(
-        self, batch: DrafterBatch, rows: Int[torch.Tensor, " chunk"], columns: Int[torch.Tensor, " chunk"]
+        self,
+        batch: DrafterBatch,
+        rows: Int[torch.Tensor, " chunk"],
+        columns: Int[torch.Tensor, " chunk"],
+        lengths: Int[torch.Tensor, " chunk"],
     ) -> Int[torch.Tensor, " chunk"]:
-        """Let the drafter propose at these positions, and count the tokens that it has right."""
-        # 1. The texts up to the positions, and the target's states there, padded on the right.
-        lengths = self._lengths(batch, rows, columns)
+        # 1. The texts up to the positions, and the target's states there; padding repeats the last token.
         ahead = torch.arange(int(lengths.max()), device=columns.device)
-        index = (columns - lengths + 1)[:, None] + ahead
-        index = index.minimum(columns[:, None])  # padding repeats the last token
+        index = ((columns - lengths + 1)[:, None] + ahead).minimum(columns[:, None])
         prompts = Prompts(input_ids=batch.input_ids[rows[:, None], index], lengths=tuple(lengths.tolist()))
         states, features = (
             None if values is None else values[rows[:, None], index].to(self._dtype)
@@ -115,6 +136,60 @@ class OtherDrafter:
         return count_covered(tree, continuations[:, 1:])
 
 
+class TextCounter:
+    """Lets a training-free drafter propose on the host, once for each position of each text.
+
+    Later epochs read the counts of the first: they depend on text and continuations alone.
+    """
+
+    def __init__(self, drafter: TrainingFreeDrafter) -> None:
+        self.drafter = drafter
+        self._counts: dict[bytes, bytearray] = {}
+
+    def count(self, batch: DrafterBatch) -> Int[torch.Tensor, " position"]:
+        starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
+        input_ids, mask, continuations, starts = (
+            values.cpu() for values in (batch.input_ids, batch.attention_mask, batch.continuations, starts)
+        )
+        texts = defaultdict[tuple[int, int], list[int]](list)  # by row and start
+        for row, column in batch.positions.nonzero().tolist():
+            texts[row, int(starts[row, column])].append(column)
+        counts: list[int] = []
+        for (row, start), columns in texts.items():
+            end = start + int((mask[row] & (starts[row] == start)).sum())
+            positions = [column - start for column in columns]
+            counts += self._count(input_ids[row, start:end], continuations[row, start:end], positions)
+        return torch.tensor(counts, device=batch.input_ids.device)
+
+    def _count(
+        self,
+        input_ids: Int[torch.Tensor, " seq"],
+        continuations: Int[torch.Tensor, "seq horizon"],
+        positions: Sequence[int],
+    ) -> list[int]:
+        """Return the counts at these positions of one text, which ascend."""
+        digest = hashlib.sha256(input_ids.numpy().tobytes() + continuations.numpy().tobytes()).digest()
+        counts = self._counts.setdefault(digest, bytearray([UNSEEN]) * len(input_ids))
+        unseen = [position for position in positions if counts[position] == UNSEEN]
+        text, store, read = input_ids.tolist(), self.drafter.make_store(), 0
+        for position, (chosen, *labels) in zip(unseen, continuations[unseen].tolist(), strict=True):
+            store.add(text[read : position + 1])
+            read = position + 1
+            counts[position] = min(longest_path(self.drafter.candidates_of(store, chosen), labels), UNSEEN - 1)
+        return [counts[position] for position in positions]
+
+
+def longest_path(candidates: Candidates, labels: Sequence[int]) -> int:
+    """Count the labels from the first one on that are a path of the candidates."""
+    nodes = {link: node for node, link in enumerate(zip(candidates.parents, candidates.tokens, strict=True))}
+    node = NO_NODE
+    for depth, label in enumerate(labels):
+        if (node, label) not in nodes:
+            return depth
+        node = nodes[node, label]
+    return len(labels)
+
+
 def count_covered(tree: DraftTree, labels: Int[torch.Tensor, "position depth"]) -> Int[torch.Tensor, " position"]:
     """Count the labels from the first one on that are a path of the tree."""
     # The dummy column is the label of nodes that are deeper than the labels.
@@ -126,7 +201,7 @@ def count_covered(tree: DraftTree, labels: Int[torch.Tensor, "position depth"]) 
 
 def require_other(name: str, drafter_dir: Path) -> None:
     """Raise ValueError if `train.label_weights` names the drafter that is to be trained."""
-    if resolve_drafter(name).resolve() == drafter_dir.resolve():
+    if name not in TRAINING_FREE and resolve_drafter(name).resolve() == drafter_dir.resolve():
         raise ValueError(
             f"train.label_weights is {MISSED_BY}{name}, and that is the drafter to be trained: name another drafter, or train "
             "into another output_dir"
@@ -139,10 +214,10 @@ def open_other(name: str, target: HFTarget) -> OtherDrafter:
     Raises ValueError if there is none, if it doesn't fit the target, and if its drafts are drawn at
     random.
     """
-    try:
+    if name in TRAINING_FREE:
+        return OtherDrafter(make_training_free(name, {}, target), target)
+    with naming_option(name):
         drafter = load_drafter(name, target)
-    except ValueError as error:
-        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}") from error
     if isinstance(drafter, DraftModel) and drafter.config.temperature:
         raise ValueError(
             f"train.label_weights is {MISSED_BY}{name}, a draft model that draws its tokens at random (temperature "
@@ -153,9 +228,19 @@ def open_other(name: str, target: HFTarget) -> OtherDrafter:
 
 def describe_other(name: str) -> dict[str, Any]:
     """Return what decides the proposals of the drafter that `train.label_weights` names."""
-    folder = resolve_drafter(name)
-    try:
+    if name in TRAINING_FREE:
+        return {"kind": name, **asdict(TRAINING_FREE[name].Config())}
+    with naming_option(name):
+        folder = resolve_drafter(name)
         saved = read_drafter_config(folder)
+        return {"kind": saved.kind, **saved.drafter, "weights_sha256": sha256_file(folder / WEIGHTS_FILE)}
+
+
+@contextmanager
+def naming_option(name: str) -> Iterator[None]:
+    """Begin the messages of errors with the option."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}") from error
-    return {"kind": saved.kind, **saved.drafter, "weights_sha256": sha256_file(folder / WEIGHTS_FILE)}
+        names = ", ".join(sorted(TRAINING_FREE))
+        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}; drafters without a folder are {names}") from error

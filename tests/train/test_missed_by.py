@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider.data.collate import collate
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from outrider.models.decoding import DraftTree, Prompts
-from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, make_training_free, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import LEAST_WEIGHT
 from outrider.models.drafters.objective import Labels, Objective
@@ -22,7 +22,7 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.train import missed_by as missed_by_module
 from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
-from outrider.train.missed_by import OtherDrafter, count_covered
+from outrider.train.missed_by import OtherDrafter, TrainedCounter, count_covered
 
 from .conftest import HORIZON, Run, write_shards
 from .test_run import assert_close, records, weights
@@ -35,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 3},
 }
+TEXT_KINDS = ["prompt_lookup"]
+"""Training-free drafters that read nothing but the text."""
 
 
 def trained_a_little(kind: str, target: HFTarget, batch: DrafterBatch) -> TrainableDrafter:
@@ -70,13 +72,16 @@ def longest_path(tree: DraftTree, labels: list[int]) -> int:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *TEXT_KINDS])
 def test_the_other_drafter_covers_what_it_proposes_in_decoding(
     kind: str, packing: bool, target: HFTarget, examples: list[DistilledExample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missed_by_module, "PREFIX_TOKENS", 40)  # several chunks
     texts = examples[:3]
-    drafter = trained_a_little(kind, target, make_batch(texts, packing=False))
+    if kind in TEXT_KINDS:
+        drafter = make_training_free(kind, {}, target)
+    else:
+        drafter = trained_a_little(kind, target, make_batch(texts, packing=False))
     other = OtherDrafter(drafter, target)
     batch = make_batch(texts, packing=packing, max_positions=20)
     redrafter = build_drafter(parse_drafter({"kind": "redrafter"}), target)
@@ -94,6 +99,15 @@ def test_the_other_drafter_covers_what_it_proposes_in_decoding(
         tree, _ = drafter.propose(state, torch.tensor([chosen]))
         counts.append(longest_path(tree, labels))
     assert marked.num_covered[batch.positions].tolist() == counts
+    again = other.mark(marked).num_covered
+    assert again is not None
+    assert torch.equal(again, marked.num_covered)
+    # The drafter remembers counts of training-free drafters: more positions of the same texts are right, too.
+    whole = with_hidden_states(make_batch(texts, packing=packing), target, target_reads(redrafter, Objective(), other))
+    more, fresh = (drafter.mark(whole).num_covered for drafter in (other, OtherDrafter(other.drafter, target)))
+    assert more is not None
+    assert fresh is not None
+    assert torch.equal(more, fresh)
     assert len(set(counts)) > 1, "a constant would also pass"
     assert other.seconds > 0
 
@@ -162,8 +176,18 @@ def test_accumulation_resuming_and_a_moved_folder_change_nothing(run_train: RunT
         run_train("one", batch_size=8, label_weights=f"missed_by:{moved}")
 
 
+def test_a_training_free_drafter_can_be_the_other_one(run_train: RunTrain) -> None:
+    run = run_train(label_weights="missed_by:prompt_lookup")
+    description = json.loads((run.train_dir / "summary.json").read_text())["run"]["train"]["label_weights"]
+    assert description["missed_by"]["kind"] == "prompt_lookup"
+    assert not torch.equal(*(weights(each)["head.weight"] for each in (run, run_train("uniform"))))
+    again = run_train("twice", label_weights="missed_by:prompt_lookup", max_positions=40)
+    third = run_train("third", label_weights="missed_by:prompt_lookup", max_positions=40)
+    assert all(torch.equal(weight, weights(third)[name]) for name, weight in weights(again).items())
+
+
 def test_validation_measures_the_weighted_loss(run_train: RunTrain, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OtherDrafter, "_count", lambda self, batch, rows, columns: torch.full_like(rows, HORIZON))
+    monkeypatch.setattr(TrainedCounter, "_count", lambda self, batch, rows, *_: torch.full_like(rows, HORIZON))
     losses = []
     for label_weights in ("uniform", f"missed_by:{other}"):
         run = run_train(f"run-{len(losses)}", steps=1, validation_texts=4, validation_tokens=8, label_weights=label_weights)
