@@ -28,6 +28,8 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     """Option with the depth of the search, for a drafter that learns as many depths as labels
     have."""
     config: Any
+    vocab_size: int
+    """Number of the target's tokens."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
         """Move and cast like every module, but never cast buffers (`.bfloat16()`, DeepSpeed).

@@ -87,6 +87,7 @@ class DraftModel(TrainableDrafter):
         self.config = config
         self.model = reader.model
         self.reader = reader
+        self.vocab_size = reader.vocab_size
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)

@@ -8,8 +8,9 @@ continues with its own first tokens, so a text that repeats itself is drafted at
 row of a batch has its own text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import partial
 
 from pydantic.dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class PromptLookup(TrainingFreeDrafter):
 
     def __init__(self, config: PromptLookupConfig, references: Sequence[Sequence[int]] = ()) -> None:
         self.config = config
-        self.references = self.make_store()
+        self.references = NgramIndex(config.max_ngram)
         for reference in references:
             self.references.add([*reference, SEPARATOR])
 
@@ -56,8 +57,8 @@ class PromptLookup(TrainingFreeDrafter):
     def for_target(cls, config: PromptLookupConfig, target: HFTarget) -> "PromptLookup":
         return cls(config, read_references(config.references, target))
 
-    def make_store(self) -> NgramIndex:
-        return NgramIndex(self.config.max_ngram)
+    def store_factory(self) -> Callable[[], NgramIndex]:
+        return partial(NgramIndex, self.config.max_ngram)
 
     def candidates_of(self, store: NgramIndex, last_token: int) -> Candidates:
         length, max_ngram = self.config.tree_nodes, self.config.max_ngram

@@ -18,6 +18,7 @@ from .eagle3 import Eagle3
 from .medusa import Medusa
 from .prompt_lookup import PromptLookup
 from .redrafter import Redrafter
+from .suffix import Suffix
 from .training_free import TrainingFreeDrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
@@ -29,6 +30,7 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 }
 TRAINING_FREE: dict[str, type[TrainingFreeDrafter]] = {
     "prompt_lookup": PromptLookup,
+    "suffix": Suffix,
 }
 
 

@@ -1,7 +1,7 @@
 """The base class of drafters that need no training: they look for the next tokens in the text."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
 from .candidates import Candidates, tree_of
-from .journal import Journal, Snapshot
+from .journal import Journal, Snapshot, Store
 
 State = tuple[Snapshot, ...]
 """One snapshot of a store for each row of the batch."""
@@ -49,8 +49,8 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         """Return a drafter for this target. Raises ValueError for references without tokens."""
 
     @abstractmethod
-    def make_store(self) -> Any:
-        """Return the store of a row before its prompt. Each row of a batch has its own."""
+    def store_factory(self) -> Callable[[], Store]:
+        """Return a function that makes the store of a row of a new batch, before its prompt."""
 
     @abstractmethod
     def candidates_of(self, store: Any, last_token: int) -> Candidates:
@@ -86,7 +86,8 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
         first = self.first_entries(texts, prefill)
-        return tuple(Snapshot(Journal(self.make_store, [entry]), 1) for entry in first)
+        make_store = self.store_factory()
+        return tuple(Snapshot(Journal(make_store, [entry]), 1) for entry in first)
 
     def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""

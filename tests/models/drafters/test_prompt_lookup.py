@@ -15,7 +15,7 @@ from outrider.models.drafters.prompt_lookup import PromptLookup, PromptLookupCon
 
 def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
     """Return the draft tokens after a text."""
-    store = drafter.make_store()
+    store = drafter.store_factory()()
     for start in range(0, len(text) - 1, 3):
         store.add(text[start : min(start + 3, len(text) - 1)])
     found = drafter.candidates_of(store, text[-1])
@@ -147,6 +147,6 @@ def test_references_are_copied(target, tmp_path):
     path.write_text("import pathlib as paths")
     tokens = target.tokenizer("import pathlib as paths")["input_ids"]
     drafter = make_training_free("prompt_lookup", {"references": [str(path)]}, target)
-    store = drafter.make_store()
+    store = drafter.store_factory()()
     store.add([299, *tokens[:2]])
     assert list(drafter.candidates_of(store, tokens[2]).tokens) == tokens[3:13]

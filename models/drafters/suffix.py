@@ -1,0 +1,269 @@
+"""SuffixDecoding: trees of what followed the last tokens wherever they occurred before.
+
+Paper: SuffixDecoding (arXiv 2411.04975, section 3). For each length n of a match, the continuations
+of all places of the last n tokens are counted. A tree is grown from the likeliest continuations:
+the longer the match, the more nodes. Of these trees, the one with the most expected tokens is
+drafted.
+
+The paper keeps a suffix tree of all texts. Ours keeps the places of n-grams (see `NgramIndex`) and
+counts the continuations of the latest MAX_PLACES places when it drafts. So memory grows by a few
+entries for each token, whatever the depth, and recent text decides where there is much of it. As in
+prompt lookup, a place near the end of the text is thought to repeat.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass as options
+
+from ...data.fields import OPTIONS, PositiveInt, Share
+from ..decoding.prompts import Prompts
+from ..decoding.types import NO_NODE, TargetOutput
+from ..target.hf_target import HFTarget
+from .candidates import NO_CANDIDATES, Candidates
+from .journal import Journal
+from .ngrams import NOWHERE, SEPARATOR, NgramIndex, ngram_keys
+from .prompt_lookup import continuation
+from .training_free import State, TrainingFreeDrafter, read_references
+
+INDEXED_NGRAM = 4
+"""Longest n-gram that is indexed. The places of longer ones are filtered from its places."""
+MAX_PLACES = 64
+"""Most places of an n-gram whose continuations are counted: the latest ones."""
+PRIOR = (
+    (0.07, 0.13, 0.26, 0.26, 0.54),
+    (0.06, 0.18, 0.37, 0.57, 0.79),
+    (0.11, 0.18, 0.42, 0.68, 0.86),
+    (0.11, 0.30, 0.40, 0.87, 0.87),
+    (0.19, 0.40, 0.40, 0.95, 0.98),
+)
+"""Estimates that a node is accepted, by the length of the match with the node's parent (1, 2, to 4,
+to 8, longer) and by its share of the places (below a quarter, below a half, not all, the only
+place, all of several). Measured on answers of the demo's target."""
+
+
+@options(kw_only=True, config=OPTIONS)
+class SuffixConfig:
+    """Options of SuffixDecoding."""
+
+    tree_nodes: PositiveInt = 24
+    """Most nodes of a tree."""
+    depth: PositiveInt = 24
+    """Most tokens of a match, and of a path."""
+    max_spec_factor: PositiveFloat = 4.0
+    """Most nodes for each token of the match. The paper has 1 to 4."""
+    min_prob: Share = 0.1
+    """Least probability of a path: the product of its tokens' shares of the places."""
+    references: list[str] = field(default_factory=list)
+    """Text files to draft from besides the prompt and the answer."""
+    share_answers: bool = False
+    """Whether to draft from earlier answers, too. A draft then depends on the order of requests;
+    tokens don't. An answer is remembered when the next batch begins."""
+    shared_tokens: PositiveInt = 100_000
+    """Most tokens of earlier answers; the oldest are forgotten, half of them at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The first `size` tokens of an index: a value, since indexes only grow."""
+
+    index: NgramIndex
+    size: int
+
+
+class SuffixStore(NgramIndex):
+    """The index of a row's text, and the sources that it shares with others."""
+
+    def __init__(self, shared: Sequence[Source]) -> None:
+        super().__init__(INDEXED_NGRAM)
+        self.shared = shared
+
+
+@dataclass(slots=True)
+class Growth:
+    """A tree grown from places. `counts[i]` is how many places of its parent's have node i, and all
+    of them."""
+
+    match: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    score: float = 0.0
+    """Expected number of accepted tokens, if shares were probabilities."""
+
+
+class Suffix(TrainingFreeDrafter):
+    """Proposes a tree of the likeliest continuations of the longest good match.
+
+    Each source (the row's text, references, earlier answers) has its own tree. The one with the
+    most expected tokens is proposed; of equal ones the first.
+    """
+
+    Config = SuffixConfig
+    config: SuffixConfig
+    num_bins = len(PRIOR) * len(PRIOR[0])
+
+    def __init__(self, config: SuffixConfig, references: Sequence[Sequence[int]] = ()) -> None:
+        self.config = config
+        self.references = NgramIndex(INDEXED_NGRAM)
+        for reference in references:
+            self.references.add([*reference, SEPARATOR])
+        self.memory = AnswerMemory(config.shared_tokens)
+        self.last_batch: list[Journal] = []
+
+    @classmethod
+    def for_target(cls, config: SuffixConfig, target: HFTarget) -> "Suffix":
+        return cls(config, read_references(config.references, target))
+
+    def store_factory(self) -> Callable[[], SuffixStore]:
+        indexes = [self.references, *(self.memory.indexes if self.config.share_answers else ())]
+        return partial(SuffixStore, [Source(index, len(index.text)) for index in indexes if index.text])
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
+        if self.config.share_answers:
+            for journal in self.last_batch:
+                self.memory.add([token for tokens in journal.entries[1:] for token in tokens])
+        state = super().init_state(prompts, prefill, max_new_tokens=max_new_tokens)
+        self.last_batch = [row.journal for row in state] if self.config.share_answers else []
+        return state
+
+    def candidates_of(self, store: SuffixStore, last_token: int) -> Candidates:
+        query = [*store.text[-self.config.depth :], last_token][-self.config.depth :]
+        best = Growth(0)
+        for source in (None, *store.shared):
+            for growth in self._growths(store, source, query, best):
+                if growth.score > best.score:
+                    best = growth
+        return candidates_of(best) if best.tokens else NO_CANDIDATES
+
+    def _growths(self, store: NgramIndex, source: Source | None, query: Sequence[int], best: Growth) -> Iterator[Growth]:
+        """Yield the trees of matches in one source, the longest match first.
+
+        A tree of k nodes can't score above k, so shorter matches than the best score needs are
+        left out.
+        """
+        config, index = self.config, store if source is None else source.index
+        size = len(index.text) if source is None else source.size
+        score = best.score
+        for n, places in reversed(matches(index, size, query)):
+            budget = min(config.tree_nodes, int(config.max_spec_factor * n))
+            if budget <= score:
+                return
+            length = min(config.depth, budget)
+            if source is None:
+                windows = [continuation(index.text, place, query[-1], length) for place in places]
+            else:
+                windows = [index.text[place + 1 : min(place + 1 + length, size)] for place in places]
+            growth = grow(n, windows, budget, config.min_prob)
+            score = max(score, growth.score)
+            yield growth
+
+
+def matches(index: NgramIndex, size: int, query: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return the latest places of the query's end in the first `size` tokens of a text.
+
+    One entry (n, places) for each n whose places differ from those of n + 1, in ascending order.
+    """
+    text, keys = index.text, ngram_keys(query, INDEXED_NGRAM)
+    found: list[tuple[int, list[int]]] = []
+    places: list[int] = []
+    for n in range(1, len(query) + 1):
+        if n <= INDEXED_NGRAM and (n == 1 or len(places) == MAX_PLACES):
+            longer = latest_places(index, size, n, keys[n - 1])
+        else:
+            longer = [place for place in places if place >= n - 1 and text[place - n + 1] == query[-n]]
+        if not longer:
+            break
+        if found and longer == places:
+            found.pop()
+        found.append((n, longer))
+        places = longer
+    return found
+
+
+def latest_places(index: NgramIndex, size: int, n: int, key: int) -> list[int]:
+    """Return the places of an n-gram in the first `size` tokens, the latest MAX_PLACES of them."""
+    earlier, place = index.earlier[n - 1], index.latest.get(key, NOWHERE)
+    while place >= size:
+        place = earlier[place]
+    places: list[int] = []
+    while place != NOWHERE and len(places) < MAX_PLACES:
+        places.append(place)
+        place = earlier[place]
+    return places
+
+
+def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> Growth:
+    """Grow a tree from the tokens that followed each place, the likeliest node next.
+
+    A child's probability is its parent's, times the child's share of those places of the parent
+    that have a next token (paper, algorithm 1).
+    """
+    growth = Growth(match)
+    # Of equal probability the one that was pushed first comes first.
+    heap: list[tuple[float, int, int, int, list[list[int]], int]] = []
+    num_pushed, parent, prob, depth, members = 0, NO_NODE, 1.0, 0, windows
+    while len(growth.tokens) < budget:
+        # 1. Push the children of the newest node.
+        groups: dict[int, list[list[int]]] = {}
+        for window in members:
+            if depth < len(window) and window[depth] != SEPARATOR:
+                groups.setdefault(window[depth], []).append(window)
+        total = sum(map(len, groups.values()))
+        for token, group in groups.items():
+            if (child_prob := prob * len(group) / total) >= min_prob:
+                num_pushed += 1
+                heapq.heappush(heap, (-child_prob, num_pushed, parent, token, group, total))
+        # 2. The likeliest node of all joins the tree.
+        if not heap:
+            break
+        negative, _, parent, token, members, total = heapq.heappop(heap)
+        prob, depth = -negative, 1 + (growth.depths[parent] if parent != NO_NODE else 0)
+        growth.tokens.append(token)
+        growth.parents.append(parent)
+        growth.depths.append(depth)
+        growth.counts.append((len(members), total))
+        growth.score += prob
+        parent = len(growth.tokens) - 1
+    return growth
+
+
+def candidates_of(growth: Growth) -> Candidates:
+    bins = [
+        length_class(growth.match + depth - 1) * len(PRIOR[0]) + share_class(*counts)
+        for depth, counts in zip(growth.depths, growth.counts, strict=True)
+    ]
+    scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
+    return Candidates(tokens=growth.tokens, parents=growth.parents, scores=scores, bins=bins)
+
+
+def length_class(length: int) -> int:
+    """Return the row of PRIOR for a match of this length: 1, 2, to 4, to 8, longer."""
+    return min((length - 1).bit_length(), len(PRIOR) - 1)
+
+
+def share_class(count: int, total: int) -> int:
+    """Return the column of PRIOR for a token at `count` of `total` places."""
+    if count == total:
+        return 3 if count == 1 else 4
+    return min(4 * count // total, 2)
+
+
+class AnswerMemory:
+    """Indexes of earlier answers, of at most `max_tokens` tokens together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.half = max(max_tokens // 2, 1)
+        self.indexes = [NgramIndex(INDEXED_NGRAM), NgramIndex(INDEXED_NGRAM)]
+        """The newer answers, and the older ones."""
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Remember an answer; if the newer half is full, forget the older half."""
+        entry = [*answer[1 - self.half :], SEPARATOR] if self.half > 1 else [SEPARATOR]
+        if len(self.indexes[0].text) + len(entry) > self.half:
+            self.indexes = [NgramIndex(INDEXED_NGRAM), self.indexes[0]]
+        self.indexes[0].add(entry)

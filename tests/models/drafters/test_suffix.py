@@ -1,0 +1,169 @@
+"""SuffixDecoding against naive counts."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from outrider.models.decoding import GreedyAcceptance, Prompts, generate
+from outrider.models.drafters import make_training_free
+from outrider.models.drafters import suffix as suffix_module
+from outrider.models.drafters.candidates import Candidates, depths_of
+from outrider.models.drafters.suffix import AnswerMemory, Suffix, SuffixConfig
+
+
+def drafted(drafter: Suffix, text: list[int]) -> Candidates:
+    """Return the candidates after a text."""
+    store = drafter.store_factory()()
+    for start in range(0, len(text) - 1, 3):
+        store.add(text[start : min(start + 3, len(text) - 1)])
+    found = drafter.candidates_of(store, text[-1])
+    assert len(found.tokens) == len(found.parents) == len(found.scores) == len(found.bins) <= drafter.config.tree_nodes
+    assert len(set(zip(found.parents, found.tokens, strict=True))) == len(found.tokens), "siblings differ"
+    assert all(parent < node for node, parent in enumerate(found.parents))
+    assert all(0 < score < 1 for score in found.scores)
+    assert all(0 <= number < drafter.num_bins for number in found.bins)
+    assert store.text == text[:-1]
+    return found
+
+
+def paths_of(found: Candidates) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def naive_probs(windows: list[list[int]], min_prob: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of each path that occurs after some place."""
+    probs = {(): 1.0}
+    for path in sorted({tuple(window[:end]) for window in windows for end in range(1, len(window) + 1)}, key=len):
+        starts = [tuple(window[: len(path)]) for window in windows if len(window) >= len(path)]
+        siblings = [start for start in starts if start[:-1] == path[:-1]]
+        prob = probs.get(path[:-1], 0.0) * starts.count(path) / len(siblings)
+        if prob >= min_prob:
+            probs[path] = prob
+    return probs
+
+
+def naive(text: list[int], references: list[list[int]], config: SuffixConfig) -> list[tuple[float, dict]]:
+    """Return the score of each source's match of n tokens, and the probabilities of its paths."""
+    trees = []
+    for n, source in itertools.product(range(1, min(len(text), config.depth) + 1), (text, *references)):
+        ends = range(n, len(source)) if source is text else range(n, len(source) + 1)
+        length = min(config.depth, config.tree_nodes, int(config.max_spec_factor * n))
+        windows = [source[end:] for end in ends if source[end - n : end] == text[-n:]]
+        if source is text:
+            windows = [list(itertools.islice(itertools.cycle(window), length)) for window in windows]
+        probs = naive_probs([window[:length] for window in windows], config.min_prob)
+        budget = min(config.tree_nodes, int(config.max_spec_factor * n))
+        trees.append((sum(sorted((probs[path] for path in probs if path), reverse=True)[:budget]), probs))
+    return trees
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed):
+    chance = random.Random(seed)
+    vocab = chance.choice([2, 4, 20])
+    config = SuffixConfig(
+        tree_nodes=chance.randint(1, 12),
+        depth=chance.randint(1, 8),
+        max_spec_factor=chance.choice([1.0, 2.0, 4.0]),
+        min_prob=chance.choice([0.05, 0.3]),
+    )
+    references = [[chance.randrange(vocab) for _ in range(chance.randint(5, 30))]] * (seed % 2)
+    drafter, num_found = Suffix(config, references), 0
+    for size in range(1, 50, 4):
+        text = [chance.randrange(vocab) for _ in range(size)]
+        paths = paths_of(drafted(drafter, text))
+        trees = naive(text, references, config)
+        best = max(score for score, _ in trees)
+        sums = [sum(probs.get(path, -1.0) for path in paths) for score, probs in trees if score == pytest.approx(best)]
+        assert any(value == pytest.approx(best) for value in sums), (text, paths)
+        num_found += bool(paths)
+    assert num_found > 2
+
+
+def test_the_likeliest_continuation_comes_first():
+    drafter = Suffix(SuffixConfig(max_spec_factor=2.0))
+    found = drafted(drafter, [1, 5, 6, 1, 7, 8, 1, 5, 9, 1])
+    assert paths_of(found) == [(5,), (7,)], "two of three places, then one; 6 and 9 have a third, but 2 nodes are all"
+
+
+def test_a_longer_match_gets_more_nodes():
+    drafter = Suffix(SuffixConfig(max_spec_factor=1.0))
+    text = list(range(20))
+    for n in (1, 2, 4, 6):
+        assert list(drafted(drafter, [*text, *text[:n]]).tokens) == text[n : 2 * n]
+
+
+def test_a_text_that_repeats_itself_is_drafted_to_full_depth():
+    found = drafted(Suffix(SuffixConfig()), [1, 2] * 30)
+    assert list(found.tokens) == [1, 2] * 12
+    assert depths_of(found.parents) == list(range(1, 25))
+
+
+def test_only_the_latest_places_of_frequent_tokens_are_counted(monkeypatch):
+    monkeypatch.setattr(suffix_module, "MAX_PLACES", 4)
+    found = drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), [*[1, 5] * 20, *[9, 1, 6] * 4, 8, 1])
+    assert list(found.tokens) == [6]
+
+
+def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
+    monkeypatch.setattr(suffix_module, "MAX_PLACES", 2)
+    text = [1, 2, 3, 4, 5, 6, *[8, 4] * 9, 1, 2, 3, 4]
+    assert list(drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), text).tokens)[:2] == [5, 6]
+
+
+@torch.inference_mode()
+def answer(target, drafter, prompt: list[int]) -> tuple[list[int], int]:
+    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=30))
+    return [token for step in steps for token in step.tokens[0]], len(steps)
+
+
+def test_shared_answers_are_drafted_from_and_others_are_not(target):
+    prompt = [40, 41, 42, 43, 44, 45, 46, 47]
+    for share in (False, True):
+        drafter = make_training_free("suffix", {"share_answers": share}, target)
+        (first, num_first), _, (again, num_again) = (answer(target, drafter, text) for text in (prompt, [9, 8], prompt))
+        assert first == again
+        assert (num_again < num_first) == share
+
+
+@torch.inference_mode()
+def test_a_state_drafts_the_same_after_later_answers_were_shared(target):
+    drafter = make_training_free("suffix", {"share_answers": True}, target)
+    prompts = Prompts.of(torch.tensor([[1, 70, 71, 72, 2]]))
+    prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=0)
+    answer(target, drafter, [9, 8])
+    state = drafter.init_state(prompts, prefill, max_new_tokens=4)
+    before = [drafter.candidates(state, [token]) for token in range(300)]
+    for prompt in ([9, 8], [5, 6, 7], [40, 41]):
+        answer(target, drafter, prompt)
+    assert [drafter.candidates(state, [token]) for token in range(300)] == before
+    assert drafter.candidates(drafter.init_state(prompts, prefill, max_new_tokens=4), [9]) is not None
+
+
+def test_the_memory_of_answers_is_bounded_and_forgets_the_oldest():
+    memory = AnswerMemory(max_tokens=40)
+    for number in range(50):
+        memory.add([number] * (1 + number % 30))
+        texts = [index.text for index in memory.indexes]
+        assert sum(map(len, texts)) <= 40
+        assert number in texts[0]
+    assert not {0, 1, 2} & {token for text in texts for token in text}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_prob": 0.0}, "suffix.min_prob=0.0: must be above 0"),
+        ({"max_spec_factor": -1.0}, "suffix.max_spec_factor=-1.0: must be above 0"),
+        ({"share_answers": 1}, "suffix.share_answers=1: must be true or false"),
+        ({"max_ngram": 3}, "the drafter suffix has no option max_ngram"),
+    ],
+)
+def test_wrong_options_are_errors(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_training_free("suffix", options, target)
