@@ -171,7 +171,7 @@ class TextCounter:
         digest = hashlib.sha256(input_ids.numpy().tobytes() + continuations.numpy().tobytes()).digest()
         counts = self._counts.setdefault(digest, bytearray([UNSEEN]) * len(input_ids))
         unseen = [position for position in positions if counts[position] == UNSEEN]
-        text, store, read = input_ids.tolist(), self.drafter.make_store(), 0
+        text, store, read = input_ids.tolist(), self.drafter.store_factory()(), 0
         for position, (chosen, *labels) in zip(unseen, continuations[unseen].tolist(), strict=True):
             store.add(text[read : position + 1])
             read = position + 1
