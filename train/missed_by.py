@@ -5,9 +5,7 @@ there, and then the token that the target has chosen. `num_covered` is the numbe
 the continuation in this tree. It decides the weights of the labels: see `objective.missed_share`.
 """
 
-import hashlib
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -37,8 +35,6 @@ from ..models.target.hf_target import HFTarget
 
 PREFIX_TOKENS = 2**14
 """Tokens that a drafter with a KV cache reads at a time: each position needs its text anew."""
-UNSEEN = 255
-"""Count of a position that no step has had yet; one byte holds all others."""
 
 
 class OtherDrafter:
@@ -137,46 +133,26 @@ class TrainedCounter:
 
 
 class TextCounter:
-    """Lets a training-free drafter propose on the host, once for each position of each text.
-
-    Later epochs read the counts of the first: they depend on text and continuations alone.
-    """
+    """Lets a training-free drafter propose at all positions, text by text on the host."""
 
     def __init__(self, drafter: TrainingFreeDrafter) -> None:
         self.drafter = drafter
-        self._counts: dict[bytes, bytearray] = {}
 
     def count(self, batch: DrafterBatch) -> Int[torch.Tensor, " position"]:
-        starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
-        input_ids, mask, continuations, starts = (
-            values.cpu() for values in (batch.input_ids, batch.attention_mask, batch.continuations, starts)
-        )
-        texts = defaultdict[tuple[int, int], list[int]](list)  # by row and start
-        for row, column in batch.positions.nonzero().tolist():
-            texts[row, int(starts[row, column])].append(column)
-        counts: list[int] = []
-        for (row, start), columns in texts.items():
-            end = start + int((mask[row] & (starts[row] == start)).sum())
-            positions = [column - start for column in columns]
-            counts += self._count(input_ids[row, start:end], continuations[row, start:end], positions)
-        return torch.tensor(counts, device=batch.input_ids.device)
-
-    def _count(
-        self,
-        input_ids: Int[torch.Tensor, " seq"],
-        continuations: Int[torch.Tensor, "seq horizon"],
-        positions: Sequence[int],
-    ) -> list[int]:
-        """Return the counts at these positions of one text, which ascend."""
-        digest = hashlib.sha256(input_ids.numpy().tobytes() + continuations.numpy().tobytes()).digest()
-        counts = self._counts.setdefault(digest, bytearray([UNSEEN]) * len(input_ids))
-        unseen = [position for position in positions if counts[position] == UNSEEN]
-        text, store, read = input_ids.tolist(), self.drafter.make_store(), 0
-        for position, (chosen, *labels) in zip(unseen, continuations[unseen].tolist(), strict=True):
-            store.add(text[read : position + 1])
-            read = position + 1
-            counts[position] = min(longest_path(self.drafter.candidates_of(store, chosen), labels), UNSEEN - 1)
-        return [counts[position] for position in positions]
+        rows, columns = batch.positions.nonzero(as_tuple=True)
+        starts = torch.zeros_like(rows) if batch.starts is None else batch.starts[rows, columns]
+        continuations = batch.continuations[rows, columns].tolist()
+        input_ids = batch.input_ids.cpu()
+        counts, text = [], None
+        for row, start, column, (chosen, *labels) in zip(
+            rows.tolist(), starts.tolist(), columns.tolist(), continuations, strict=True
+        ):
+            if (row, start) != text:
+                text, store, read = (row, start), self.drafter.store_factory()(), start
+            store.add(input_ids[row, read : column + 1].tolist())
+            read = column + 1
+            counts.append(longest_path(self.drafter.candidates_of(store, chosen), labels))
+        return torch.tensor(counts, device=rows.device)
 
 
 def longest_path(candidates: Candidates, labels: Sequence[int]) -> int:
@@ -211,10 +187,15 @@ def require_other(name: str, drafter_dir: Path) -> None:
 def open_other(name: str, target: HFTarget) -> OtherDrafter:
     """Load the drafter that `train.label_weights` names.
 
-    Raises ValueError if there is none, if it doesn't fit the target, and if its drafts are drawn at
-    random.
+    Raises ValueError if there is none, if it doesn't fit the target, if its drafts are drawn at
+    random, and if it reads what training doesn't have.
     """
     if name in TRAINING_FREE:
+        if TRAINING_FREE[name].entries is not TrainingFreeDrafter.entries:
+            raise ValueError(
+                f"train.label_weights is {MISSED_BY}{name}, which drafts from the target's logits of all its earlier steps, and "
+                "training has no such steps; name a drafter that reads the text alone (suffix, prompt_lookup), or a trained one"
+            )
         return OtherDrafter(make_training_free(name, {}, target), target)
     with naming_option(name):
         drafter = load_drafter(name, target)
