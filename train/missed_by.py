@@ -193,8 +193,8 @@ def open_other(name: str, target: HFTarget) -> OtherDrafter:
     if name in TRAINING_FREE:
         if TRAINING_FREE[name].entries is not TrainingFreeDrafter.entries:
             raise ValueError(
-                f"train.label_weights is {MISSED_BY}{name}, which drafts from the target's logits of earlier steps, and training "
-                "has no such steps; name a drafter that reads the text alone (suffix, prompt_lookup), or a trained one"
+                f"train.label_weights is {MISSED_BY}{name}, which drafts from the target's logits of earlier steps, and "
+                "training has none; name a drafter that reads the text alone (suffix, prompt_lookup), or a trained one"
             )
         return OtherDrafter(make_training_free(name, {}, target), target)
     with naming_option(name):
