@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from outrider.cli.eval import eval_command
 from outrider.cli.hub import package_command
 from outrider.data.files import sha256_file
-from outrider.eval.report.card import CardOptions, model_card
+from outrider.eval.report.card import model_card
+from outrider.eval.report.card_options import CardOptions
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.registry import DRAFTERS
 from outrider.models.export.registry import programs_for
