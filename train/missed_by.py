@@ -16,20 +16,19 @@ import torch
 from jaxtyping import Int
 from torch.nn.functional import pad
 
-from ..data.files import sha256_file
+from ..data.drafter_names import folders_of
 from ..data.types import UNKNOWN, DrafterBatch, TargetReads
 from ..models.decoding import DraftTree, Prompts
 from ..models.decoding.acceptance import follow
 from ..models.decoding.types import NO_NODE, TargetOutput
-from ..models.drafters import load_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.candidates import Candidates
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.last_state import LastStateDrafter
 from ..models.drafters.losses import MISSED_BY
 from ..models.drafters.registry import TRAINING_FREE, make_training_free
-from ..models.drafters.saved.download import resolve_drafter
-from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.saved.loading import load_trained
+from ..models.drafters.saved.parts import Part, parse_drafter_name
 from ..models.drafters.training_free import TrainingFreeDrafter
 from ..models.target.hf_target import HFTarget
 
@@ -38,40 +37,42 @@ PREFIX_TOKENS = 2**14
 
 
 class OtherDrafter:
-    """A frozen drafter that shows which labels it proposes.
+    """Another drafter, frozen, which shows the labels that it proposes.
 
-    `seconds` is the time that it has taken.
+    It may have several parts: then a label counts as proposed if one of them proposes it, with all
+    labels before it. `seconds` is the time that they have taken.
     """
 
-    def __init__(self, drafter: TrainableDrafter | TrainingFreeDrafter, target: HFTarget) -> None:
-        self.drafter = drafter
+    def __init__(self, parts: Sequence[TrainableDrafter | TrainingFreeDrafter], target: HFTarget) -> None:
+        self.parts = parts
         self.seconds = 0.0
-        self._counter: Counter = (
-            TrainedCounter(drafter, target) if isinstance(drafter, TrainableDrafter) else TextCounter(drafter)
-        )
+        self._counters: list[Counter] = [
+            TrainedCounter(part, target) if isinstance(part, TrainableDrafter) else TextCounter(part) for part in parts
+        ]
 
     def reads(self, reads: TargetReads) -> TargetReads:
-        """Return what the batches need of the target for both drafters.
+        """Return what the batches need of the target for all drafters.
 
-        Raises ValueError if both read layers of the target, and different ones.
+        Raises ValueError if two of them read layers of the target, and different ones.
         """
-        if not isinstance(self.drafter, TrainableDrafter):
-            return reads
-        layers = self.drafter.feature_layers
-        if reads.layers and layers and reads.layers != layers:
-            raise ValueError(
-                f"train.label_weights names a drafter that reads the target's layers {list(layers)}, and the trained drafter "
-                f"reads {list(reads.layers)}; a batch has the layers of one: name another drafter"
-            )
-        hidden_states = reads.hidden_states or self.drafter.reads_hidden_states
-        return replace(reads, hidden_states=hidden_states, layers=reads.layers or layers)
+        for part in self.parts:
+            if not isinstance(part, TrainableDrafter):
+                continue
+            if reads.layers and part.feature_layers and reads.layers != part.feature_layers:
+                raise ValueError(
+                    f"train.label_weights names a drafter that reads the target's layers {list(part.feature_layers)}, and "
+                    f"another one reads {list(reads.layers)}; a batch has the layers of one: name another drafter"
+                )
+            hidden_states = reads.hidden_states or part.reads_hidden_states
+            reads = replace(reads, hidden_states=hidden_states, layers=reads.layers or part.feature_layers)
+        return reads
 
     @torch.no_grad()
     def mark(self, batch: DrafterBatch) -> DrafterBatch:
         """Return the batch with `num_covered` at the positions to train."""
         started = time.perf_counter()
         num_covered = torch.zeros_like(batch.input_ids)
-        num_covered[batch.positions] = self._counter.count(batch)
+        num_covered[batch.positions] = torch.stack([counter.count(batch) for counter in self._counters]).amax(0)
         self.seconds += time.perf_counter() - started
         return replace(batch, num_covered=num_covered)
 
@@ -177,10 +178,10 @@ def count_covered(tree: DraftTree, labels: Int[torch.Tensor, "position depth"]) 
 
 def require_other(name: str, drafter_dir: Path) -> None:
     """Raise ValueError if `train.label_weights` names the drafter that is to be trained."""
-    if name not in TRAINING_FREE and resolve_drafter(name).resolve() == drafter_dir.resolve():
+    if drafter_dir.resolve() in [Path(folder).resolve() for folder in folders_of(name)]:
         raise ValueError(
-            f"train.label_weights is {MISSED_BY}{name}, and that is the drafter to be trained: name another drafter, or train "
-            "into another output_dir"
+            f"train.label_weights is {MISSED_BY}{name}, and {drafter_dir} is the drafter to be trained: name another drafter, "
+            "or train into another output_dir"
         )
 
 
@@ -190,31 +191,36 @@ def open_other(name: str, target: HFTarget) -> OtherDrafter:
     Raises ValueError if there is none, if it doesn't fit the target, if its drafts are drawn at
     random, and if it reads what training doesn't have.
     """
-    if name in TRAINING_FREE:
-        if TRAINING_FREE[name].entries is not TrainingFreeDrafter.entries:
-            raise ValueError(
-                f"train.label_weights is {MISSED_BY}{name}, which drafts from the target's logits of earlier steps, and "
-                "training has none; name a drafter that reads the text alone (suffix, prompt_lookup), or a trained one"
-            )
-        return OtherDrafter(make_training_free(name, {}, target), target)
     with naming_option(name):
-        drafter = load_drafter(name, target)
+        drafters = [_open_part(part, target) for part in parse_drafter_name(name).parts]
+    return OtherDrafter(drafters, target)
+
+
+def _open_part(part: Part, target: HFTarget) -> TrainableDrafter | TrainingFreeDrafter:
+    if part.folder is None:
+        if TRAINING_FREE[part.name].entries is not TrainingFreeDrafter.entries:
+            raise ValueError(
+                f"{part.name} drafts from the target's logits of earlier steps, and training has none; name a drafter that "
+                "reads the text alone (suffix, prompt_lookup), or a trained one"
+            )
+        return make_training_free(part.name, {}, target)
+    drafter = load_trained(part.folder, target)
     if isinstance(drafter, DraftModel) and drafter.config.temperature:
         raise ValueError(
-            f"train.label_weights is {MISSED_BY}{name}, a draft model that draws its tokens at random (temperature "
-            f"{drafter.config.temperature}), so what it misses is left to chance; name a drafter with temperature 0"
+            f"that draft model draws its tokens at random (temperature {drafter.config.temperature}), so its misses are left "
+            "to chance; name a drafter with temperature 0"
         )
-    return OtherDrafter(drafter, target)
+    return drafter
 
 
 def describe_other(name: str) -> dict[str, Any]:
     """Return what decides the proposals of the drafter that `train.label_weights` names."""
-    if name in TRAINING_FREE:
-        return {"kind": name, **asdict(TRAINING_FREE[name].Config())}
     with naming_option(name):
-        folder = resolve_drafter(name)
-        saved = read_drafter_config(folder)
-        return {"kind": saved.kind, **saved.drafter, "weights_sha256": sha256_file(folder / WEIGHTS_FILE)}
+        parts = parse_drafter_name(name)
+        return {
+            "parts": {part.name: asdict(part.config({})) for part in parts.parts},
+            **({"weights_sha256": parts.weights} if parts.folders else {}),
+        }
 
 
 @contextmanager
@@ -223,5 +229,4 @@ def naming_option(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        names = ", ".join(sorted(TRAINING_FREE))
-        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}; drafters without a folder are {names}") from error
+        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}") from error

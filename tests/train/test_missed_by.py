@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from outrider.data.collate import collate
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from outrider.models.decoding import DraftTree, Prompts
-from outrider.models.drafters import build_drafter, load_drafter, make_training_free, parse_drafter, save_drafter
+from outrider.models.drafters import build_drafter, make_training_free, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import LEAST_WEIGHT
 from outrider.models.drafters.objective import Labels, Objective
 from outrider.models.drafters.prompt_lookup import PromptLookup
 from outrider.models.drafters.registry import TRAINING_FREE
+from outrider.models.drafters.saved.loading import load_trained
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import missed_by as missed_by_module
 from outrider.train.batches import target_reads, with_hidden_states
@@ -84,7 +85,7 @@ def test_the_other_drafter_covers_what_it_proposes_in_decoding(
         drafter = make_training_free(kind, {}, target)
     else:
         drafter = trained_a_little(kind, target, make_batch(texts, packing=False))
-    other = OtherDrafter(drafter, target)
+    other = OtherDrafter([drafter], target)
     batch = make_batch(texts, packing=packing, max_positions=20)
     redrafter = build_drafter(parse_drafter({"kind": "redrafter"}), target)
     marked = with_hidden_states(batch, target, target_reads(redrafter, Objective(), other), other)
@@ -105,6 +106,22 @@ def test_the_other_drafter_covers_what_it_proposes_in_decoding(
     assert other.seconds > 0
 
 
+def test_several_drafters_cover_what_the_best_of_them_covers(target: HFTarget, examples: list[DistilledExample]) -> None:
+    batch = make_batch(examples[:3], packing=False)
+    trained = trained_a_little("medusa", target, batch)
+    lookup = make_training_free("prompt_lookup", {}, target)
+    batch = with_hidden_states(batch, target, TargetReads(hidden_states=True))
+    first, second, both = (
+        OtherDrafter(parts, target).mark(batch).num_covered for parts in ([trained], [lookup], [trained, lookup])
+    )
+    assert first is not None
+    assert second is not None
+    assert both is not None
+    assert torch.equal(both, first.maximum(second))
+    assert (first > second).any()
+    assert (first < second).any()
+
+
 def test_padding_of_a_tree_is_no_unknown_label() -> None:
     """Both are -1."""
     tree = DraftTree(tokens=torch.tensor([[5, -1], [5, 6]]), parents=torch.tensor([[-1, -1], [-1, 0]]), max_depth=2)
@@ -123,7 +140,7 @@ def other(run_train: RunTrain, target: HFTarget, examples: list[DistilledExample
 def covered(drafter_dir: Path, target: HFTarget, examples: list[DistilledExample]) -> tuple[DrafterBatch, torch.Tensor]:
     """Return all positions, and the number of draft tokens that a trained drafter has right at each."""
     batch = with_hidden_states(make_batch(examples, packing=False), target, TargetReads(hidden_states=True))
-    marked = OtherDrafter(load_drafter(drafter_dir, target), target).mark(batch)
+    marked = OtherDrafter([load_trained(drafter_dir, target)], target).mark(batch)
     assert marked.num_covered is not None
     return batch, marked.num_covered[batch.positions]
 
@@ -172,7 +189,7 @@ def test_accumulation_resuming_and_a_moved_folder_change_nothing(run_train: RunT
 def test_a_training_free_drafter_can_be_the_other_one(run_train: RunTrain) -> None:
     run = run_train(label_weights="missed_by:prompt_lookup")
     description = json.loads((run.train_dir / "summary.json").read_text())["run"]["train"]["label_weights"]
-    assert description["missed_by"]["kind"] == "prompt_lookup"
+    assert description["missed_by"]["parts"].keys() == {"prompt_lookup"}
     assert not torch.equal(*(weights(each)["head.weight"] for each in (run, run_train("uniform"))))
 
 
@@ -199,7 +216,9 @@ def test_drafters_that_cannot_be_the_other_one_are_refused(
             run_train(label_weights=f"missed_by:{drafter_dir}", **options)
         assert not list((tmp_path / "run").rglob("*.jsonl"))
 
-    refused(tmp_path / "nowhere", "holds no drafter.*prompt_lookup, .*suffix")
+    refused(tmp_path / "nowhere", "holds no drafter")
+    with pytest.raises(ValueError, match=r"missed_by:sufix.*prompt_lookup, .*did you mean suffix"):
+        run_train(label_weights="missed_by:sufix")
     refused(tmp_path / "run" / "drafter", "to be trained")
     reads_logits = type("ReadsLogits", (PromptLookup,), {"entries": lambda self, *args: ()})
     monkeypatch.setitem(TRAINING_FREE, "recycling", reads_logits)
@@ -209,7 +228,7 @@ def test_drafters_that_cannot_be_the_other_one_are_refused(
     save_drafter(drawn, tmp_path / "drawn", target.identity)
     refused(tmp_path / "drawn", r"temperature 0\.7")
     foreign = replace(target.identity, vocab_size=7)
-    save_drafter(load_drafter(other, target), tmp_path / "foreign", foreign)
+    save_drafter(load_trained(other, target), tmp_path / "foreign", foreign)
     refused(tmp_path / "foreign", "vocab_size")
     eagle = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [1]}), target)
     save_drafter(eagle, tmp_path / "eagle3", target.identity)
