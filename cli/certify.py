@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 def certify_command(
     target: Annotated[str | None, typer.Option(help="The target, a directory or a Hub id. Needs --drafter.")] = None,
-    drafter: Annotated[
-        list[Path] | None, typer.Option(help="A drafter's directory, or its name on the Hub. Repeat for several.")
-    ] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help=f"{shared.DRAFTER_HELP} Repeat for several.")] = None,
     suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
@@ -81,32 +79,30 @@ def certify_command(
 
 
 def _certify_decoding(
-    config: "EvalConfig", drafter: list[Path], options: dict[str, Any]
+    config: "EvalConfig", drafter: list[str], options: dict[str, Any]
 ) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
     """Certify decoding with each drafter.
 
     Returns the certificate's lines, the description of what they certify, and the target's device.
     """
-    from ..data.files import sha256_file
     from ..eval.certify.certificate import certify_decoding
     from ..eval.measure.methods import method_specs, proposer, recorded_methods
     from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters import load_drafter
-    from ..models.drafters.saved.download import resolve_drafter
-    from ..models.drafters.saved.folder import WEIGHTS_FILE
+    from ..models.drafters.saved.parts import parse_drafter_name
 
     # 1. Load the target after all inputs are checked.
-    directories = [resolve_drafter(path) for path in drafter]
-    check_inputs(config, directories)
+    all_parts = [parse_drafter_name(name) for name in drafter]
+    check_inputs(config, all_parts)
     target = load_chosen_target(options)
 
     # 2. Name each drafter as the tables of an evaluation do, and decode with it.
-    specs = method_specs(config, directories)
+    specs = method_specs(config, all_parts)
     methods = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
     names = [str(name) for name in method_names(methods)]
-    folders = {name: spec.path for name, spec in zip(names, specs.values(), strict=True)}
-    drafters = {name: proposer(load_drafter(path, target), target) for name, path in folders.items()}
+    parts = {name: spec.parts for name, spec in zip(names, specs.values(), strict=True)}
+    drafters = {name: proposer(load_drafter(drafter_parts, target), target) for name, drafter_parts in parts.items()}
     suites = load_suites(config)
     lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
@@ -118,6 +114,6 @@ def _certify_decoding(
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.identity.quantization,
         "form": target.form,
-        "drafters": {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()},
+        "drafters": {name: drafter_parts.weights for name, drafter_parts in parts.items()},
     }
     return lines, subject, target.device

@@ -130,6 +130,12 @@ class RunConfig:
             if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
                 line = "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
                 problems.append(under(section, line, VARIANT_OPTIONS))
+        temperature: float = getattr(run.drafter.config, "temperature", 0.0)
+        if self.eval.merge and temperature:
+            problems.append(
+                f"eval.merge is {self.eval.merge}, and the drafter's temperature is {temperature:g}: drafts "
+                "that are drawn at random can't be merged; set eval.merge=[], or the drafter's temperature to 0"
+            )
         name = f"{section}.settings" if "settings" in self.variants.get(variant, {}) else "eval.settings"
         for index, setting in enumerate(run.settings):
             try:

@@ -15,8 +15,9 @@ from .options import chosen_suite, config_from, load_chosen_target, parse_settin
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.results.rows import Row
+    from ..models.drafters.saved.parts import DrafterParts
 
-Drafters = Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeatable.")]
+Drafters = Annotated[list[str], typer.Option(help=f"{shared.DRAFTER_HELP} Repeatable.")]
 SuiteNames = Annotated[
     list[str],
     typer.Option(help="Prompts: mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or FILE.jsonl. Repeatable."),
@@ -37,6 +38,12 @@ def eval_command(
     beam_length: Annotated[list[int] | None, typer.Option(help="ReDrafter's draft tokens per beam. Repeat to compare.")] = None,
     tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, at most. Repeat.")] = None,
     setting: Settings = None,
+    baselines: Annotated[
+        list[str] | None, typer.Option("--baseline", help="Also compare prompt_lookup, suffix or recycling. Repeat.")
+    ] = None,
+    merge: Annotated[
+        list[str] | None, typer.Option(help="Also merge each trained drafter with suffix, recycling or prompt_lookup. Repeat.")
+    ] = None,
     tuned: Annotated[bool, typer.Option(help="Use the settings that `outrider tune` chose on this machine.")] = False,
     temperatures: Annotated[
         list[float] | None,
@@ -72,7 +79,7 @@ def eval_command(
     suite, drafter, output = options["suite"], options["drafter"], options["output"]
     suite_path = options["suite_path"]
     from ..eval.config import EvalConfig
-    from ..models.drafters.saved.download import resolve_drafter
+    from ..models.drafters.saved.parts import parse_drafter_name
 
     suites = _suites(suite, suite_path or [], suite_revision or [], limit)
     settings = _settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes)
@@ -81,12 +88,12 @@ def eval_command(
         raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
 
     # 2. Measure, and print the table.
-    rows = _measure(config, [resolve_drafter(path) for path in drafter], output, options)
+    rows = _measure(config, [parse_drafter_name(name) for name in drafter], output, options)
     if not _print_results(rows, output):
         raise typer.Exit(1)
 
 
-def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: dict[str, Any]) -> "list[Row]":
+def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path, options: dict[str, Any]) -> "list[Row]":
     from ..data.files import locked
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings

@@ -10,7 +10,9 @@ from .options import parse_quantization, take_paths
 
 
 def package_command(
-    drafter: Annotated[Path, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run.")],
+    drafter: Annotated[
+        str, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run; or DIR+suffix+recycling.")
+    ],
     output: Annotated[Path, typer.Option(help="The folder to write.")],
     records: Annotated[
         list[Path] | None, typer.Option(help="Folder of an evaluation; its figures go into the model card. Repeat.")
@@ -40,9 +42,12 @@ def package_command(
         paths[name] for name in ("drafter", "output", "records", "run", "certificate")
     )
     # 1. Write the card from the evaluations and the run.
-    from ..eval.report.card import CardOptions, model_card
+    from ..eval.report.card import model_card
+    from ..eval.report.card_options import CardOptions
+    from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.export.package import make_package, package_files
 
+    parts = parse_drafter_name(drafter)
     options = CardOptions(
         evaluations=records or (),
         run=run,
@@ -53,10 +58,10 @@ def package_command(
         repo=repo,
         disturbed="mark" if allow_disturbed else "raise",
     )
-    card = model_card(drafter, options)
+    card = model_card(parts, options)
 
     # 2. Write the folder, and list it.
-    make_package(drafter, output, card, certificate)
+    make_package(parts, output, card, certificate)
     _print_files(package_files(output))
     _print_names_left_open(card)
     typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
@@ -143,7 +148,8 @@ def _is_bare_drafter(folder: Path) -> bool:
 
 def _package(drafter: Path, output: Path, repo: str) -> Path:
     """Write the Hub folder of a drafter's directory, and print the files that are left out."""
-    from ..eval.report.card import CardOptions, model_card
+    from ..eval.report.card import model_card
+    from ..eval.report.card_options import CardOptions
     from ..models.drafters.saved.download import READ_FILES
     from ..models.export.package import make_package
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 import yaml
 
+from ..data.drafter_names import TRAINING_FREE_NAMES
 from ..data.paths import NamedPath, built_in_templates, expand_home, require_paths
-from .inputs import DATA_FILE, DRAFTER, MODEL
+from .inputs import ANY_DRAFTER, DATA_FILE, MODEL, named_folders
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 INPUTS = {
     "target": ("--target", MODEL),
-    "drafter": ("--drafter", DRAFTER),
+    "drafter": ("--drafter", ANY_DRAFTER),
     "folder": ("FOLDER", "a folder of another program, or its name on the Hub (user/name)"),
     "suite": ("--suite", DATA_FILE),
     "suite_path": ("--suite-path", DATA_FILE),
@@ -32,9 +33,10 @@ INPUTS = {
 }
 """Parameters of commands that may name a local file or folder, with their options and valid values."""
 ALWAYS_LOCAL = ("records", "run", "certificate")
-DRAFTERS = ("drafter", "folder")
-"""Their names on the Hub have a slash. (A `Path` drops the ./ of ./drafter.)"""
 
+DRAFTER_HELP = (
+    f"The drafter: its directory, user/name[@revision] on the Hub, {', '.join(TRAINING_FREE_NAMES)}, or several joined by +."
+)
 Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
 TrainedTarget = Annotated[str, typer.Option(help="The target of the drafter: a directory or a Hub id.")]
 Revision = Annotated[str | None, typer.Option(help="The target's branch, tag or commit on the Hub.")]
@@ -81,14 +83,16 @@ def take_paths(options: Mapping[str, Any], **arguments: str) -> dict[str, Any]:
     stand alone, without an option: drafter="DRAFTER".
     """
     taken = {name: _expanded(value) for name, value in options.items()}
-    paths = []
+    paths: list[NamedPath] = []
     for name, (option, expected) in INPUTS.items():
         for item in _items(taken.get(name)):
             text = str(item)
             if name == "suite_path" and isinstance(taken[name], list):  # SUITE=FILE
                 text = text.partition("=")[2]
-            is_local = name in ALWAYS_LOCAL or (name in DRAFTERS and "/" not in text)
-            if name != "chat_template" or text not in built_in_templates():
+            is_local = name in ALWAYS_LOCAL or (name == "folder" and "/" not in text)
+            if name == "drafter":
+                paths += named_folders(arguments.get(name, option), item)
+            elif name != "chat_template" or text not in built_in_templates():
                 paths.append(NamedPath(option=arguments.get(name, option), value=text, expected=expected, is_local=is_local))
     require_paths(paths)
     return taken

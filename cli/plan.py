@@ -226,7 +226,8 @@ def _training_plan(config: RunConfig, run: DrafterRun, plan: TrainingEstimate) -
 
 
 def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget) -> StagePlan:
-    num_methods = 1 + sum(len(run.settings) for run in config.drafter_runs())
+    num_drafters = sum(len(run.settings) + bool(config.eval.merge) for run in config.drafter_runs())
+    num_methods = 1 + len(config.eval.baselines) + num_drafters
     plan = estimate_evaluation(config.eval, suites, num_methods, target)
     speeds = ", ".join(f"{speed:,.0f} in batches of {size}" for size, speed in plan.tokens_per_second.items())
     rows = {

@@ -25,6 +25,7 @@ from ..data.suites import PromptSet
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
+from ..eval.measure.methods import Settings
 from ..eval.records.names import RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
@@ -32,14 +33,18 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.terminal import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
+from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.saved.parts import parse_drafter_name
 from ..models.export.package import README_FILE
 from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
+from ..train.batches import target_reads
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
+from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
@@ -134,13 +139,18 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
 
 def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Console) -> list[Row]:
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
-    settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
-    set_aside_evaluation(folder / "eval", list(settings))
-    rows = evaluate(config.eval, target, target.tokenizer, list(settings), folder / "eval", settings, command=command_line())
+    settings, folders = _settings(config), [drafter.drafter_dir for drafter in config.drafter_runs()]
+    set_aside_evaluation(folder / "eval", folders)
+    rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings, command=command_line())
     print_table(rows, console)
     print_measure_again(rows, console)
     write_report([folder / "eval"], folder, figures=False)
     return rows
+
+
+def _settings(config: RunConfig) -> Settings:
+    """Return the settings to evaluate, by drafter."""
+    return {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
 
 
 def _files_to_open(config: RunConfig, folder: Path) -> dict[Path, str]:
@@ -163,7 +173,8 @@ def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None
     """
     if not (evaluation / RUN_FILE).is_file():
         return
-    recorded = {method["weights"] for method in read_info(evaluation / RUN_FILE).config["methods"].values()}
+    methods = read_info(evaluation / RUN_FILE).config["methods"].values()
+    recorded = {method["weights"] for method in methods if method["weights"]}
     present = {sha256_file(directory / WEIGHTS_FILE) for directory in drafter_dirs}
     if present <= recorded or recorded <= present:
         return
@@ -185,6 +196,9 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     horizon = label_store(shards).load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
+        if (other := drafter.train.missed_by) is not None:
+            require_other(other, drafter.drafter_dir)
+            open_other(other, target).reads(target_reads(fresh, Objective()))
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
@@ -262,6 +276,8 @@ def _check_inputs(config: RunConfig) -> None:
         return  # a plan doesn't need the files of earlier stages
     if "distill" in config.stages and config.distill.engine == "openai":
         require_client()
+    if "distill" in config.stages and config.distill.drafter is not None:
+        parse_drafter_name(config.distill.drafter).configs(config.distill.drafter_settings)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
@@ -269,7 +285,7 @@ def _check_inputs(config: RunConfig) -> None:
         for drafter in config.drafter_runs():
             require_horizon(drafter.drafter, manifest.horizon)
     if "eval" in config.stages:
-        settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+        settings = _settings(config)
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
     if "export" in config.stages:
         require_fitting_certificate(config.export, config.drafter_runs())

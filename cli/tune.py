@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..data.drafter_names import folders_of
 from . import options as shared
 from .errors import starts_again
 from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
-    from ..eval.tune.search import Speed
+    from ..eval.tune.search import Prediction, Speed
+    from ..models.drafters.saved.parts import DrafterParts
 
 Settings = Annotated[list[str] | None, typer.Option(help="Try only this setting: '{depth: 5, top_k: 8}'. Repeat for several.")]
 NameOf = Callable[[dict[str, Any] | None], str]
@@ -28,7 +30,7 @@ SHOWN = 5
 
 def tune_command(
     target: shared.Target,
-    drafter: Annotated[Path, typer.Option(help="The drafter: its directory, or a Hub id with --no-write.")],
+    drafter: Annotated[str, typer.Option(help=f"{shared.DRAFTER_HELP} A Hub id needs --no-write.")],
     suite: Annotated[str, typer.Option(help="Prompts: a suite's name as in outrider eval, or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     suite_revision: Annotated[str | None, typer.Option(help="Commit of the suite on the Hub.")] = None,
@@ -56,7 +58,8 @@ def tune_command(
 
     The target answers some prompts once. Every setting drafts for these answers, and the target's
     step is timed for each batch and tree size. The settings with the best predicted speed then
-    decode, and are measured. This takes minutes; measuring every setting takes hours.
+    decode, and are measured. This takes minutes; measuring every setting takes hours. Merged and
+    training-free drafters have few settings: all of them decode, and expected gain is one of them.
     """
     # 1. Check the options.
     options = take_paths({**locals()})
@@ -64,7 +67,9 @@ def tune_command(
     from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
-    from ..models.drafters.saved.download import HUB_ID, resolve_drafter
+    from ..models.drafters.saved.download import HUB_ID
+    from ..models.drafters.saved.parts import parse_drafter_name
+    from ..models.drafters.saved.tuned import tuned_folder
 
     sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
@@ -73,32 +78,34 @@ def tune_command(
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
     config = config_from(EvalConfig, options, suites=[chosen], **choices)
-    if write and not drafter.is_dir() and HUB_ID.fullmatch(str(drafter)):
-        raise ValueError(
-            f"--drafter is {drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
-            f"`outrider pull {drafter} --output DIR` and tune DIR, or add --no-write"
-        )
-    directory = resolve_drafter(drafter)
-    check_inputs(config, [directory])
+    for part in folders_of(drafter) if write else ():
+        if not Path(part).is_dir() and HUB_ID.fullmatch(part):
+            raise ValueError(
+                f"--drafter is {drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
+                f"`outrider pull {part} --output DIR` and tune DIR, or add --no-write"
+            )
+    parts = parse_drafter_name(drafter)
+    directory = tuned_folder(parts) if write else None
+    check_inputs(config, [parts])
 
     # 2. Tune, and print the choice.
     loaded = load_chosen_target(options)
     with starts_again("tuning"):
-        tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
-    _print_tuning(tuning, setting_namer(directory), directory if write else None, output)
+        tuning = tune(config, loaded, parts, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+    _print_tuning(tuning, setting_namer(parts), directory, output)
 
 
-def setting_namer(directory: Path) -> NameOf:
+def setting_namer(drafter: "Path | DrafterParts") -> NameOf:
     """Return a function that names settings of this drafter in words."""
     from ..eval.records.method_names import PLAIN_DECODING, setting_words
-    from ..models.drafters.saved.folder import read_drafter_config
+    from ..models.drafters.saved.parts import parse_drafter_name
 
-    saved = read_drafter_config(directory)
+    parts = parse_drafter_name(drafter)
 
     def name_of(setting: dict[str, Any] | None) -> str:
         if setting is None:
             return PLAIN_DECODING
-        return setting_words(saved.kind, {**saved.drafter, **setting}, setting) or "as saved"
+        return setting_words(parts.kind, {**parts.described(setting), **setting}, setting) or "as saved"
 
     return name_of
 
@@ -112,7 +119,10 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
         names = "; ".join(f"{name_of(speed.setting)} (batches of {speed.batch_size})" for speed in tuning.left_out)
         console.print(escape(f"Not measured, because memory ran out: {names}"), soft_wrap=True)
     written = "" if written_to is None else f"; the choice to {written_to / 'tuned.json'}"
-    console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
+    console.print(
+        escape(f"All {'predictions' if tuning.predictions else 'speeds'} were written to {output / 'tuning.json'}{written}"),
+        soft_wrap=True,
+    )
 
 
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
@@ -126,27 +136,37 @@ def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
         table.add_column(column, justify="right")
 
     # 1. Plain decoding first, then measured settings by speed, then predicted ones by speed.
-    of_size = [speed for speed in tuning.predictions if speed.batch_size == batch_size]
-    measured = {_key(speed): speed.tokens_per_second for speed in tuning.finals if speed.batch_size == batch_size}
+    predicted = {_key(speed): speed for speed in tuning.predictions if speed.batch_size == batch_size}
+    measured = {_key(speed): speed for speed in tuning.finals if speed.batch_size == batch_size}
     order = sorted(
-        of_size, key=lambda speed: (speed.setting is not None, -measured.get(_key(speed), 0), -speed.tokens_per_second)
+        {**measured, **predicted}.items(),
+        key=lambda item: (
+            item[1].setting is not None,
+            -(measured[item[0]].tokens_per_second if item[0] in measured else 0),
+            -item[1].tokens_per_second,
+        ),
     )
-    plain = measured[_key(order[0])]
+    plain = measured[order[0][0]].tokens_per_second
 
     # 2. A row for each.
-    for predicted in order[: 1 + max(SHOWN, len(measured) - 1)]:
-        speed = measured.get(_key(predicted))
+    for key, either in order[: 1 + max(SHOWN, len(measured) - 1)]:
+        speed = measured[key].tokens_per_second if key in measured else None
         table.add_row(
-            name_of(predicted.setting),
-            f"{predicted.tokens_per_step:.2f}",
-            f"{predicted.num_nodes:.1f}",
-            f"{1000 * predicted.own_seconds:.1f}",
-            f"{predicted.tokens_per_second:,.1f}",
+            name_of(either.setting),
+            f"{either.tokens_per_step:.2f}",
+            *_predicted_cells(predicted.get(key)),
             *(["-", "-"] if speed is None else [f"{speed:,.1f}", f"{speed / plain:.2f}x"]),
         )
     if len(order) > table.row_count:
         table.caption = f"{len(order) - table.row_count} more settings are predicted to be slower"
     return table
+
+
+def _predicted_cells(prediction: "Prediction | None") -> list[str]:
+    """Format what only a prediction knows: nodes, the drafter's milliseconds, and the speed."""
+    if prediction is None:
+        return ["-", "-", "-"]
+    return [f"{prediction.num_nodes:.1f}", f"{1000 * prediction.own_seconds:.1f}", f"{prediction.tokens_per_second:,.1f}"]
 
 
 def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
@@ -162,6 +182,7 @@ def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
         summary = f"speculation is off: {reason}"
     else:
         summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding (without the prefill)"
+    summary += _check_of_pace(tuning, batch_size, name_of)
     if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
         errors = sorted(map(abs, tuning.errors(batch_size)))
         summary += (
@@ -170,6 +191,18 @@ def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
             f"(median), {100 * errors[-1]:.0f} % (maximum)"
         )
     return f"Batches of {batch_size}: {summary}"
+
+
+def _check_of_pace(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
+    """Compare drafting by expected gain with the best fixed setting, if both were measured."""
+    drafting = [speed for speed in tuning.finals if speed.batch_size == batch_size and speed.setting is not None]
+    paced = [speed for speed in drafting if speed.setting and speed.setting.get("pace") == "expected"]
+    fixed = [speed for speed in drafting if speed not in paced]
+    if not paced or not fixed:
+        return ""
+    best, best_fixed = (max(speeds, key=lambda speed: speed.tokens_per_second) for speeds in (paced, fixed))
+    ratio = best.tokens_per_second / best_fixed.tokens_per_second
+    return f". Drafting by expected gain has {ratio:.2f}x the speed of the best fixed setting ({name_of(best_fixed.setting)})"
 
 
 def _key(speed: "Speed") -> str:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, Positi
 from pydantic.dataclasses import dataclass
 
 from ..data.choices import FEATURES, STATE_DTYPES
+from ..data.drafter_names import repeated_names, split_name
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, different, one_of, raise_problems
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class DistillConfig:
     default."""
 
     drafter: str | None = None
-    """Directory of a trained drafter that speeds up the engine `decoder`; the text doesn't
-    change."""
+    """Drafter that speeds up the engine `decoder`; the text doesn't change: a trained drafter's
+    directory, prompt_lookup, suffix, recycling, or several joined by +."""
 
     drafter_settings: dict[str, Any] = field(default_factory=dict)
     """Runtime options of that drafter, as in `eval.settings`, such as {beam_width: 4, tree_nodes:
@@ -165,6 +166,8 @@ class DistillConfig:
                 f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "
                 "decoder, or leave the drafter out"
             )
+        if self.drafter is not None and (twice := repeated_names(split_name(self.drafter))):
+            problems.append(f"drafter is {self.drafter!r}, which has {', '.join(twice)} twice; give each part once")
         if self.drafter_settings and self.drafter is None:
             problems.append("drafter_settings are set, and no drafter; set drafter too")
         return problems

@@ -6,14 +6,16 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, GetPydanticSchema, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
+from ..data.drafter_names import TRAINING_FREE_NAMES
+from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, different, one_of, raise_problems
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 
 ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
+TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -69,6 +71,11 @@ class EvalConfig:
     settings: Annotated[list[dict[str, Any]], Field(min_length=1)] = field(default_factory=lambda: [{}])
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}. Each entry is a
     method of the table."""
+    baselines: TrainingFree = field(default_factory=list)
+    """Drafters without training that are compared too: prompt_lookup, suffix, recycling."""
+    merge: TrainingFree = field(default_factory=list)
+    """Training-free drafters that each trained drafter is merged with, as a further method: [suffix,
+    recycling]. It drafts by expected gain, with the drafter's options as saved."""
     max_new_tokens: PositiveInt = 128
     """Tokens per answer, at most; a stop token ends it earlier."""
     temperatures: Distinct[NonNegativeFloat] = field(default_factory=lambda: [0.0])

@@ -17,8 +17,9 @@ from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.protocols import AcceptanceRule
 from ..models.decoding.sampling import Sampling
-from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import read_training_facts
+from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
+from ..models.drafters.saved.parts import DrafterParts
 from ..models.target.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
@@ -26,6 +27,7 @@ from .measure.bench import Bench
 from .measure.environment import describe_environment
 from .measure.memory import within_memory
 from .measure.methods import (
+    Drafters,
     MethodSpec,
     Settings,
     TunedSettings,
@@ -67,7 +69,7 @@ def evaluate(
     config: EvalConfig,
     target: HFTarget,
     tokenizer: PreTrainedTokenizerBase,
-    drafter_dirs: Sequence[Path],
+    drafters: Drafters,
     output_dir: Path,
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
@@ -83,11 +85,11 @@ def evaluate(
     """
     # 1. Load what is compared: prompts and drafters.
     suites = load_suites(config)
-    specs = method_specs(config, drafter_dirs, settings, tuned)
+    specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
-        drafters = load_drafters(specs, target)
-        target.choose_linears(*drafters.values())
+        loaded = load_drafters(specs, target)
+        target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
@@ -99,9 +101,9 @@ def evaluate(
             target=target,
             tokenizer=tokenizer,
             rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
-            methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, drafters, target).items()},
+            methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()},
             config=config,
-            context_length=context_length(target, drafters.values()),
+            context_length=context_length(target, loaded.values()),
             file=file,
             config_digest=info.config_digest,
             environment=environment,
@@ -111,7 +113,7 @@ def evaluate(
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
-        by_method = {name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()}
+        by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
     # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
@@ -138,24 +140,25 @@ def audited_facts(
     )
 
 
-def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
+def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | None = None) -> None:
     """Check suites, drafters and their options, without a target.
 
     Raises ValueError for each problem that doesn't need the target to be detected.
     """
     load_suites(config)
-    for spec in method_specs(config, drafter_dirs, settings).values():
-        read_training_facts(spec.path)
+    for spec in method_specs(config, drafters, settings).values():
+        for folder in spec.parts.folders:
+            read_training_facts(folder)
 
 
-def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
-    """Collect the facts about a drafter that tables show: its size and its training."""
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    training = read_training_facts(directory)
+def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts) -> DrafterFacts:
+    """Collect the facts about a drafter that tables show: its size, and its (first) training."""
+    parameters = sum(parameter.numel() for part in trained_parts(drafter) for parameter in part.parameters())
+    training = read_training_facts(parts.folders[0]) if parts.folders else None
     return DrafterFacts(parameters=parameters, training=None if training is None else dataclasses.asdict(training))
 
 
-def context_length(target: HFTarget, drafters: Iterable[TrainableDrafter]) -> int:
+def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:
     """Compute how many tokens of prompt and answer the target and all drafters can read."""
     limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
     return min([target.context_length, *limits])

@@ -10,32 +10,32 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...data.files import sha256_file
 from ...models.decoding.protocols import Drafter
 from ...models.drafters import NullDrafter, load_drafter
-from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
-from ...models.drafters.saved.build import saved_spec
-from ...models.drafters.saved.loading import WEIGHTS_FILE, read_drafter_config
+from ...models.drafters.saved.loading import LoadedDrafter
+from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import BASELINE
 from ..records.run_files import Place
 from .turns import Method
 
-Settings = Mapping[Path, Sequence[dict[str, Any]]]
-"""Run-time options by drafter's directory. Each one is a method of the table. They replace the
-configuration's settings."""
-TunedSettings = Mapping[Path, Mapping[Place, dict[str, Any] | None]]
-"""The options for each temperature and batch size, by drafter's directory. None means that the
-drafter is off."""
+Drafters = Sequence[Path | DrafterParts]
+"""The drafters to evaluate; a path is the folder of a trained drafter."""
+Settings = Mapping[Path | DrafterParts, Sequence[dict[str, Any]]]
+"""Run-time options by drafter. Each one is a method of the table. They replace the configuration's
+settings."""
+TunedSettings = Mapping[Path | DrafterParts, Mapping[Place, dict[str, Any] | None]]
+"""The options for each temperature and batch size, by drafter. None means that the drafter is
+off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodSpec:
     """A drafter in a setting."""
 
-    path: Path
+    parts: DrafterParts
     setting: dict[str, Any] | None
     """None where tuning has turned the drafter off: plain decoding replaces it."""
     places: tuple[Place, ...] | None = None
@@ -43,44 +43,45 @@ class MethodSpec:
 
 
 def method_specs(
-    config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None, tuned: TunedSettings | None = None
+    config: EvalConfig, drafters: Drafters, settings: Settings | None = None, tuned: TunedSettings | None = None
 ) -> dict[str, MethodSpec]:
     """Collect the methods besides plain decoding, by the name that the table shows.
 
-    A name has up to four parts: the drafter's kind; the part of its directory that differs from the
-    others', unless it equals the kind; "tuned" for a tuned setting; and the setting. Raises
-    ValueError for a directory without a drafter, for an option that the drafter doesn't have, and
-    for a drafter that is named twice.
+    The training-free baselines come first, and the merges of trained drafters (`config.merge`)
+    last. A name has up to four parts: the drafter's kind; the part of its directory that differs
+    from the others', unless it equals the kind; "tuned" for a tuned setting; and the setting.
+    Raises ValueError for a directory without a drafter, for an option that the drafter doesn't
+    have, and for a drafter that is named twice.
     """
-    # 1. Check that each directory holds a whole drafter.
-    specs: dict[str, MethodSpec] = {}
-    paths = [directory.resolve() for directory in drafter_dirs]
-    for path, directory, distinct_part in zip(paths, drafter_dirs, _distinct_parts(paths), strict=True):
-        saved = read_drafter_config(path)
-        if not (path / WEIGHTS_FILE).is_file():
-            raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-        # 2. Its settings: the requested ones, or those that tuning chose.
-        name = [saved.kind, *([distinct_part] if distinct_part not in ("", saved.kind) else [])]
+    # 1. The drafters, with their settings: the requested ones, or those that tuning chose.
+    chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}) for name in config.baselines]
+    all_parts = [parse_drafter_name(drafter) for drafter in drafters]
+    for drafter, parts in zip(drafters, all_parts, strict=True):
         if tuned is None:
-            chosen = [MethodSpec(path=path, setting=setting) for setting in (settings or {}).get(directory, config.settings)]
+            chosen += [MethodSpec(parts=parts, setting=setting) for setting in (settings or {}).get(drafter, config.settings)]
         else:
-            name.append("tuned")
-            chosen = _by_setting(path, tuned[directory])
-        # 3. A method for each setting.
-        for spec in chosen:
-            saved_spec(saved, spec.setting)
-            label = " ".join([*name, *_words(spec.setting)])
-            if label in specs:
-                raise ValueError(f"{label} would be evaluated twice; give each drafter and each setting once")
-            specs[label] = spec
+            chosen += _by_setting(parts, tuned[drafter])
+    if config.merge:
+        chosen += [MethodSpec(parts=parts.merged_with(config.merge), setting={}) for parts in all_parts if parts.folders]
+    # 2. Check each setting, and name the method.
+    specs: dict[str, MethodSpec] = {}
+    distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in parts.folders}))
+    for spec in chosen:
+        spec.parts.configs(spec.setting or {})
+        folders = "+".join(filter(None, (distinct_parts[folder] for folder in spec.parts.folders)))
+        name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
+        label = " ".join([*name, *(["tuned"] if spec.places is not None else []), *_words(spec.setting)])
+        if label in specs:
+            raise ValueError(f"{label} would be evaluated twice; give each drafter and each setting once")
+        specs[label] = spec
     return specs
 
 
-def _by_setting(path: Path, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
+def _by_setting(parts: DrafterParts, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
     """Build a method for each setting, with all temperatures and batch sizes it was chosen for."""
     settings = [setting for index, setting in enumerate(tuned.values()) if setting not in list(tuned.values())[:index]]
     return [
-        MethodSpec(path=path, setting=setting, places=tuple(place for place, chosen in tuned.items() if chosen == setting))
+        MethodSpec(parts=parts, setting=setting, places=tuple(place for place, chosen in tuned.items() if chosen == setting))
         for setting in settings
     ]
 
@@ -89,17 +90,17 @@ def _words(setting: dict[str, Any] | None) -> list[str]:
     return ["off"] if setting is None else [f"{key}={value}" for key, value in setting.items()]
 
 
-def _distinct_parts(paths: Sequence[Path]) -> list[str]:
+def _distinct_parts(paths: Sequence[Path]) -> dict[Path, str]:
     """Reduce each path to the part that differs from the others.
 
     This drops the folders above all paths, and a last folder that all paths share.
     """
-    if len(paths) == 1:
-        return [""]
+    if len(paths) < 2:
+        return dict.fromkeys(paths, "")
     parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]
     if all(len(path_parts) > 1 and path_parts[-1] == parts[0][-1] for path_parts in parts):
         parts = [path_parts[:-1] for path_parts in parts]
-    return ["/".join(path_parts) for path_parts in parts]
+    return {path: "/".join(path_parts) for path, path_parts in zip(paths, parts, strict=True)}
 
 
 def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any]]:
@@ -107,21 +108,21 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
     move."""
     return {
         name: {
-            "config": read_drafter_config(spec.path).drafter,
+            "config": spec.parts.described(spec.setting or {}),
             "setting": spec.setting,
-            "weights": sha256_file(spec.path / WEIGHTS_FILE),
+            "weights": spec.parts.weights,
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
         }
         for name, spec in specs.items()
     }
 
 
-def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, TrainableDrafter]:
+def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, LoadedDrafter]:
     """Load the drafters, by method, without those that tuning turned off."""
-    return {name: load_drafter(spec.path, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
+    return {name: load_drafter(spec.parts, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
 
 
-def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
+def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:
     """Prepare a drafter for decoding beside this target.
 
     If the target replays CUDA graphs and the drafter can be recorded, the drafter is replayed as a
@@ -133,7 +134,7 @@ def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
 
 
 def methods_by_place(
-    config: EvalConfig, specs: Mapping[str, MethodSpec], drafters: Mapping[str, TrainableDrafter], target: HFTarget
+    config: EvalConfig, specs: Mapping[str, MethodSpec], drafters: Mapping[str, LoadedDrafter], target: HFTarget
 ) -> dict[Place, list[Method]]:
     """Collect the methods by temperature and batch size, plain decoding first."""
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...data.drafter_names import SEPARATOR
 from .names import BASELINE
 
 TITLES = {
@@ -19,7 +20,10 @@ TITLES = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
     "medusa": "Medusa",
+    "prompt_lookup": "Prompt lookup",
+    "recycling": "Recycling",
     "redrafter": "ReDrafter",
+    "suffix": "Suffix",
 }
 PLAIN_DECODING = "plain decoding"
 SHAPE_OPTIONS = ("beam_width", "beam_length", "depth", "length", "top_k", "tree_nodes", "tree_paths", "share_prefixes")
@@ -123,6 +127,17 @@ def _longer_name(method: MethodFacts, name: MethodName, keys: Iterable[str]) -> 
     return MethodName(drafter=name.drafter, setting=f"{name.setting} ({' '.join(words) or 'as saved'})")
 
 
+def title_of(kind: str) -> str:
+    """Return the title of a kind of drafter, or of a merge: `ReDrafter + Suffix`."""
+    return " + ".join(_part_title(part) for part in kind.split(SEPARATOR))
+
+
+def _part_title(part: str) -> str:
+    """Return the title of a merge's part; a second one of a kind has a number."""
+    kind, _, number = part.rpartition("_")
+    return f"{TITLES.get(kind, kind)} {number}" if number.isdecimal() else TITLES.get(part, part)
+
+
 def name_of_key(key: str) -> str:
     """Name a method of which only the key is known."""
     return str(method_names([MethodFacts(key=key)])[0])
@@ -141,7 +156,11 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
         words.append("all nodes")
     if "share_prefixes" in setting or options.get("share_prefixes") is False:
         words.append(f"{'with' if options['share_prefixes'] else 'without'} tree attention")
-    others = {name: value for name, value in setting.items() if name not in SHAPE_OPTIONS}
+    if options.get("pace") == "expected":
+        words.append("paced")
+    elif "pace" in setting and SEPARATOR not in kind:
+        words.append("fixed pace")  # one drafter, as a merge of one
+    others = {name: value for name, value in setting.items() if name not in (*SHAPE_OPTIONS, "pace")}
     return ", ".join([*words, *(_option_words(name, value) for name, value in others.items())])
 
 
@@ -199,7 +218,7 @@ def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dic
     """Label each drafter: its title, and in brackets its difference from others of its kind."""
     labels = {}
     for kind in dict.fromkeys(method.kind for method in drafters.values()):
-        title = TITLES.get(kind, kind)
+        title = title_of(kind)
         of_kind = {identity: method for identity, method in drafters.items() if method.kind == kind}
         for identity, words in _differences(of_kind).items():
             labels[identity] = f"{title} ({', '.join(words)})" if words else title

@@ -7,11 +7,10 @@ without a file are left out, or reported as unknown.
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -21,63 +20,39 @@ from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
+from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
-from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
-from ..records.method_names import TITLES, setting_words
+from ...models.export.package import packaged_folder
+from ..records.method_names import title_of
 from ..records.names import BASELINE
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
+from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.tables import escape_markdown, markdown_table
-from .card_code import quantization_code, quantization_option
+from .card_options import TAGS, CardOptions, code_names
+from .card_settings import describe_setting
 from .runs import Run, cell_of, read_run
+from .training_free_card import training_free_card
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 """Valid name of a target that isn't on the Hub."""
-LOCAL_TARGET = "path/to/target"
-"""Path in a card's code that the reader must set."""
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 UNSERVED = frozenset({"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"})
 """Weights of an EAGLE layer that no format supports."""
 CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
-TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardOptions:
-    """Sources of a card beside the drafter's own files."""
-
-    evaluations: Sequence[Path] = ()
-    """Folders of finished evaluations."""
-    run: Path | None = None
-    """Folder of the training run, for facts about data and labelling."""
-    certificate: Path | None = None
-    """Certificate that `outrider certify` wrote."""
-    licence: str | None = None
-    """Name of the licence on the Hub, such as apache-2.0."""
-    base_model: str | None = None
-    """Hub id of the target; None takes the target's name in training, if that is a Hub id."""
-    quantization: Mapping[str, Any] | None = None
-    """Quantisation with which the card loads the target; None takes that of the training."""
-    repo: str | None = None
-    """Hub id of the drafter."""
-    disturbed: Literal["raise", "omit", "mark"] = "raise"
-    """Whether a speed whose measurement was disturbed raises an error, is left out, or is shown with
-    a mark."""
-    programs: Collection[str] | None = None
-    """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
-    its kind, except for a layer with a weight of UNSERVED."""
-
-    def __post_init__(self) -> None:
-        require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
-
-
-def model_card(drafter: Path, options: CardOptions) -> str:
+def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     """Write the text of README.md.
 
     Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
     target, and for a disturbed speed if `options.disturbed` is "raise".
     """
     # 1. Read the drafter's folder.
+    parts = parse_drafter_name(name)
+    drafter = packaged_folder(parts)
+    if drafter is None:
+        return training_free_card(parts, options)
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
     tensors = tensor_names(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
@@ -86,7 +61,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     local_name = Path(saved.target.name).name if PLAIN_NAME.fullmatch(saved.target.name) else "target"
     target = base_model or local_name
     quantization = options.quantization or (json.loads(saved.target.quantization) if saved.target.quantization else None)
-    title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
+    title = f"{title_of(parts.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
@@ -115,7 +90,8 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         target=target,
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
         programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
-        **_code_names(options, base_model, local_name, quantization),
+        **code_names(options, base_model, local_name, quantization),
+        merged_with=[part.name for part in parts.parts if part.folder is None],
         has_own_template=run_data is not None and run_data["chat_template"] is None,
         measurements=[_measurement(run, figures[run.directory], saved, options) for run in runs],
         certificate=certificate,
@@ -131,22 +107,6 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         licence=options.licence,
     )
     return f"{card}\n"
-
-
-def _code_names(
-    options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Collect the names and lines of the card's code and commands."""
-    imports, argument = quantization_code(quantization)
-    return {
-        "target_name": base_model or LOCAL_TARGET,
-        "target_note": "" if base_model else f"  # {UNNAMED_TARGET}; it was named {local_name} in training",
-        "drafter_name": options.repo or ".",
-        "drafter_note": "" if options.repo else f"  # {UNNAMED}",
-        "quantization_imports": imports,
-        "quantization_argument": argument,
-        "quantization_option": quantization_option(quantization),
-    }
 
 
 # --- figures
@@ -204,6 +164,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
+        "pace_note": PACE_NOTE if any(map(depends_on_clock, rows)) else "",
         "has_marks": any(map(marks, rows)),
         "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
         "python": escape_markdown(environment.python),
@@ -218,7 +179,7 @@ def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
         "Decoding": decoding_name(row),
-        "Setting": _setting(row, run, saved),
+        "Setting": describe_setting(row, run, saved),
         "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
         "Speedup": _speedup(row, options),
         "Median (faster on)": _median(row, options),
@@ -267,22 +228,12 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             dataset_name=row["suite"],
             dataset_revision=revision or None,
             metric_type=name,
-            metric_name=f"{title}, {decoding_name(row)}, {_setting(row, run, saved)}",
+            metric_name=f"{title}, {decoding_name(row)}, {describe_setting(row, run, saved)}",
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
         if values[name] is not None and not (name == "speedup" and (is_error(row) or marks(row)))
     ]
-
-
-def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Describe the setting of a measurement, and options that changed after it."""
-    method = run.info.config["methods"][row["method"]]
-    if method["setting"] is None:
-        return setting_words(saved.kind, {}, None)
-    used = {**method["config"], **method["setting"]}
-    changed = {name: value for name, value in used.items() if name in method["setting"] or saved.drafter.get(name) != value}
-    return setting_words(saved.kind, used, changed) or "as saved"
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ...data.choices import LABELS
-from ..records.method_names import TITLES
+from ..records.method_names import title_of
 from ..results.rows import method_name
 from .page_tables import Line, Table, column, number, table
 from .runs import Entry, Group
@@ -30,7 +30,7 @@ def distillation(group: Group) -> list[Table]:
         lines, steps, ratios = [], [], []
         for pair in sorted(pairs, key=lambda pair: pair[0].options.get("beam_width") or 0):
             kind = pair[0].row["method"].split(" ")[0]
-            name = ", ".join(filter(None, (TITLES.get(kind, kind), pair[0].detail)))
+            name = ", ".join(filter(None, (title_of(kind), pair[0].detail)))
             name += f" [{pair[0].run}]" if len(runs) > 1 else ""
             for entry, label in zip(pair, ("distilled", "not distilled"), strict=True):
                 steps.append(number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]))

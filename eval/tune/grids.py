@@ -3,13 +3,14 @@
 Each kind has a grid. It grows if the fastest setting is at its edge.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ...models.drafters.saved.build import DrafterSpec, saved_spec
 from ...models.drafters.saved.loading import read_drafter_config
+from ...models.drafters.saved.parts import DrafterParts
 
 Grid = Mapping[str, tuple[Any, ...]]
 """Values by option; tuning tries every useful combination of them."""
@@ -23,6 +24,33 @@ GRIDS: dict[str, Grid] = {
 }
 """Initial grid of each kind. On a CPU the fastest setting lies inside it. On an accelerator larger
 trees may cost no more."""
+
+
+NODES: Mapping[str, tuple[int, ...]] = {
+    "prompt_lookup": (3, 5, 8, 16),
+    "recycling": (4, 8, 16, 40),
+    "suffix": (4, 8, 16, 32),
+}
+"""Numbers of nodes of each training-free drafter. All of these settings are measured."""
+MERGED_NODES = (5, 10, 20, 40)
+"""Numbers of nodes of a merged drafter."""
+
+
+def is_replayed(parts: DrafterParts, settings: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether stored answers determine the drafter's steps in all of these settings.
+
+    This holds for one trained drafter. Recycling reads the target's logits, and a paced tree
+    depends on measured times.
+    """
+    return bool(parts.folders) and not any(parts.is_merged(setting) for setting in settings)
+
+
+def measured_settings(parts: DrafterParts) -> list[dict[str, Any]]:
+    """List the settings to measure for a drafter that isn't replayed: expected gain, and fixed
+    trees."""
+    pace = {"pace": "fixed"} if parts.is_merged({}) else {}
+    sizes = MERGED_NODES if pace else NODES[parts.kind]
+    return [{"pace": "expected"}, *({"tree_nodes": size, **pace} for size in sizes)]
 
 
 def grid_of(directory: Path) -> Grid:

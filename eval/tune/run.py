@@ -18,16 +18,16 @@ from ...data.files import write_json
 from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
-from ...models.drafters.saved.build import saved_spec
-from ...models.drafters.saved.loading import read_drafter_config
-from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice
+from ...models.drafters.saved.loading import LoadedDrafter, trained_parts
+from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
+from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment
 from ..measure.memory import within_memory
-from ..measure.methods import TunedSettings
+from ..measure.methods import Drafters, TunedSettings
 from ..run import acceptance_rule, cpu_threads, load_suites
-from .grids import Grid, candidates, extended, grid_of
+from .grids import Grid, candidates, extended, grid_of, is_replayed, measured_settings
 from .replay import Answered, answer_prompts
 from .search import Prediction, Replay, Setting, Speed, Trial, choose, finalists, measure_all, predict, regret, replay_all
 from .step_times import StepTimes, measure_step_times
@@ -67,7 +67,8 @@ class Tuning:
     `checked`."""
     predicted_regrets: dict[int, float]
     """The same share for the setting with the fastest prediction."""
-    step_times: StepTimes
+    step_times: StepTimes | None
+    """None if nothing was predicted, since all settings were measured."""
     left_out: list[LeftOut] = field(default_factory=list)
     """Settings that ran out of memory. A batch size has no choice if plain decoding ran out of
     memory."""
@@ -87,7 +88,7 @@ def _speedups(speeds: Sequence[Speed], batch_size: int) -> dict[str, float]:
 def tune(
     config: EvalConfig,
     target: HFTarget,
-    drafter_dir: Path,
+    name: Path | DrafterParts,
     output_dir: Path,
     *,
     settings: Sequence[dict[str, Any]] | None = None,
@@ -99,33 +100,44 @@ def tune(
 
     It is one of `settings`, or of the grid of the drafter's kind, at the first temperature of
     `config`. All results go to `output_dir`. The choice is also written beside the drafter's
-    weights.
+    weights. A merged or training-free drafter has few settings, and all of them are measured.
 
     The grid grows while the setting with the fastest prediction lies at its edge (`extended`).
-    Raises ValueError if no prompt fits, if nothing fits into memory, and for a drafter with random
-    drafts, whose steps can't be replayed.
+    Raises ValueError if no prompt fits, if nothing fits into memory, for a drafter with random
+    drafts, whose steps can't be replayed, and for a choice that has no folder to be written to.
     """
     # 1. Read the inputs: an unreadable file of earlier choices raises here, before any long work.
-    read_tuned(drafter_dir)
+    parts = parse_drafter_name(name)
+    if write:
+        read_tuned(tuned_folder(parts))
     temperature = config.temperatures[0]
-    grid = grid_of(drafter_dir) if settings is None else None
-    settings = candidates(drafter_dir, grid) if grid is not None else list(settings or ())
+    grid: Grid | None = None
+    if settings is None and is_replayed(parts, [{}]):
+        grid = grid_of(parts.folders[0])
+        settings = candidates(parts.folders[0], grid)
+    elif settings is None:
+        settings = measured_settings(parts)
 
     # 2. Answer the prompts, and try the settings on the answers.
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
-        _require_trees_of_the_text(drafter_dir, settings)
-        drafter = _first_fitting(drafter_dir, target, settings)
+        _require_trees_of_the_text(parts, settings)
+        drafter = _first_fitting(parts, target, settings)
         target.choose_linears()
         longest = min(target.context_length, drafter.context_length or target.context_length)
         trial = Trial(
-            directory=drafter_dir,
+            parts=parts,
             target=target,
             rule=acceptance_rule("exact", temperature),
             answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
         )
-        tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
-        setup, environment = describe_setup(target, drafter_dir, temperature), describe_environment(target.device)
+        if is_replayed(parts, settings):
+            tuning = _tune(
+                trial, trained_parts(drafter)[0], Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check
+            )
+        else:
+            tuning = _measure(trial, [None, *settings], batch_sizes)
+        setup, environment = describe_setup(target, parts, temperature), describe_environment(target.device)
 
     # 3. Write the results.
     results = asdict(tuning) | {
@@ -136,30 +148,29 @@ def tune(
     }
     write_json(output_dir / TUNING_FILE, results)
     if write:
-        save_tuned(drafter_dir, setup, tuning.choices)
+        save_tuned(tuned_folder(parts), setup, tuning.choices)
     return tuning
 
 
-def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[str, Any]]) -> TrainableDrafter:
+def _first_fitting(parts: DrafterParts, target: HFTarget, settings: Sequence[dict[str, Any]]) -> LoadedDrafter:
     """Load the drafter in the first setting that fits into memory.
 
     Raises ValueError if none fits. The replay logs and skips settings that don't fit.
     """
     for setting in settings:
-        if (drafter := within_memory(partial(load_drafter, drafter_dir, target, **setting), target)) is not None:
+        if (drafter := within_memory(partial(load_drafter, parts, target, **setting), target)) is not None:
             return drafter
     raise ValueError(
-        f"{drafter_dir} ran out of memory while it was loaded, in every setting; load the target in a narrower type "
+        f"{parts.name} ran out of memory while it was loaded, in every setting; load the target in a narrower type "
         "(--dtype) or on a larger device"
     )
 
 
-def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, Any]]) -> None:
-    saved = read_drafter_config(drafter_dir)
+def _require_trees_of_the_text(parts: DrafterParts, settings: Sequence[dict[str, Any]]) -> None:
     for setting in settings:
-        if getattr(saved_spec(saved, setting).config, "temperature", 0.0):
+        if any(getattr(config, "temperature", 0.0) for config in parts.configs(setting).values()):
             raise ValueError(
-                f"{drafter_dir} samples its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
+                f"{parts.name} samples its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
                 "replayed; set its temperature to 0"
             )
 
@@ -195,6 +206,29 @@ class Tried:
         return added
 
 
+def _measure(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> Tuning:
+    """Measure all settings, and choose one for each batch size."""
+    finals = [speed for size in batch_sizes for speed in measure_all(trial, settings, size)]
+    choices = {size: choose(finals, size) for size in _require_baseline(finals, batch_sizes)}
+    left_out = [
+        LeftOut(setting=setting, batch_size=size)
+        for setting, size in product(settings, batch_sizes)
+        if not _sizes_with(setting, finals, [size])
+    ]
+    nothing: dict[str, Any] = {"predictions": [], "checked": [], "regrets": {}, "predicted_regrets": {}, "step_times": None}
+    return Tuning(choices=choices, finals=finals, left_out=left_out, **nothing)
+
+
+def _require_baseline(speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> list[int]:
+    """List the batch sizes at which plain decoding fitted into memory; ValueError if none."""
+    if sizes := _sizes_with(None, speeds, batch_sizes):
+        return sizes
+    raise ValueError(
+        f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
+        "compare settings with; lower --batch-size or --max-new-tokens"
+    )
+
+
 def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int], *, check: bool) -> Tuning:
     # 1. Predict the speed of all settings, and measure the fastest ones (with `check`, all).
     times, predictions = _predict_all(trial, drafter, tried, batch_sizes)
@@ -205,12 +239,7 @@ def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Se
         fitting = [speed.setting for speed in predictions if speed.batch_size == size]
         checked += measure_all(trial, fitting, size) if check else []
     # 2. Leave out batch sizes at which plain decoding didn't fit into memory.
-    sizes = _sizes_with(None, finals, batch_sizes)
-    if not sizes:
-        raise ValueError(
-            f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
-            "compare settings with; lower --batch-size or --max-new-tokens"
-        )
+    sizes = _require_baseline(finals, batch_sizes)
     # 3. Choose a setting for each batch size, and compare the choices with the best ones.
     choices = {size: choose(finals, size) for size in sizes}
     predicted_choices = {size: choose(predictions, size) for size in sizes}
@@ -234,7 +263,7 @@ def _predict_all(
     times = _step_times(trial, drafter, replays, batch_sizes)
     predictions = _predictions(replays, times)
     for _ in range(MAX_EXTENSIONS):
-        added = tried.extend(trial.directory, predictions, batch_sizes)
+        added = tried.extend(trial.parts.folders[0], predictions, batch_sizes)
         if not added:
             break
         replays += replay_all(trial, added, batch_sizes)
@@ -293,18 +322,18 @@ def _left_out(
     return left_out
 
 
-def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:
+def tuned_settings(config: EvalConfig, target: HFTarget, drafters: Drafters) -> TunedSettings:
     """Look up each drafter's tuned settings by temperature and batch size.
 
     Raises ValueError if nothing was tuned on this machine.
     """
     with cpu_threads(config.num_threads):
         return {
-            directory: {
-                (temperature, size): tuned_choice(directory, target, batch_size=size, temperature=temperature).setting
+            drafter: {
+                (temperature, size): tuned_choice(drafter, target, batch_size=size, temperature=temperature).setting
                 for temperature, size in product(config.temperatures, config.batch_sizes)
             }
-            for directory in drafter_dirs
+            for drafter in drafters
         }
 
 

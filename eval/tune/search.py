@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +24,7 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter, load_drafter
+from ...models.drafters.saved.parts import DrafterParts
 from ...models.drafters.saved.tuned import Choice
 from ...models.machine import synchronize
 from ...models.target.hf_target import HFTarget
@@ -171,8 +171,8 @@ def rows_read(steps: Sequence[Step], batch: int, *, few_sizes: bool) -> list[int
 class Trial:
     """Inputs of a trial, the same for every setting of a drafter."""
 
-    directory: Path
-    """Directory of the drafter."""
+    parts: DrafterParts
+    """The drafter."""
     target: HFTarget
     rule: AcceptanceRule
     answered: Sequence[Answered]
@@ -185,7 +185,7 @@ class Trial:
         """Load the drafter in this setting, as the evaluation runs it."""
         if setting is None:
             return NullDrafter()
-        return proposer(load_drafter(self.directory, self.target, **setting), self.target)
+        return proposer(load_drafter(self.parts, self.target, **setting), self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

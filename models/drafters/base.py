@@ -11,6 +11,7 @@ from torch import nn
 from ...data.types import DrafterBatch
 from ..decoding.protocols import Drafter
 from ..target.hf_target import HFTarget
+from .beams import SearchTree
 from .objective import Loss, Objective
 
 
@@ -27,6 +28,8 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     """Option with the depth of the search, for a drafter that learns as many depths as labels
     have."""
     config: Any
+    vocab_size: int
+    """Number of the target's tokens."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
         """Move and cast like every module, but never cast buffers (`.bfloat16()`, DeepSpeed).
@@ -59,6 +62,18 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         return None
 
     # --- decoding: see `Drafter`
+
+    @abstractmethod
+    def search(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, Any]:
+        """Return all nodes that a search for draft tokens had, and what `advance` needs of it.
+
+        `propose` returns some of these nodes as a tree. After `search` or `skip`, the tree given to
+        `advance` may have any other nodes: several drafters share it.
+        """
+
+    @abstractmethod
+    def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
+        """Return what `advance` needs in a step without drafts of this drafter."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

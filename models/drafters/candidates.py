@@ -30,9 +30,15 @@ class Candidates:
 NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
 
 
-def tree_of(rows: Sequence[Candidates], device: torch.device) -> DraftTree:
-    """Return the tree of all candidates of each row, padded to the fullest row."""
-    num_nodes = max(len(row.tokens) for row in rows)
+def tree_of(
+    rows: Sequence[Candidates],
+    device: torch.device,
+    *,
+    num_nodes: int | None = None,
+    origins: tuple[tuple[int, ...], ...] | None = None,
+) -> DraftTree:
+    """Return the tree of all candidates of each row, padded to `num_nodes`, or to the fullest row."""
+    num_nodes = max(len(row.tokens) for row in rows) if num_nodes is None else num_nodes
     depth = max((max(depths_of(row.parents), default=0) for row in rows), default=0)
 
     def padded(values: Sequence[int]) -> list[int]:
@@ -42,7 +48,7 @@ def tree_of(rows: Sequence[Candidates], device: torch.device) -> DraftTree:
         torch.tensor([padded(values) for values in columns], dtype=torch.long, device=device).view(len(rows), num_nodes)
         for columns in ([row.tokens for row in rows], [row.parents for row in rows])
     )
-    return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
+    return DraftTree(tokens=tokens, parents=parents, max_depth=depth, origins=origins)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

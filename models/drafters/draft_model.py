@@ -32,7 +32,7 @@ from ..target.hf_target import HFTarget
 from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .base import TrainableDrafter
-from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
+from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .branches.layout import Branches
 from .objective import Labels, Loss, Objective, score
 from .small_models import (
@@ -44,6 +44,7 @@ from .small_models import (
     smaller_architecture,
     weights_digest_at,
 )
+from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
 
@@ -52,9 +53,10 @@ class TextState:
     """State of a batch of texts without their last tokens, which `propose` gets."""
 
     text: CacheSnapshot
-    """Keys and values of the texts without their last two tokens."""
-    token: Int[torch.Tensor, " batch"]
-    """The second to last token."""
+    """Keys and values of the texts without the unread tokens and the last token."""
+    tokens: Int[torch.Tensor, "batch unread"]
+    """The unread tokens, at least one."""
+    num_unread: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class DraftModel(TrainableDrafter):
 
     The KV cache holds each text without its last two tokens. Each step begins by reading both,
     although the model may have read the first of them as a draft token. So all steps are alike, and
-    drafting `length` tokens deep takes `length` passes.
+    drafting `length` tokens deep takes `length` passes. After steps whose tree other drafters have
+    made, there are more unread tokens; the first pass reads them all.
     """
 
     Config = DraftModelConfig
@@ -84,6 +87,7 @@ class DraftModel(TrainableDrafter):
         self.config = config
         self.model = reader.model
         self.reader = reader
+        self.vocab_size = reader.vocab_size
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)
@@ -146,27 +150,49 @@ class DraftModel(TrainableDrafter):
         self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=room)
         cache = self.reader.hand_over_cache()
         cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
-        return TextState(text=cache.snapshot(), token=prompts.last(prompts.input_ids))
+        return _unread(cache, prompts.last(prompts.input_ids))
 
     def propose(
         self, state: TextState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, DraftedTree]:
         """Draft the most probable continuations of a search, or a chain drawn at random."""
-        # 1. Read the last two tokens of each text: the first is kept, the second starts the tree.
-        cache = state.text.writable()
-        logits = self.reader.read_tree(cache, state.token, chain_tree(last_token[:, None])).logits[:, 1:]
-        cache.keep(None, Counts(torch.ones_like(last_token), (1,) * len(last_token)))
+        # 1. Read the last tokens of each text: all but the last are kept, the last starts the tree.
+        cache, logits = self._read_unread(state, last_token)
         # 2. Draw a chain, or search.
         if self.config.temperature:
             tree = self._draw(cache, logits, last_token, generator)
             entries = torch.arange(1, tree.num_nodes + 1, device=last_token.device).expand_as(tree.tokens)
         else:
             search = self._search(cache, logits, last_token)
-            chosen = likeliest_nodes(search, self.max_nodes)
-            # Node n of the tree is the n-th chosen node. Entry 0 is the last token.
-            entries = 1 + chosen.long().sort(dim=1, descending=True, stable=True).indices[:, : self.max_nodes]
-            tree = pack(search, chosen, min(self.max_nodes, search.tokens.shape[1]))
+            nodes = likeliest_nodes(search, self.max_nodes)
+            tree, entries = take(search, nodes), 1 + nodes  # entry 0 is the last token
         return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
+
+    def search(self, state: TextState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TextState]:
+        cache, logits = self._read_unread(state, last_token)
+        return self._search(cache, logits, last_token), _unread(cache, last_token)
+
+    def skip(self, state: TextState, last_token: Int[torch.Tensor, " batch"]) -> TextState:
+        """Leave the last token unread as well, unless there are many such tokens."""
+        if max(state.num_unread.host) < MAX_UNREAD:
+            tokens = append(state.tokens, state.num_unread, last_token[:, None])
+            return TextState(text=state.text, tokens=tokens, num_unread=state.num_unread + 1)
+        cache, _ = self._read_unread(state, last_token)
+        return _unread(cache, last_token)
+
+    def _read_unread(
+        self, state: TextState, last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[TreeCache, Float[torch.Tensor, "batch 1 vocab"]]:
+        """Read the last tokens, keep all but the last, and return the logits after the last."""
+        cache = state.text.writable()
+        tokens = append(state.tokens, state.num_unread, last_token[:, None])
+        if self.reader.has_fixed_shapes:  # few lengths: each is compiled or recorded
+            num_nodes = tokens.shape[1] - 1
+            tokens = pad(tokens, (0, (1 << (num_nodes - 1).bit_length()) - num_nodes))
+        logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
+        last = state.num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1])
+        cache.keep(None, state.num_unread)
+        return cache, logits.gather(1, last)
 
     def _search(
         self, cache: TreeCache, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]
@@ -209,11 +235,18 @@ class DraftModel(TrainableDrafter):
         drawn_from = pad(torch.cat(probs, dim=1), (0, 0, 0, 1))  # the last node has no children
         return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
 
-    def advance(self, drafted: DraftedTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> TextState:
+    def advance(
+        self, drafted: DraftedTree | TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> TextState:
         """Keep all but the last two tokens of the new text in the cache.
 
-        These are the last token and all accepted nodes except one.
+        These are the last token and all accepted nodes except one. Of a tree that isn't its own,
+        the drafter keeps nothing: the next draft reads the accepted tokens.
         """
+        if isinstance(drafted, TextState):
+            accepted_tokens = tree.tokens.gather(1, accepted.nodes.clamp(min=0)).clamp(min=0)
+            tokens = append(drafted.tokens, drafted.num_unread, accepted_tokens)
+            return TextState(text=drafted.text, tokens=tokens, num_unread=drafted.num_unread + accepted.num_accepted)
         cache, entries = drafted.text.writable(), drafted.entries
         # A cache that isn't the newest is a copy of the texts without the tree: read the tree
         # again.
@@ -225,11 +258,11 @@ class DraftModel(TrainableDrafter):
             kept = pad(entries.gather(1, accepted.nodes.clamp(min=0)), (1, 0))[:, :num_kept]
         cache.keep(kept, accepted.num_accepted)
         tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
-        return TextState(text=cache.snapshot(), token=tokens.gather(1, last_entry(accepted)[:, None])[:, 0])
+        return _unread(cache, tokens.gather(1, last_entry(accepted)[:, None])[:, 0])
 
     def select(self, state: TextState, rows: Sequence[int]) -> TextState:
         """Return the state of these rows of the batch only."""
-        return TextState(text=state.text.select(rows), token=state.token[rows])
+        return TextState(text=state.text.select(rows), tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
 
     # --- training
 
@@ -280,6 +313,11 @@ class DraftModel(TrainableDrafter):
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _unread(cache: TreeCache, token: Int[torch.Tensor, " batch"]) -> TextState:
+    """Return the state of the cache's texts with one unread token each."""
+    return TextState(text=cache.snapshot(), tokens=token[:, None], num_unread=Counts(torch.ones_like(token), (1,) * len(token)))
 
 
 def tied_parameters(module: nn.Module) -> dict[str, str]:

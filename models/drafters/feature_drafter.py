@@ -10,6 +10,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
@@ -30,12 +31,13 @@ from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot
 from .base import TrainableDrafter
-from .beams import MAX_SEARCH_NODES, pack_likeliest
+from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
 from .feature_search import FeatureState, completed, read_committed, read_prompts, search
 from .objective import Labels
+from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
 
@@ -223,11 +225,26 @@ class FeatureDrafter(TrainableDrafter):
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, CacheSnapshot]:
         """Draft the `tree_nodes` most probable nodes of a search from the last committed token."""
+        tree_of_search, text = self.search(state, last_token)
+        return pack_likeliest(tree_of_search, self.config.tree_nodes), text
+
+    def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
         cache = state.text.writable()
         tree_of_search = search(self, cache, read_committed(self, cache, state, last_token))
-        return pack_likeliest(tree_of_search, self.config.tree_nodes), cache.snapshot()
+        return tree_of_search, cache.snapshot()
 
-    def advance(self, drafted: CacheSnapshot, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FeatureState:
+    def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | FeatureState:
+        """Leave the accepted entries unread, unless there are many of them."""
+        if max(state.num_unread.host) < MAX_UNREAD:
+            tokens = append(state.tokens, state.num_unread, last_token[:, None])
+            return replace(state, tokens=tokens, num_unread=state.num_unread + 1)
+        cache = state.text.writable()
+        read_committed(self, cache, state, last_token)
+        return cache.snapshot()
+
+    def advance(
+        self, drafted: CacheSnapshot | FeatureState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> FeatureState:
         return completed(drafted, tree.tokens, accepted, self.target_features(output))
 
     def select(self, state: FeatureState, rows: Sequence[int]) -> FeatureState:

@@ -14,6 +14,7 @@ from ..target.tree_attention import visible_columns
 from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .beams import SearchTree
 from .ranking import largest
+from .unread import append
 from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6
@@ -28,15 +29,15 @@ deep below the most probable child, and wide near the root."""
 class FeatureState:
     """State of a batch of texts: entries that the layer has read, and unread features.
 
-    The unread features are those that the target accepted last. There are `num_accepted + 1` such
+    The unread features are those that the target computed since. There are `num_unread + 1` such
     features per row, and one token fewer: the bonus token arrives with `propose`.
     """
 
     text: CacheSnapshot
     """Keys and values of the entries that the layer has read."""
-    tokens: Int[torch.Tensor, "batch accepted"]
+    tokens: Int[torch.Tensor, "batch unread"]
     features: Float[torch.Tensor, "batch entry feature"]
-    num_accepted: Counts
+    num_unread: Counts
 
     def select(self, rows: Sequence[int]) -> "FeatureState":
         """Return the state of these rows only."""
@@ -44,7 +45,7 @@ class FeatureState:
             text=self.text.select(rows),
             tokens=self.tokens[rows],
             features=self.features[rows],
-            num_accepted=self.num_accepted.select(rows),
+            num_unread=self.num_unread.select(rows),
         )
 
 
@@ -80,7 +81,7 @@ def read_prompts(
         text=cache.snapshot(),
         tokens=prompts.input_ids[:, :0],
         features=prompts.last(features)[:, None],
-        num_accepted=Counts.of([0] * batch, features.device),
+        num_unread=Counts.of([0] * batch, features.device),
     )
 
 
@@ -88,8 +89,8 @@ def read_committed(
     drafter: FeatureReader, cache: TreeCache, state: FeatureState, last_token: Int[torch.Tensor, " batch"]
 ) -> Float[torch.Tensor, "batch hidden"]:
     """Read the accepted entries with the target's features, and return the last entry's output."""
-    last = state.num_accepted.device[:, None]
-    tokens = pad(state.tokens, (0, 1)).scatter(1, last, last_token[:, None])
+    last = state.num_unread.device[:, None]
+    tokens = append(state.tokens, state.num_unread, last_token[:, None])
     num_entries = tokens.shape[1]
     cache.begin_pass(num_entries)
     cache.locate()
@@ -97,25 +98,33 @@ def read_committed(
     steps = torch.arange(num_entries, device=tokens.device)
     related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
     mask = visible_columns(related, lengths, cache.extent)[:, None]
-    outputs = drafter.read(tokens, drafter.fuse(state.features), lengths[:, None] + steps, cache, mask)
-    cache.keep(None, state.num_accepted + 1)
+    features = drafter.fuse(state.features[:, :num_entries])
+    outputs = drafter.read(tokens, features, lengths[:, None] + steps, cache, mask)
+    cache.keep(None, state.num_unread + 1)
     return outputs.gather(1, last[..., None].expand(-1, -1, outputs.shape[-1]))[:, 0]
 
 
 def completed(
-    text: CacheSnapshot,
+    drafted: CacheSnapshot | FeatureState,
     tokens: Int[torch.Tensor, "batch node"],
     accepted: AcceptedPath,
     features: Float[torch.Tensor, "batch entry feature"],
 ) -> FeatureState:
-    """Return the state after an accepted path, with the path's tokens and features."""
+    """Return the state after an accepted path, with the path's tokens and features.
+
+    `drafted` is the text that has been read; or a state that wasn't read, with the last token.
+    """
     path = accepted.nodes.clamp(min=0)
     entries = pad(path + 1, (1, 0))[..., None]
+    tokens = tokens.gather(1, path).clamp(min=0)
+    features = features.gather(1, entries.expand(-1, -1, features.shape[-1]))
+    if isinstance(drafted, CacheSnapshot):
+        return FeatureState(text=drafted, tokens=tokens, features=features, num_unread=accepted.num_accepted)
     return FeatureState(
-        text=text,
-        tokens=tokens.gather(1, path).clamp(min=0),
-        features=features.gather(1, entries.expand(-1, -1, features.shape[-1])),
-        num_accepted=accepted.num_accepted,
+        text=drafted.text,
+        tokens=append(drafted.tokens, drafted.num_unread, tokens),
+        features=append(drafted.features, drafted.num_unread, features),
+        num_unread=drafted.num_unread + accepted.num_accepted,
     )
 
 

@@ -12,6 +12,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
 from .base import TrainableDrafter
+from .beams import SearchTree
 
 HiddenState = Float[torch.Tensor, "batch hidden"]
 
@@ -25,6 +26,12 @@ class LastStateDrafter(TrainableDrafter):
     @abstractmethod
     def draft(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
         """Draft a tree without sampling, by operations that a CUDA graph can record."""
+
+    @abstractmethod
+    def search(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, None]: ...
+
+    def skip(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> None:
+        return None
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut padding from the tree. By default there is none."""

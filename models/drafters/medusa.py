@@ -15,6 +15,8 @@ target's output layer.
 """
 
 import heapq
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar
@@ -31,6 +33,7 @@ from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
+from .beams import SearchTree
 from .last_state import LastStateDrafter
 from .objective import HIT_RANKS, Labels, Loss, Objective, score
 from .ranking import largest
@@ -40,6 +43,9 @@ from .vocabulary import DraftVocabulary
 RankPath = tuple[int, ...]
 """A node of a static tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
 token."""
+
+MIN_ACCURACY = 1e-6
+"""Of ranks that were never right in the measurement, so that all scores are finite."""
 
 MAX_TREE_NODES = 2**12
 """Far more than any target gains from."""
@@ -120,6 +126,7 @@ class Medusa(LastStateDrafter):
     accuracies: Float[torch.Tensor, "head rank"]
     node_tokens: Int[torch.Tensor, " node"]
     node_parents: Int[torch.Tensor, " node"]
+    node_scores: Float[torch.Tensor, " node"]
 
     def __init__(self, config: MedusaConfig, target_head: nn.Linear) -> None:
         super().__init__()
@@ -192,6 +199,9 @@ class Medusa(LastStateDrafter):
         # Index of each node's token in the flattened [head, rank] list.
         self.register_buffer("node_tokens", tokens, persistent=False)
         self.register_buffer("node_parents", parents, persistent=False)
+        scores = [sum(log_accuracy(accuracies, head, rank) for head, rank in enumerate(path)) for path in paths]
+        self.register_buffer("node_scores", torch.tensor(scores, device=device), persistent=False)
+        self.level_sizes = tuple(Counter(map(len, paths)).values())
 
     # --- decoding
 
@@ -201,9 +211,17 @@ class Medusa(LastStateDrafter):
 
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
         """Draft the same tree for every text, from the heads' most probable tokens (2.1.2)."""
+        search, _ = self.search(state, last_token)
+        return DraftTree(tokens=search.tokens, parents=search.parents, max_depth=self.max_depth)
+
+    def search(
+        self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[SearchTree, None]:
+        """Return the tree, whose scores are the measured accuracies of its ranks."""
         _, ranked = largest(self.logits(state), self.num_ranks)  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
-        return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
+        parents, scores = self.node_parents.expand_as(tokens), self.node_scores.expand(tokens.shape)
+        return SearchTree(tokens=tokens, parents=parents, scores=scores, level_sizes=self.level_sizes), None
 
     # --- the network
 
@@ -289,6 +307,12 @@ def low_rank_head(head: nn.Linear, rank: int) -> nn.Sequential:
             if head.bias is not None:
                 up.bias.copy_(head.bias)
     return nn.Sequential(down, up)
+
+
+def log_accuracy(accuracies: Sequence[Sequence[float]], head: int, rank: int) -> float:
+    """Return the logarithm of how often the token of `rank` is right at `head`."""
+    accuracy = accuracies[head][rank] if rank < len(accuracies[head]) else 0.0
+    return math.log(max(accuracy, MIN_ACCURACY))
 
 
 def likeliest_paths(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[RankPath]:

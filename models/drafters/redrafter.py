@@ -28,7 +28,15 @@ from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, one_of, raise_p
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..target.hf_target import HFTarget
-from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
+from .beams import (
+    MAX_CANDIDATES,
+    MAX_SEARCH_NODES,
+    SearchTree,
+    beam_search,
+    pack_likeliest,
+    pack_separately,
+    pack_survivors,
+)
 from .last_state import LastStateDrafter
 from .objective import Labels, Loss, Objective, score
 from .vocabulary import ReducedVocabulary
@@ -189,12 +197,17 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
 
         It consists of the final beams (section 3.3), or of the most probable nodes of the search.
         """
-        search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
+        search, _ = self.search(state, last_token)
         if not self.config.share_prefixes:
             return pack_separately(search)
         if self.config.tree_nodes is None:
             return pack_survivors(search)
         return pack_likeliest(search, self.config.tree_nodes)
+
+    def search(
+        self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[SearchTree, None]:
+        return beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length), None
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut padding according to `tree_padding`."""

@@ -13,14 +13,27 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
+from ..drafters.calibration import CALIBRATION_FILE
 from ..drafters.draft_model import DraftModel
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
-from ..drafters.saved.loading import load_drafter, require_fitting_target
+from ..drafters.saved.loading import load_drafter, require_fitting_target, trained_parts
+from ..drafters.saved.parts import DrafterParts, parse_drafter_name
 from ..target.hf_target import HFTarget
 from ..target.identity import config_digest, tokenizer_digest, weights_digest
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_TARGET = TargetIdentity(
+    name="",
+    revision=None,
+    weights_sha256="",
+    config_sha256="",
+    quantization="",
+    tokenizer_sha256="",
+    hidden_size=0,
+    vocab_size=0,
+)
+"""Identity of a model that no trained drafter names as its target."""
 PLAIN = "or call generate without custom_generate"
 MAX_KEPT = 2
 """Number of drafters that stay loaded. More would seldom be reused, and would need memory."""
@@ -34,7 +47,8 @@ class Bound:
 
     target: HFTarget
     drafter: Any
-    trained_for: TargetIdentity
+    trained_for: dict[Path, TargetIdentity]
+    """The target of each trained part, by the part's folder."""
     state: tuple[Any, ...]
     """State of files and model at load time. If it changes, the drafter is loaded again."""
     tokenizer: Any = None
@@ -44,8 +58,9 @@ class Bound:
         """Release the KV caches of decoded texts, and the hooks on the model."""
         self.target.release_cache()
         self.target.release_hooks()
-        if isinstance(self.drafter, DraftModel):
-            self.drafter.reader.release_cache()
+        for part in trained_parts(self.drafter):
+            if isinstance(part, DraftModel):
+                part.reader.release_cache()
 
 
 class BoundDrafters:
@@ -84,34 +99,41 @@ def drafters_of(model: PreTrainedModel) -> Iterator[BoundDrafters]:
 
 
 def bind(
-    model: PreTrainedModel, drafters: BoundDrafters, folder: Path, options: dict[str, Any], tokenizer: Any = None
+    model: PreTrainedModel,
+    drafters: BoundDrafters,
+    name: str | Path | DrafterParts,
+    options: dict[str, Any],
+    tokenizer: Any = None,
 ) -> Bound:
-    """Load the folder's drafter for the model, or reuse a loaded one if nothing has changed.
+    """Load a drafter for the model, or reuse a loaded one if nothing has changed.
 
     Raises ValueError if the drafter was trained for another width, vocabulary or (if given)
     tokenizer. Differences that only make the drafter worse, such as other weights of the same
     shape, are warnings.
     """
-    name = (__name__, str(folder), repr(sorted(options.items())))
-    bound = drafters.by_name.pop(name, None)
-    state = _state(model, folder)
+    parts = parse_drafter_name(name)
+    key = (__name__, *(str(part.folder or part.name) for part in parts.parts), repr(sorted(options.items())))
+    bound = drafters.by_name.pop(key, None)
+    state = _state(model, parts)
     if bound is None or bound.state != state:
         bound = None  # frees its memory before the next load
         while len(drafters.by_name) >= MAX_KEPT:
             del drafters.by_name[next(iter(drafters.by_name))]
-        bound = _load(model, folder, options, state)
-    drafters.by_name[name] = bound
+        bound = _load(model, parts, options, state, tokenizer)
+    drafters.by_name[key] = bound
     if tokenizer is not None and tokenizer is not bound.tokenizer:
         identity = replace(bound.target.identity, tokenizer_sha256=tokenizer_digest(tokenizer))
-        require_fitting_target(folder, bound.trained_for, identity)
+        for folder, trained_for in bound.trained_for.items():
+            require_fitting_target(folder, trained_for, identity)
         bound.tokenizer = tokenizer
     return bound
 
 
-def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
+def _state(model: PreTrainedModel, parts: DrafterParts) -> tuple[Any, ...]:
     files = tuple(
         (path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size)
-        for name in (CONFIG_FILE, WEIGHTS_FILE)
+        for folder in parts.folders
+        for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)
     )
     # Drafters refer to the model's embeddings and head, whose size may change
     # (resize_token_embeddings).
@@ -120,15 +142,22 @@ def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
     return (files, *map(id, ends), *sizes, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
 
 
-def _load(model: PreTrainedModel, folder: Path, options: dict[str, Any], state: tuple[Any, ...]) -> Bound:
-    saved = read_drafter_config(folder)
+def _load(
+    model: PreTrainedModel, parts: DrafterParts, options: dict[str, Any], state: tuple[Any, ...], tokenizer: Any
+) -> Bound:
+    reads_text = any(getattr(config, "references", None) for config in parts.configs(options).values())
+    if reads_text and tokenizer is None:
+        raise ValueError("references are read with the model's tokenizer; give it to generate: tokenizer=tokenizer")
     config = model.config.get_text_config()
-    identity = replace(saved.target, name=type(model).__name__, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    target = HFTarget(model, None, identity)
+    trained_for = {folder: read_drafter_config(folder).target for folder in parts.folders}
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    identity = replace(next(iter(trained_for.values()), UNKNOWN_TARGET), name=type(model).__name__, **sizes)
+    target = HFTarget(model, tokenizer, identity)
     with torch.random.fork_rng():  # the initialization of weights must not change sampled texts
-        drafter = load_drafter(folder, target, **options)
-    _warn_of_other_weights(model, saved.target)
-    return Bound(target=target, drafter=drafter, trained_for=saved.target, state=state)
+        drafter = load_drafter(parts, target, **options)
+    for identity in trained_for.values():
+        _warn_of_other_weights(model, identity)
+    return Bound(target=target, drafter=drafter, trained_for=trained_for, state=state)
 
 
 def _warn_of_other_weights(model: PreTrainedModel, trained_for: TargetIdentity) -> None:

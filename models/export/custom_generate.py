@@ -25,6 +25,8 @@ from ..decoding.loop import generate as decode
 from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.types import Step
 from ..drafters.saved.download import resolve_drafter
+from ..drafters.saved.loading import trained_parts
+from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from ..target.linears import packed_where_faster
 from .bound_drafters import Bound, bind, drafters_of, require_usable
 from .generate_arguments import (
@@ -55,8 +57,9 @@ def generate(
 ) -> Any:
     """Run `model.generate` with speculative decoding; arguments and result are the same.
 
-    `drafter` is the folder or the Hub id of the drafter; by default it is the drafter that this
-    code came with. `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
+    `drafter` is the folder or the Hub id of the drafter, a training-free drafter such as "suffix",
+    or several of these joined by "+"; by default it is the drafter that this code came with.
+    `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
     batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
     default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
@@ -73,7 +76,7 @@ def generate(
     require_own_arguments(drafter, drafter_options, seed, generator, fast_linears)
     require_honoured(kwargs)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    folder = find_folder(drafter, hub_options)
+    parts = find_parts(drafter, hub_options)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
     prepared_model = take_stop_strings(model, kwargs)
 
@@ -83,8 +86,8 @@ def generate(
     # 2. Load the drafter, and let transformers prepare and call the decode loop.
     with drafters_of(model) as drafters, _uncompiled():
         require_usable(model)
-        bound = bind(model, drafters, folder, dict(drafter_options or {}), tokenizer)
-        packed = packed_where_faster(model, bound.drafter) if fast_linears else nullcontext()
+        bound = bind(model, drafters, parts, dict(drafter_options or {}), tokenizer)
+        packed = packed_where_faster(model, *trained_parts(bound.drafter)) if fast_linears else nullcontext()
         prepare: Any = GenerationMixin.generate
         try:
             return prepare(prepared_model, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)
@@ -153,8 +156,8 @@ def _loop(
 # --- location of the drafter
 
 
-def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path:
-    """Find the drafter's folder: the argument `drafter`, or the source of the running code.
+def find_parts(drafter: str | Path | None, hub_options: dict[str, Any]) -> DrafterParts:
+    """Find the drafter: the argument `drafter`, or the source of the running code.
 
     In the second case the revision is the code's.
     """
@@ -164,7 +167,10 @@ def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path
         options.pop("revision", None)  # the code's revision; a drafter's revision is part of its name, user/name@revision
     elif not Path(source).is_dir() and re.fullmatch("[0-9a-f]{40}", commit):
         options["revision"] = commit  # transformers keeps code from the Hub in a folder that is named after the commit
-    return resolve_drafter(source, **{name: value for name, value in options.items() if name != "proxies"})
+    options.pop("proxies", None)
+    if drafter is not None:
+        return parse_drafter_name(drafter if isinstance(drafter, str) else Path(drafter), **options)
+    return packaged_parts(resolve_drafter(source, **options))
 
 
 def _source_of_call() -> str:

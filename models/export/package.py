@@ -1,6 +1,7 @@
 """Folder of a drafter for the Hub, for plain transformers and for readers.
 
-    config.json, model.safetensors      the drafter (see `drafters/files`)
+    config.json, model.safetensors      the trained drafter (see `drafters/files`), if there is one
+    merge.json, calibration.json        the training-free drafters that draft with it, and its calibration, if any
     training.json, certificate.json     facts about its training, and its certificate, if there are any
     README.md                           the model card
     generation_config.json              greedy decoding; all other options come from the target
@@ -12,18 +13,23 @@ Nothing else is in such a folder, and nothing else is ever uploaded.
 import re
 import shutil
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 from ...data.files import atomic_write_text, finish_replacing, replacing_directory, write_json
+from ..drafters.calibration import CALIBRATION_FILE
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
     CONFIG_FILE,
+    MERGE_FILE,
     TRAINING_FILE,
     WEIGHTS_FILE,
+    MergeFile,
     count_tensors,
     read_drafter_config,
     read_training_facts,
 )
+from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 from .certificate_file import read_certificate
 from .folders import NOTE_FILE
@@ -42,6 +48,7 @@ TOKENIZER_FILES = (
 ALLOWED = frozenset(
     {
         *(CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, NOTE_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE"),
+        *(CALIBRATION_FILE, MERGE_FILE),
         *TOKENIZER_FILES,
     }
 )
@@ -55,32 +62,47 @@ MOST_PROBLEMS = 10
 """Largest number of problems in one message."""
 
 
-def make_package(drafter: Path, output: Path, readme: str, certificate: Path | None = None) -> None:
+def make_package(name: Path | DrafterParts, output: Path, readme: str, certificate: Path | None = None) -> None:
     """Write the folder atomically, as a new folder or into an empty one.
 
-    Raises ValueError for a folder that isn't empty, for a damaged drafter, and for a file that
-    isn't a certificate.
+    Raises ValueError for a folder that isn't empty, for a damaged drafter, for several trained
+    drafters, and for a file that isn't a certificate.
     """
     # 1. Check all inputs.
     require_new(output)
-    read_drafter_config(drafter)
-    read_training_facts(drafter)
-    count_tensors(drafter / WEIGHTS_FILE)
+    parts = parse_drafter_name(name)
+    drafter = packaged_folder(parts)
+    if drafter is not None:
+        read_drafter_config(drafter)
+        read_training_facts(drafter)
+        count_tensors(drafter / WEIGHTS_FILE)
     if certificate is not None:
         read_certificate(certificate)
 
     # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
-        for name in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
-            if (drafter / name).is_file():
-                shutil.copyfile(drafter / name, folder / name)
+        for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE):
+            if drafter is not None and (drafter / file).is_file():
+                shutil.copyfile(drafter / file, folder / file)
+        if names := [part.name for part in parts.parts if part.folder is None]:
+            write_json(folder / MERGE_FILE, asdict(MergeFile(training_free=names)))
         if certificate is not None:
             shutil.copyfile(certificate, folder / CERTIFICATE_FILE)
         atomic_write_text(folder / README_FILE, readme)
         write_json(folder / GENERATION_FILE, GENERATION_CONFIG)
-        for name, text in custom_generate_files().items():
-            atomic_write_text(folder / FOLDER / name, text)
+        for file, text in custom_generate_files().items():
+            atomic_write_text(folder / FOLDER / file, text)
         package_files(folder)
+
+
+def packaged_folder(parts: DrafterParts) -> Path | None:
+    """Return the folder of the trained part; None without one. Raises ValueError for several."""
+    if len(parts.folders) > 1:
+        raise ValueError(
+            f"{parts.name} has {len(parts.folders)} trained drafters, and a package holds the weights of one; package each, "
+            'and decode with drafter="FOLDER+FOLDER"'
+        )
+    return next(iter(parts.folders), None)
 
 
 def require_new(output: Path) -> None:
@@ -134,7 +156,8 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
         )
 
     # 2. Check that the folder has a drafter, and only its code.
-    if CONFIG_FILE not in files or not any(name.endswith(".safetensors") for name in files):
+    is_training_free = MERGE_FILE in files and CONFIG_FILE not in files
+    if not is_training_free and (CONFIG_FILE not in files or not any(name.endswith(".safetensors") for name in files)):
         raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
         if name.endswith(".safetensors"):
@@ -148,7 +171,7 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
     """Raise ValueError for a package without a readable drafter, or with unknown weights or
     code."""
     try:
-        read_drafter_config(folder)
+        packaged_parts(folder)
     except ValueError as error:
         raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error
     start = (folder / FOLDER / START_FILE).read_text(encoding="utf-8", errors="replace")

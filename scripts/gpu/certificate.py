@@ -35,7 +35,7 @@ def main() -> None:
         try:
             certify_command(
                 target=str(TARGET),
-                drafter=[drafter],
+                drafter=[str(drafter)],
                 suite="stdlib",
                 suite_path=None,
                 limit=args.prompts,

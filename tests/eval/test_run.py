@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
@@ -31,6 +32,7 @@ from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -834,3 +836,57 @@ def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
     assert rows[0]["lossless_label"] == "unproven (2 of 2 prompts not audited)"
     assert rows[1]["lossless_label"] == "unproven: plain decoding is unproven (yes against it)"
     assert "NOT LOSSLESS" not in (tmp_path / "table.md").read_text()
+
+
+def test_baselines_and_merges_are_rows_of_the_table(
+    run_tiny: Evaluate, tiny_drafter_dir: Path, tmp_path: Path, generated: list[dict[str, Any]]
+) -> None:
+    """Baselines come first and merges last, all with the trained drafter's weights in the records."""
+    options: dict[str, Any] = {"settings": [{"beam_width": 1}], "baselines": ["prompt_lookup"], "merge": ["prompt_lookup"]}
+    rows = run_tiny(tmp_path / "out", **options)
+    names = ["baseline", "prompt_lookup", "redrafter beam_width=1", "redrafter+prompt_lookup"]
+    assert [row["method"] for row in rows] == names
+    shown = [
+        "plain decoding",
+        "Prompt lookup, 10 nodes",
+        "ReDrafter, 1 beam of 3",
+        "ReDrafter + Prompt lookup, 40 nodes, paced",
+    ]
+    assert [row["name"] for row in rows] == shown
+    assert not any(map(is_broken, rows))
+    assert [row["parameters"] for row in rows[:2]] == [None, 0]
+    assert rows[2]["parameters"] == rows[3]["parameters"] > 0
+    described = read_info(tmp_path / "out" / "run.json").config["methods"]
+    digest = hashlib.sha256((tiny_drafter_dir / "model.safetensors").read_bytes()).hexdigest()
+    assert [described[name]["weights"] for name in names[1:]] == ["", digest, digest]
+    assert described["redrafter+prompt_lookup"]["config"]["prompt_lookup"]["tree_nodes"] == 10
+    # A repeated command measures nothing.
+    generated.clear()
+    assert [row["method"] for row in run_tiny(tmp_path / "out", **options)] == names
+    assert generated == []
+    with pytest.raises(ValueError, match="holds another evaluation's records"):
+        run_tiny(tmp_path / "out", **{**options, "merge": []})
+
+
+def test_training_free_drafters_are_evaluated_without_a_folder(
+    tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
+) -> None:
+    parts = [parse_drafter_name("prompt_lookup")]
+    settings = [{"tree_nodes": 3}, {"pace": "fixed", "tree_nodes": 3}]
+    changed = replace(config, settings=settings, batch_sizes=[1, 2])
+    rows = evaluate(changed, tiny_target, tiny_target.tokenizer, parts, tmp_path / "out")
+    assert [row["name"] for row in rows[:3]] == [
+        *("plain decoding", "Prompt lookup, 3 nodes", "Prompt lookup, 3 nodes, fixed pace"),
+    ]
+    assert not any(map(is_broken, rows))
+    with pytest.raises(ValueError, match="prompt_lookup has no option beam_width; it has: max_ngram"):
+        check_inputs(replace(config, settings=[{"beam_width": 2}]), parts)
+    with pytest.raises(ValueError, match="prompt_lookup would be evaluated twice"):
+        check_inputs(replace(config, settings=[{}], baselines=["prompt_lookup"]), parts)
+
+
+def test_a_wrong_name_of_a_baseline_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="must be one of prompt_lookup, suffix, recycling"):
+        EvalConfig(suites=["stdlib"], baselines=["lookahead"])
+    with pytest.raises(ValidationError, match="the same value twice"):
+        EvalConfig(suites=["stdlib"], merge=["suffix", "suffix"])

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 from ....models.drafters.null import NullDrafter
 from ....models.drafters.saved.loading import load_drafter
@@ -44,14 +43,14 @@ def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iter
 
 
 def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
-    trained = None if config.drafter is None else load_drafter(Path(config.drafter), target, **config.drafter_settings)
+    drafter = None if config.drafter is None else load_drafter(config.drafter, target, **config.drafter_settings)
     return decoder.DecoderEngine(
         target,
-        NullDrafter() if trained is None else trained,
+        NullDrafter() if drafter is None else drafter,
         sampling=config.sampling,
         limits=limits,
         batch_size=config.decode_batch_size or decoder.DEFAULT_BATCH_SIZE,
-        drafter_context=None if trained is None else trained.context_length,
+        drafter_context=None if drafter is None else drafter.context_length,
     )
 
 

@@ -18,9 +18,10 @@ from huggingface_hub.utils import httpx  # its HTTP client, which isn't always t
 
 from ....data.files import finish_replacing
 from ....data.hub import use_hub
-from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
+from ..calibration import CALIBRATION_FILE
+from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 
-READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
+READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE, MERGE_FILE)
 """Files that loading a drafter downloads: JSON and safetensors, no code."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 

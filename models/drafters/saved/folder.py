@@ -19,6 +19,8 @@ from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
+MERGE_FILE = "merge.json"
+"""File of a package, with the names of the training-free drafters that belong to it."""
 FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST_PROBLEMS = 5
 """Most problems in one message."""
@@ -75,6 +77,13 @@ class TrainingFacts:
     """Kind of labels, `distilled` or `text` (see TrainConfig)."""
     hardware: str
     """Number of processes and their devices, at the end of the training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeFile:
+    """Content of `merge.json`: a package drafts with these, beside its trained drafter."""
+
+    training_free: Annotated[list[str], Field(min_length=1)]
 
 
 def read_training_facts(directory: Path) -> TrainingFacts | None:

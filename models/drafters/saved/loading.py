@@ -13,12 +13,18 @@ from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
 from ...target.linears import choose_linears
 from ..base import TrainableDrafter
-from ..registry import kind_of
+from ..calibration import read_prior
+from ..merged import MergedDrafter
+from ..registry import kind_of, make_training_free
+from ..training_free import TrainingFreeDrafter
 from .build import drafter_of_weights, saved_spec
-from .download import resolve_drafter
 from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
+from .parts import MERGE, DrafterParts, parse_drafter_name
 
 logger = logging.getLogger(__name__)
+
+LoadedDrafter = TrainableDrafter | TrainingFreeDrafter | MergedDrafter
+"""A drafter that decodes beside a target."""
 
 
 def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:
@@ -45,18 +51,40 @@ def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
 
 
 def load_drafter(
-    directory: Path | str, target: HFTarget, *, revision: str | None = None, **runtime_options: Any
-) -> TrainableDrafter:
+    name: str | Path | DrafterParts, target: HFTarget, *, revision: str | None = None, **runtime_options: Any
+) -> LoadedDrafter:
     """Load a drafter for `target`, in its device and dtype, ready to draft.
 
-    Its linear layers are computed as the target's are: see `choose_linears`.
-
-    `directory` is a folder, or a repository on the Hub (`user/name`, `user/name@revision`).
-    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError
-    for a target of another shape or tokenizer, for options that would change the weights, and for
-    missing, unknown or wrongly shaped tensors.
+    `name` is a folder, a repository on the Hub (`user/name`, `user/name@revision`), a training-free
+    drafter (`suffix`), or several of these, joined by `+`, whose trees are merged.
+    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
+    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter. Raises
+    ValueError for an unknown name, for a target of another shape or tokenizer, for options that
+    would change the weights, and for missing, unknown or wrongly shaped tensors.
     """
-    directory = resolve_drafter(directory, revision)
+    # 1. Check all options, which is fast.
+    parts = parse_drafter_name(name, revision)
+    configs = parts.configs(runtime_options)
+    options = parts.split_options(runtime_options)
+    # 2. Load the parts.
+    sources = {
+        part.name: make_training_free(part.name, options[part.name], target)
+        if part.folder is None
+        else load_trained(part.folder, target, **options[part.name])
+        for part in parts.parts
+    }
+    if MERGE not in configs:
+        return sources[parts.parts[0].name]
+    # 3. Merge them, with the calibration that was saved beside the first trained part.
+    prior = read_prior(parts.folders[0], target.identity) if parts.folders else None
+    return MergedDrafter(sources, configs[MERGE], prior)
+
+
+def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
+    """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does.
+
+    Its linear layers are computed as the target's are: see `choose_linears`.
+    """
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
     drafter = drafter_of_weights(saved_spec(saved, runtime_options), directory, target)
@@ -68,6 +96,12 @@ def load_drafter(
     if target.fast_linears:
         choose_linears(drafter)
     return drafter
+
+
+def trained_parts(drafter: LoadedDrafter) -> list[TrainableDrafter]:
+    """Return the trained drafters of a loaded drafter."""
+    sources = drafter.sources.values() if isinstance(drafter, MergedDrafter) else [drafter]
+    return [source for source in sources if isinstance(source, TrainableDrafter)]
 
 
 def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:

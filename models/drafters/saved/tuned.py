@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveInt
 
+from ....data.drafter_names import SEPARATOR
 from ....data.files import read_dataclass, sha256_file, write_json
 from ...decoding.protocols import Drafter
 from ...machine import device_name
@@ -17,6 +18,7 @@ from ...target.hf_target import HFTarget
 from ..null import NullDrafter
 from .folder import WEIGHTS_FILE
 from .loading import load_drafter
+from .parts import DrafterParts, parse_drafter_name
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class DecodingSetup:
     target: str
     """Digests of the target's weights and quantisation."""
     drafter: str
-    """Digest of the drafter's weights."""
+    """Digest of the drafter's weights; for a merge also the names of its training-free parts."""
     dtype: str
     form: str
     """See `HFTarget.form`."""
@@ -75,18 +77,35 @@ class TunedFile:
     entries: list[Tuned]
 
 
-def describe_setup(target: HFTarget, directory: Path, temperature: float = 0.0) -> DecodingSetup:
-    """Describe how this process decodes with this target and the drafter of this directory."""
+def describe_setup(target: HFTarget, drafter: Path | str | DrafterParts, temperature: float = 0.0) -> DecodingSetup:
+    """Describe how this process decodes with this target and drafter."""
     on_cpu = target.device.type == "cpu"
     return DecodingSetup(
         device=device_name(target.device),
         num_threads=torch.get_num_threads() if on_cpu else 0,
         target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
-        drafter=sha256_file(directory / WEIGHTS_FILE)[:16],
+        drafter=SEPARATOR.join(
+            part.name if part.folder is None else sha256_file(part.folder / WEIGHTS_FILE)[:16]
+            for part in parse_drafter_name(drafter).parts
+        ),
         dtype=str(target.dtype).removeprefix("torch."),
         form=target.form,
         temperature=temperature,
     )
+
+
+def tuned_folder(drafter: Path | str | DrafterParts) -> Path:
+    """Return the folder of a drafter's tuned settings: that of its first trained part.
+
+    Raises ValueError for a drafter without a folder.
+    """
+    parts = parse_drafter_name(drafter)
+    if not parts.folders:
+        raise ValueError(
+            f"the drafter {parts.name} has no folder, which the choice could be written to; print it only (--no-write), and "
+            "set the options where the drafter is used"
+        )
+    return parts.folders[0]
 
 
 def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choice]) -> None:
@@ -101,22 +120,25 @@ def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choi
     write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*others, entry])))
 
 
-def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Choice:
+def tuned_choice(
+    drafter: Path | str | DrafterParts, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0
+) -> Choice:
     """Return the choice for this setup and batch size, or for the nearest measured batch size.
 
     The nearest size has the smallest ratio to `batch_size`. Raises ValueError, with the command to
     run, if nothing was tuned for this setup.
     """
     # 1. The choice for the nearest batch size of this setup.
-    setup = describe_setup(target, directory, temperature)
-    entries = read_tuned(directory)
+    parts = parse_drafter_name(drafter)
+    setup = describe_setup(target, parts, temperature)
+    entries = read_tuned(tuned_folder(parts))
     for entry in entries:
         if entry.place == setup:
             size = min(entry.choices, key=lambda size: abs(math.log(size / batch_size)))
             if size != batch_size:
                 sizes = ", ".join(map(str, entry.choices))
                 logger.info(
-                    "%s is tuned for batches of %s; batches of %d use the choice for %d", directory, sizes, batch_size, size
+                    "%s is tuned for batches of %s; batches of %d use the choice for %d", parts.name, sizes, batch_size, size
                 )
             return entry.choices[size]
     # 2. Without one: the setups that were tuned, and how they differ.
@@ -126,22 +148,25 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     ]
     known = f"only for another setup: {'; or '.join(others)}" if others else "for no setup yet"
     raise ValueError(
-        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in options.items())} (it is tuned {known}). "
-        f"Run `outrider tune --drafter {directory} --target ... --temperature {temperature:g} --dtype {setup.dtype}"
+        f"{parts.name} isn't tuned for {', '.join(f'{key} {value}' for key, value in options.items())} (it is tuned {known}). "
+        f"Run `outrider tune --drafter {parts.name} --target ... --temperature {temperature:g} --dtype {setup.dtype}"
         f"{f' --threads {setup.num_threads}' if setup.num_threads else ''}` here first"
     )
 
 
-def load_tuned(directory: Path | str, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
-    """Load the drafter of a directory with the setting that was chosen for this setup.
+def load_tuned(
+    drafter: Path | str | DrafterParts, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0
+) -> Drafter[Any, Any]:
+    """Load a drafter with the setting that was chosen for this setup.
 
     Returns a `NullDrafter` if plain decoding is faster. Raises ValueError like `load_drafter` and
     `tuned_choice`.
     """
-    choice = tuned_choice(Path(directory), target, batch_size=batch_size, temperature=temperature)
+    parts = parse_drafter_name(drafter)
+    choice = tuned_choice(parts, target, batch_size=batch_size, temperature=temperature)
     if choice.setting is None:
         return NullDrafter()
-    return load_drafter(directory, target, **choice.setting)
+    return load_drafter(parts, target, **choice.setting)
 
 
 def read_tuned(directory: Path) -> list[Tuned]:

@@ -21,7 +21,8 @@ from outrider.eval.measure import bench as measure
 from outrider.eval.measure import timing
 from outrider.eval.measure.jobs import Job
 from outrider.eval.records.records import BASELINE, EvalRecord, RecordFile
-from outrider.eval.report.card import CardOptions, model_card
+from outrider.eval.report.card import model_card
+from outrider.eval.report.card_options import CardOptions
 from outrider.eval.report.page import write_report
 from outrider.eval.results.headline import headline
 from outrider.eval.results.rows import Row, is_broken, is_timeless

@@ -34,6 +34,13 @@ def shown(*methods: MethodFacts) -> list[str]:
         ("redrafter tree_padding=8", "ReDrafter, tree_padding 8"),
         ("redrafter off", "ReDrafter, turned off by tuning"),
         ("redrafter tuned beam_width=2", "ReDrafter, 2 beams, tuned"),
+        ("prompt_lookup", "Prompt lookup"),
+        ("suffix tree_nodes=16", "Suffix, 16 nodes"),
+        ("recycling pace=expected", "Recycling, paced"),
+        ("recycling pace=fixed tree_nodes=8", "Recycling, 8 nodes, fixed pace"),
+        ("redrafter+suffix+recycling tree_nodes=40 pace=fixed", "ReDrafter + Suffix + Recycling, 40 nodes"),
+        ("redrafter+medusa+redrafter_2 pace=expected", "ReDrafter + Medusa + ReDrafter 2, paced"),
+        ("redrafter+suffix a/b tuned tree_nodes=5", "ReDrafter + Suffix, 5 nodes, tuned"),
     ],
 )
 def test_a_key_without_settings_has_a_readable_name(key: str, name: str) -> None:
@@ -46,6 +53,25 @@ def test_a_name_includes_the_drafters_default_tree_shape() -> None:
         "ReDrafter, 4 beams of 3",
     ]
     assert setting_words("redrafter", CONFIG, None) == "turned off by tuning"
+
+
+def test_a_merge_is_named_by_its_parts_its_nodes_and_its_pace():
+    options = {"pace": "expected", "tree_nodes": 40, "redrafter": CONFIG, "suffix": {}}
+    merges = [
+        MethodFacts(key=key, described={"config": options, "setting": setting, "weights": weights})
+        for key, setting, weights in (
+            ("redrafter+suffix", {}, "1"),
+            ("redrafter+suffix pace=fixed", {"pace": "fixed"}, "1"),
+            ("redrafter+suffix suffix={'max_depth': 8}", {"suffix": {"max_depth": 8}}, "1"),
+        )
+    ]
+    names = shown(method("redrafter", weights="1"), *merges)
+    assert names == [
+        "ReDrafter, 4 beams of 5",
+        "ReDrafter + Suffix, 40 nodes, paced",
+        "ReDrafter + Suffix, 40 nodes",
+        'ReDrafter + Suffix, 40 nodes, paced, suffix {"max_depth": 8}',
+    ]
 
 
 def test_two_drafters_of_a_kind_are_named_by_the_options_that_differ() -> None:

@@ -39,6 +39,7 @@ from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
 
@@ -315,7 +316,9 @@ def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_tar
     graphed = HFTarget(
         tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=is_fixed, recorder=ReplayingRecorder()
     )
-    trial = Trial(directory=tmp_path, target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered)
+    trial = Trial(
+        parts=parse_drafter_name("prompt_lookup"), target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered
+    )
     (replayed,) = replay_all(trial, [None], [8])
     real = run(graphed, NullDrafter(), trial.rule, answered, timed=False)
     assert [step.rows for step in replayed.run.passes] == [8, 8] + [8 if is_fixed else 5] * 6
@@ -496,7 +499,7 @@ def test_a_batch_that_no_prompts_fill_is_refused(
 def test_the_command_prints_a_table_and_a_verdict(
     tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": tiny_drafter_dir, "suite": "mt_bench"}
+    arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": str(tiny_drafter_dir), "suite": "mt_bench"}
     arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path}
     tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
     output = capsys.readouterr().out

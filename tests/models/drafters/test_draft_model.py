@@ -43,7 +43,7 @@ class Recording(DraftModel):
 
     def propose(self, state, last_token, *, generator=None):
         tree, drafted = super().propose(state, last_token, generator=generator)
-        for drafts, last, before in zip(tree.tokens.tolist(), last_token.tolist(), state.token.tolist(), strict=True):
+        for drafts, last, before in zip(tree.tokens.tolist(), last_token.tolist(), state.tokens[:, 0].tolist(), strict=True):
             text = next(text for text in self.texts if text[-2:] == [before, last])
             for token in drafts:
                 assert token == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
@@ -136,7 +136,7 @@ class RecordingTrees(DraftModel):
 
     def propose(self, state, last_token, *, generator=None):
         tree, drafted = super().propose(state, last_token, generator=generator)
-        for row, (last, before) in enumerate(zip(last_token.tolist(), state.token.tolist(), strict=True)):
+        for row, (last, before) in enumerate(zip(last_token.tolist(), state.tokens[:, 0].tolist(), strict=True)):
             text = next(text for text in self.texts if text[-2:] == [before, last])
             paths = [tuple(tree.tokens[row, [n for n in line if n >= 0]].tolist()[::-1]) for line in tree.lineage[row].tolist()]
             expected = slow_tree(self.model, text, self.config.length, self.config.top_k, self.max_nodes)

@@ -13,6 +13,7 @@ from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, TRAINING_FREE, NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
@@ -42,19 +43,31 @@ FREE: dict[str, dict[str, Any]] = {
     "recycling": {"tree_nodes": 8},
     "suffix": {"tree_nodes": 8},
 }
+MERGES: dict[str, list[str]] = {
+    "merged": ["redrafter", "prompt_lookup"],
+    "merged draft model": ["draft_tree", "prompt_lookup"],
+    "merged eagles": ["eagle3", "eagle"],
+}
 KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
 
 
-@pytest.fixture(params=[*KINDS, *FREE, "null", "oracle", "recorded redrafter"])
+def build(name: str, target: HFTarget) -> Any:
+    if name in FREE:
+        return make_training_free(name, FREE[name], target)
+    return build_drafter(parse_drafter(KINDS[name]), target).to(target.dtype).eval()
+
+
+@pytest.fixture(params=[*KINDS, *FREE, *MERGES, "null", "oracle", "recorded redrafter"])
 def drafter(request, target) -> Any:
     torch.manual_seed(0)
     if request.param == "null":
         return NullDrafter()
     if request.param == "oracle":
         return OracleDrafter([[*range(20, 90)]] * len(PROMPTS), [1, 2, 3], target.vocab_size)
-    if request.param in FREE:
-        return make_training_free(request.param, FREE[request.param], target)
-    built = build_drafter(parse_drafter(KINDS.get(request.param, KINDS["redrafter"])), target).to(target.dtype).eval()
+    if request.param in MERGES:
+        sources = {name: build(name, target) for name in MERGES[request.param]}
+        return MergedDrafter(sources, MergedConfig(tree_nodes=9, pace="fixed"))
+    built = build(request.param if request.param in {*KINDS, *FREE} else "redrafter", target)
     if request.param != "recorded redrafter":
         return built
     assert isinstance(built, RecordableDrafter)

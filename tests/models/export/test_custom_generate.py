@@ -10,7 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.models.export.bound_drafters import ATTRIBUTE
-from outrider.models.export.custom_generate import find_folder, generate
+from outrider.models.export.custom_generate import find_parts, generate
 
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
@@ -241,6 +241,38 @@ def test_the_codes_revision_is_not_passed_on_for_another_drafter(monkeypatch):
         received.update(options)
         return Path(name)
 
-    monkeypatch.setattr("outrider.models.export.custom_generate.resolve_drafter", resolve)
-    find_folder("user/drafter", {"revision": "v2", "token": "x"})
-    assert received == {"token": "x"}
+    monkeypatch.setattr("outrider.models.drafters.saved.parts.resolve_drafter", resolve)
+    with pytest.raises(ValueError, match="user/drafter holds no drafter"):
+        find_parts("user/drafter", {"revision": "v2", "token": "x"})
+    assert received == {"revision": None, "token": "x"}
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, {"input_ids": BATCH, "attention_mask": MASK}], ids=["one", "padded"])
+def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, folder, inputs):
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
+    for drafter in ("prompt_lookup", f"{folder}+prompt_lookup", f"prompt_lookup+{folder}"):
+        assert torch.equal(generate(model, drafter=drafter, **inputs, do_sample=False, max_new_tokens=20), plain), drafter
+    fixed = {"drafter": f"{folder}+prompt_lookup", "drafter_options": {"pace": "fixed", "tree_nodes": 5}}
+    assert torch.equal(generate(model, **fixed, **inputs, do_sample=False, max_new_tokens=20), plain)
+
+
+def test_a_sampled_text_is_the_same_with_any_drafter(model, folder):
+    options = {"input_ids": PROMPT, "do_sample": True, "max_new_tokens": 12, "seed": 3}
+    alone = generate(model, drafter=folder, **options)
+    assert torch.equal(generate(model, drafter=f"{folder}+prompt_lookup", **options), alone)
+    assert torch.equal(generate(model, drafter="prompt_lookup", **options), alone)
+
+
+def test_an_unknown_drafter_is_an_error_with_the_list(model):
+    with pytest.raises(ValueError, match="'prompt_lokup' is neither a folder.*did you mean prompt_lookup"):
+        generate(model, drafter="prompt_lokup", input_ids=PROMPT, max_new_tokens=3)
+
+
+def test_references_need_a_tokenizer(model, tiny_tokenizer, tmp_path):
+    """A model of transformers has none that they could be read with."""
+    (tmp_path / "reference.txt").write_text("some words to copy")
+    options = {"drafter": "prompt_lookup", "drafter_options": {"references": [str(tmp_path / "reference.txt")]}}
+    with pytest.raises(ValueError, match="give it to generate: tokenizer=tokenizer"):
+        generate(model, **options, input_ids=PROMPT, max_new_tokens=8)
+    tokens = generate(model, **options, tokenizer=tiny_tokenizer, input_ids=PROMPT, max_new_tokens=8)
+    assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=8))

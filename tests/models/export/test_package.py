@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from outrider.data.files import read_json, write_json
 from outrider.models.drafters import load_drafter
+from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
 from outrider.models.export.package import make_package, package_files
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
@@ -35,6 +37,41 @@ def test_a_package_holds_the_documented_files(folder):
     assert tops == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert {"custom_generate/generate.py", "custom_generate/requirements.txt"} < names
     assert GenerationConfig.from_pretrained(folder).do_sample is False
+
+
+def test_a_package_of_a_merge_decodes_with_all_parts(drafter_dirs, model, tmp_path):
+    """One file names the training-free parts. The trained drafter can still be loaded alone."""
+    write_json(drafter_dirs["redrafter"] / "calibration.json", {})
+    try:
+        make_package(parse_drafter_name(f"{drafter_dirs['redrafter']}+prompt_lookup"), tmp_path / "package", "# Merged\n")
+    finally:
+        (drafter_dirs["redrafter"] / "calibration.json").unlink()
+    (tmp_path / "package" / "calibration.json").unlink()
+    assert read_json(tmp_path / "package" / "merge.json") == {"training_free": ["prompt_lookup"]}
+    assert packaged_parts(tmp_path / "package").kind == "redrafter+prompt_lookup"
+    assert parse_drafter_name(tmp_path / "package").kind == "redrafter"
+    options = {"input_ids": torch.tensor([[1, 70, 71, 72, 70, 71]]), "max_new_tokens": 12}
+    tokens = model.generate(**options, custom_generate=str(tmp_path / "package"), trust_remote_code=True)
+    assert torch.equal(tokens, model.generate(**options))
+    write_json(tmp_path / "package" / "merge.json", {"training_free": ["lookahead"]})
+    with pytest.raises(ValueError, match="names lookahead, and there are prompt_lookup"):
+        package_files(tmp_path / "package")
+
+
+def test_a_package_of_training_free_drafters_needs_no_weights(model, tmp_path):
+    make_package(parse_drafter_name("prompt_lookup"), tmp_path / "package", "# Prompt lookup\n")
+    tops = {name for name in package_files(tmp_path / "package") if "/" not in name}
+    assert tops == {"README.md", "generation_config.json", "merge.json"}
+    options = {"input_ids": torch.tensor([[1, 70, 71, 72, 70, 71]]), "max_new_tokens": 12}
+    tokens = model.generate(**options, custom_generate=str(tmp_path / "package"), trust_remote_code=True)
+    assert torch.equal(tokens, model.generate(**options))
+
+
+def test_a_package_has_the_weights_of_one_drafter(drafter_dirs, tmp_path):
+    parts = parse_drafter_name(f"{drafter_dirs['redrafter']}+{drafter_dirs['medusa']}")
+    with pytest.raises(ValueError, match="has 2 trained drafters, and a package holds the weights of one"):
+        make_package(parts, tmp_path / "package", "# Two\n")
+    assert not (tmp_path / "package").exists()
 
 
 def test_a_package_holds_no_path_of_the_machine(folder, drafter_dirs):

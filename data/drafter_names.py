@@ -1,0 +1,48 @@
+"""Names of drafters as options have them. Importing this module loads no torch.
+
+A drafter is a folder, a name on the Hub, a training-free drafter, or several of these joined by `+`:
+`outputs/demo/drafter+suffix+recycling`.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+TRAINING_FREE_NAMES = ("prompt_lookup", "suffix", "recycling")
+"""Drafters without weights (see the registry of drafters)."""
+SEPARATOR = "+"
+
+
+def split_name(name: str | Path) -> list[str]:
+    """Split a drafter's name into its parts.
+
+    A `Path` is a folder, whatever its name. So is a text where a folder of this name exists, unless
+    it is the name of a training-free drafter. Raises ValueError for an empty part.
+    """
+    if isinstance(name, Path):
+        return [str(name)]
+    parts, words = [], name.split(SEPARATOR)
+    while words:
+        # A folder may have the separator in its name: the longest existing one counts.
+        length = next((size for size in range(len(words), 1, -1) if Path(SEPARATOR.join(words[:size])).is_dir()), 1)
+        parts.append(SEPARATOR.join(words[:length]))
+        words = words[length:]
+    if not all(parts):
+        raise ValueError(f"the drafter {name!r} has an empty part; give folders and names, joined by one {SEPARATOR}")
+    return parts
+
+
+def folders_of(name: str | Path) -> list[str]:
+    """Return the parts of a drafter's name that are folders or names on the Hub."""
+    return [part for part in split_name(name) if isinstance(name, Path) or part not in TRAINING_FREE_NAMES]
+
+
+def repeated_names(names: Iterable[str]) -> list[str]:
+    """Return the names that occur more than once, each once."""
+    names = list(names)
+    return [name for index, name in enumerate(names) if names.count(name) > 1 and name not in names[:index]]
+
+
+def nearest_name(part: str) -> str:
+    """Return a hint at the training-free drafter that a text is nearly the name of, or nothing."""
+    return "".join(f"; did you mean {close}?" for close in get_close_matches(part, TRAINING_FREE_NAMES, 1))

@@ -1,0 +1,59 @@
+"""Sources of a model card, and the names in its code."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
+from .card_code import quantization_code, quantization_option
+
+LOCAL_TARGET = "path/to/target"
+"""Path in a card's code that the reader must set."""
+TAGS = ("custom_generate", "speculative-decoding", "outrider")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardOptions:
+    """Sources of a card beside the drafter's own files."""
+
+    evaluations: Sequence[Path] = ()
+    """Folders of finished evaluations."""
+    run: Path | None = None
+    """Folder of the training run, for facts about data and labelling."""
+    certificate: Path | None = None
+    """Certificate that `outrider certify` wrote."""
+    licence: str | None = None
+    """Name of the licence on the Hub, such as apache-2.0."""
+    base_model: str | None = None
+    """Hub id of the target; None takes the target's name in training, if that is a Hub id."""
+    quantization: Mapping[str, Any] | None = None
+    """Quantisation with which the card loads the target; None takes that of the training."""
+    repo: str | None = None
+    """Hub id of the drafter."""
+    disturbed: Literal["raise", "omit", "mark"] = "raise"
+    """Whether a speed whose measurement was disturbed raises an error, is left out, or is shown with
+    a mark."""
+    programs: Collection[str] | None = None
+    """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
+    its kind, except for a layer with a weight of UNSERVED."""
+
+    def __post_init__(self) -> None:
+        require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
+
+
+def code_names(
+    options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Collect the names and lines of the card's code and commands."""
+    was_named = f"; it was named {local_name} in training" if local_name else ""
+    imports, argument = quantization_code(quantization)
+    return {
+        "target_name": base_model or LOCAL_TARGET,
+        "target_note": "" if base_model else f"  # {UNNAMED_TARGET}{was_named}",
+        "drafter_name": options.repo or ".",
+        "drafter_note": "" if options.repo else f"  # {UNNAMED}",
+        "quantization_imports": imports,
+        "quantization_argument": argument,
+        "quantization_option": quantization_option(quantization),
+    }

@@ -1,0 +1,205 @@
+"""Calibration: how often a draft token is accepted, by its source and the source's evidence.
+
+A drafter's own score is no probability of acceptance: a greedy target accepts the drafter's first
+token more often than its probability, and training-free drafters only count. So hits and misses are
+counted, in cells of (source, depth, bin of the evidence). Where several sources have tokens after
+the same text, a second table counts by the sources that propose a token, the sources that propose
+any token there, and the bin of the highest single estimate: agreement is strong evidence.
+
+Counts are a function of the text and of the trees. They start from a prior, which may be saved
+beside a drafter's weights, in `calibration.json`.
+"""
+
+import logging
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from ...data.files import read_dataclass, write_json
+from ...data.manifest import TargetIdentity
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_FILE = "calibration.json"
+FORMAT_VERSION = 1
+
+BIN_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+"""Bounds of the bins of probabilities."""
+NUM_BINS = len(BIN_BOUNDS) + 1
+MAX_DEPTH = 4
+"""Deeper draft tokens are counted as if they were at this depth."""
+MAX_SOURCES = 8
+
+SCORE_WEIGHT = 4.0
+"""How many observations a source's own score counts for."""
+AGREEMENT_WEIGHT = 6.0
+"""How many observations the estimate from the single sources counts for, where several spoke."""
+MAX_PRIOR = 40.0
+"""Most observations that a cell of a prior counts for, so that a text can correct it."""
+MAX_TOTAL = 120.0
+"""Cells with more observations are halved, so that the recent text counts most."""
+
+Counts = dict[int, tuple[float, float]]
+"""Hits and observations of each cell, by its key. A missing cell has none."""
+NO_COUNTS = (0.0, 0.0)
+
+BINS_PER_DEPTH = 64
+AGREEMENTS = MAX_SOURCES * MAX_DEPTH * BINS_PER_DEPTH
+"""First key of the second table."""
+
+
+def source_key(source: int, depth: int) -> int:
+    """Return the key of bin 0 of a source's tokens at a depth; the other bins' keys follow."""
+    return (source * MAX_DEPTH + min(depth, MAX_DEPTH) - 1) * BINS_PER_DEPTH
+
+
+def agreement_key(proposed_by: int, present: int, estimate: float) -> int:
+    """Return the key of a cell of the second table. The sources are bitmasks."""
+    return AGREEMENTS + ((proposed_by << MAX_SOURCES) + present) * BINS_PER_DEPTH + bisect(BIN_BOUNDS, estimate)
+
+
+def teach(counts: Counts, keys: Sequence[int], was_hit: bool) -> None:
+    """Count an observation in each of these cells."""
+    for key in keys:
+        hits, total = counts.get(key, NO_COUNTS)
+        if total >= MAX_TOTAL:
+            hits, total = hits / 2, total / 2
+        counts[key] = (hits + was_hit, total + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Hits and observations of one source's tokens at a depth, in one bin."""
+
+    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)]
+    bin: Annotated[int, Field(ge=0, lt=BINS_PER_DEPTH)]
+    hits: Annotated[float, Field(ge=0)]
+    total: Annotated[float, Field(gt=0)]
+
+    def __post_init__(self) -> None:
+        _require_share(self.hits, self.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Hits and observations of tokens that some of several sources propose."""
+
+    proposed_by: list[str]
+    present: list[str]
+    """The sources that propose any token there."""
+    bin: Annotated[int, Field(ge=0, lt=BINS_PER_DEPTH)]
+    hits: Annotated[float, Field(ge=0)]
+    total: Annotated[float, Field(gt=0)]
+
+    def __post_init__(self) -> None:
+        _require_share(self.hits, self.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """Counts that were measured before, by the names of the sources."""
+
+    sources: dict[str, list[Cell]]
+    agreements: list[Agreement]
+
+    def counts(self, names: Sequence[str]) -> Counts:
+        """Return the counts of these sources, as the start of a text's calibration."""
+        counts: Counts = {}
+        for source, name in enumerate(names):
+            for cell in self.sources.get(name, []):
+                counts[source_key(source, cell.depth) + cell.bin] = _limited(cell.hits, cell.total)
+        for agreement in self.agreements:
+            if set(agreement.present) <= set(names):
+                place = (_mask(agreement.proposed_by, names) << MAX_SOURCES) + _mask(agreement.present, names)
+                counts[AGREEMENTS + place * BINS_PER_DEPTH + agreement.bin] = _limited(agreement.hits, agreement.total)
+        return counts
+
+    @classmethod
+    def of(cls, counts: Counts, names: Sequence[str]) -> "Prior":
+        """Return the prior of measured counts of these sources."""
+        sources: dict[str, list[Cell]] = {name: [] for name in names}
+        agreements = []
+        for key, (hits, total) in sorted(counts.items()):
+            place, bin_index = divmod(key, BINS_PER_DEPTH)
+            if key < AGREEMENTS:
+                source, depth = divmod(place, MAX_DEPTH)
+                sources[names[source]].append(Cell(depth=depth + 1, bin=bin_index, hits=hits, total=total))
+            else:
+                proposed_by, present = divmod(place - AGREEMENTS // BINS_PER_DEPTH, 1 << MAX_SOURCES)
+                who = {"proposed_by": _names(proposed_by, names), "present": _names(present, names)}
+                agreements.append(Agreement(**who, bin=bin_index, hits=hits, total=total))
+        return cls(sources=sources, agreements=agreements)
+
+    def updated(self, other: "Prior") -> "Prior":
+        """Return this prior with the other's cells in place of those of the same sources."""
+        kept = [cell for cell in self.agreements if not set(cell.present) <= other.sources.keys()]
+        return Prior(sources={**self.sources, **other.sources}, agreements=[*kept, *other.agreements])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFile:
+    """Content of the file."""
+
+    format_version: int
+    target: TargetIdentity
+    prior: Prior
+
+
+def write_prior(directory: Path, target: TargetIdentity, prior: Prior) -> None:
+    """Write a prior beside a drafter's weights. It holds for this target only."""
+    file = CalibrationFile(format_version=FORMAT_VERSION, target=target, prior=prior)
+    write_json(directory / CALIBRATION_FILE, asdict(file))
+
+
+def read_prior(directory: Path, target: TargetIdentity) -> Prior | None:
+    """Read the prior beside a drafter's weights; None if there is none for this target.
+
+    A prior of another target is left out with a warning: calibration never changes tokens. Raises
+    ValueError for a damaged file, or another format version.
+    """
+    path = directory / CALIBRATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        file = read_dataclass(CalibrationFile, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; delete {path}, and calibrate the drafter again") from None
+    if file.format_version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {file.format_version}, and this version of outrider reads {FORMAT_VERSION}; delete it, and "
+            "calibrate the drafter again"
+        )
+    if differences := file.target.differences(target):
+        logger.warning(
+            "%s was measured with %s, and this target is %s (%s): it is left out, and drafting starts uncalibrated; calibrate "
+            "the drafter for this target",
+            path,
+            file.target.name,
+            target.name,
+            "; ".join(differences),
+        )
+        return None
+    return file.prior
+
+
+def _limited(hits: float, total: float) -> tuple[float, float]:
+    """Return counts that weigh at most MAX_PRIOR observations."""
+    scale = min(1.0, MAX_PRIOR / total)
+    return hits * scale, total * scale
+
+
+def _mask(members: Sequence[str], names: Sequence[str]) -> int:
+    return sum(1 << names.index(name) for name in members)
+
+
+def _names(mask: int, names: Sequence[str]) -> list[str]:
+    return [name for source, name in enumerate(names) if mask >> source & 1]
+
+
+def _require_share(hits: float, total: float) -> None:
+    if not hits <= total:
+        raise ValueError(f"hits is {hits} of {total}; a cell has at most as many hits as observations")

@@ -1,0 +1,197 @@
+"""Merged trees (SpecInfer, arXiv 2305.09781, section 3): candidates of several drafters in one.
+
+All on the host, for one row. Equal prefixes are one node. A node's probability q is the product of
+the calibrated probabilities on its path, so it falls along paths, and the likeliest nodes always
+form a tree. The tree grows best-first: only the children of nodes that are in it are looked at.
+"""
+
+import heapq
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf, isnan
+from typing import NamedTuple
+
+import torch
+
+from ..decoding.types import NO_NODE
+from .beams import SearchTree
+from .calibration import (
+    AGREEMENT_WEIGHT,
+    BIN_BOUNDS,
+    NO_COUNTS,
+    SCORE_WEIGHT,
+    Counts,
+    agreement_key,
+    source_key,
+    teach,
+)
+from .candidates import Candidates
+
+MAX_ESTIMATE = 0.995
+"""No token is sure to be accepted."""
+
+
+class Child(NamedTuple):
+    """A token that some sources propose after an entry, and the cells that learn from it."""
+
+    token: int
+    keys: tuple[int, ...]
+
+
+class Proposals:
+    """One source's candidates in a row, by parent."""
+
+    def __init__(self, source: int, candidates: Candidates) -> None:
+        self.bit, self.source = 1 << source, source
+        self.tokens, self.scores, self.bins = candidates.tokens, candidates.scores, candidates.bins
+        self.children: dict[int, list[int]] = {}
+        for node, parent in enumerate(candidates.parents):
+            self.children.setdefault(parent, []).append(node)
+
+
+@dataclass(slots=True)
+class MergedRow:
+    """The nodes of a row, likeliest first; parents come before their children."""
+
+    tokens: list[int]
+    parents: list[int]
+    probs: list[float]
+    """q of each node: the probability that it is accepted."""
+    origins: list[int]
+    """Bitmask of the sources that propose each node."""
+    depths: list[int]
+    children: dict[int, list[Child]]
+    """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
+
+    def first(self, num_nodes: int) -> Candidates:
+        """Return the likeliest nodes as a tree."""
+        return Candidates(
+            tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes], scores=self.probs[:num_nodes], bins=()
+        )
+
+
+def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: Sequence[float] | None = None) -> MergedRow:
+    """Return the `max_nodes` likeliest nodes, or fewer.
+
+    With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
+    """
+    row = MergedRow([], [], [], [], [], {})
+    heap: list[tuple[float, int, int, int, int, int, list[tuple[Proposals, int]]]] = []
+    serial = 0
+    parent, depth, prob = NO_NODE, 0, 1.0
+    places = [(source, NO_NODE) for source in sources]
+    while True:
+        # 1. Look at the children of the node that was added last.
+        depth += 1
+        found, row.children[parent] = children(places, depth, counts)
+        for estimate, token, proposed_by, nodes in found:
+            heapq.heappush(heap, (-prob * estimate, serial, token, parent, proposed_by, depth, nodes))
+            serial += 1
+        # 2. Add the likeliest node that is left.
+        num_nodes = len(row.tokens)
+        if not heap or num_nodes == max_nodes:
+            return row
+        negative, _, token, above, proposed_by, depth, places = heapq.heappop(heap)
+        prob = -negative
+        if floors is not None and prob < floors[num_nodes]:
+            return row
+        parent = num_nodes
+        row.tokens.append(token)
+        row.parents.append(above)
+        row.probs.append(prob)
+        row.origins.append(proposed_by)
+        row.depths.append(depth)
+
+
+def children(
+    places: Sequence[tuple[Proposals, int]], depth: int, counts: Counts
+) -> tuple[list[tuple[float, int, int, list[tuple[Proposals, int]]]], list[Child]]:
+    """Return the tokens that sources propose after a node, and what calibration learns from.
+
+    `places` has the sources that proposed the node, and their numbers for it. For each token: the
+    estimate that it is accepted, the token, its sources, and its places.
+    """
+    present = 0
+    found: dict[int, tuple[list[float], int, list[int], list[tuple[Proposals, int]]]] = {}
+    # 1. The estimate of each source.
+    for source, place in places:
+        nodes = source.children.get(place)
+        if nodes is None:
+            continue
+        present |= source.bit
+        first_key = source_key(source.source, depth)
+        tokens, scores, bins = source.tokens, source.scores, source.bins
+        for node in nodes:
+            key = first_key + bins[node]
+            hits, total = counts.get(key, NO_COUNTS)
+            estimate = (hits + SCORE_WEIGHT * scores[node]) / (total + SCORE_WEIGHT)
+            token = tokens[node]
+            if token in found:
+                estimates, proposed_by, keys, own = found[token]
+                estimates.append(estimate)
+                keys.append(key)
+                own.append((source, node))
+                found[token] = (estimates, proposed_by | source.bit, keys, own)
+            else:
+                found[token] = ([estimate], source.bit, [key], [(source, node)])
+    # 2. A single source: its estimates.
+    if not present & (present - 1):
+        return (
+            [(min(es[0], MAX_ESTIMATE), token, by, own) for token, (es, by, _, own) in found.items()],
+            [Child(token, (keys[0],)) for token, (_, _, keys, _) in found.items()],
+        )
+    # 3. Several: corrected by how often they were right together.
+    merged, learned = [], []
+    for token, (estimates, proposed_by, keys, own) in found.items():
+        missed = 1.0
+        for estimate in estimates:
+            missed *= 1.0 - estimate
+        both = min(1.0 - missed, MAX_ESTIMATE)
+        key = agreement_key(proposed_by, present, max(estimates))
+        hits, total = counts.get(key, NO_COUNTS)
+        estimate = (hits + AGREEMENT_WEIGHT * both) / (total + AGREEMENT_WEIGHT)
+        merged.append((min(estimate, MAX_ESTIMATE), token, proposed_by, own))
+        learned.append(Child(token, (*keys, key)))
+    return merged, learned
+
+
+def teach_children(counts: Counts, learned: Sequence[Child], token: int) -> None:
+    """Count which of an entry's children is the token that the target chose there."""
+    for child in learned:
+        teach(counts, child.keys, child.token == token)
+
+
+def rows_of_search(search: SearchTree, max_nodes: int) -> list[Candidates]:
+    """Return the likeliest nodes of a search as candidates; the host waits for the search.
+
+    A node's score is its probability after its parent, as the drafter sees it. Raises ValueError
+    for scores that are not numbers.
+    """
+    # One transfer: float64 holds every token exactly.
+    columns = torch.cat([search.tokens.double(), search.parents.double(), search.scores.double()], dim=1).tolist()
+    num_nodes = search.tokens.shape[1]
+    return [_row_of_search(row[:num_nodes], row[num_nodes : 2 * num_nodes], row[2 * num_nodes :], max_nodes) for row in columns]
+
+
+def _row_of_search(tokens: Sequence[float], parents: Sequence[float], scores: Sequence[float], max_nodes: int) -> Candidates:
+    # 1. The likeliest nodes. Parents come before their children and have at least their score, so
+    # a stable sort never takes a child without its parent.
+    if isnan(sum(scores)):
+        raise ValueError(
+            "the drafter's scores are not numbers (NaN): its weights are damaged, or its type overflows; load another copy, or "
+            "load it in another target.dtype"
+        )
+    kept: Sequence[int] = range(len(scores))
+    if len(scores) > max_nodes:
+        kept = sorted(sorted(kept, key=scores.__getitem__, reverse=True)[:max_nodes])
+    # 2. Their probabilities after their parents.
+    number = {NO_NODE: NO_NODE} | {node: index for index, node in enumerate(kept)}
+    above = [scores[int(parents[node])] if parents[node] >= 0 else 0.0 for node in kept]
+    probs = [exp(scores[node] - parent) if scores[node] > -inf else 0.0 for node, parent in zip(kept, above, strict=True)]
+    return Candidates(
+        tokens=[int(tokens[node]) for node in kept],
+        parents=[number[int(parents[node])] for node in kept],
+        scores=probs,
+        bins=[bisect(BIN_BOUNDS, prob) for prob in probs],
+    )

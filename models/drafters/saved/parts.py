@@ -1,0 +1,194 @@
+"""Drafters by name: folders of trained drafters, training-free drafters, and merges of both.
+
+The parts of a merge are joined by `+`, as in `outputs/demo/drafter+suffix+recycling`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ....data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES, nearest_name, repeated_names, split_name
+from ....data.files import read_dataclass, sha256_file
+from ..merged import MergedConfig
+from ..registry import TRAINING_FREE, checked_options
+from .build import saved_spec
+from .download import resolve_drafter
+from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config
+
+MERGE = ""
+"""Key of the merged tree's options, beside those of the parts."""
+MERGE_OPTIONS = frozenset(field.name for field in fields(MergedConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A drafter of a merge, or one that drafts alone."""
+
+    name: str
+    """The drafter's kind: `redrafter`, or `suffix`. A second one of a kind is `redrafter_2`."""
+    folder: Path | None = None
+    """The folder of a trained drafter; None for a training-free one."""
+
+    def config(self, options: Mapping[str, Any]) -> Any:
+        """Return the configuration with these options. Raises ValueError for wrong ones."""
+        if self.folder is None:
+            return checked_options(self.name, TRAINING_FREE[self.name].Config, options, section=self.name)
+        return saved_spec(read_drafter_config(self.folder), options).config
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterParts:
+    """All parts of a drafter, in the order of its name."""
+
+    name: str
+    """The whole name, as the user wrote it."""
+    parts: tuple[Part, ...]
+
+    @property
+    def kind(self) -> str:
+        """The kinds of all parts: `redrafter+suffix+recycling`."""
+        return SEPARATOR.join(part.name for part in self.parts)
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the trained parts."""
+        return [part.folder for part in self.parts if part.folder is not None]
+
+    @cached_property
+    def weights(self) -> str:
+        """Digests of the trained parts' weights, joined by `+`; empty without a trained part."""
+        return SEPARATOR.join(sha256_file(folder / WEIGHTS_FILE) for folder in self.folders)
+
+    def merged_with(self, names: Iterable[str]) -> "DrafterParts":
+        """Return this drafter merged with training-free ones, except those that it has already."""
+        present = {part.name for part in self.parts}
+        added = [Part(name=name) for name in names if name not in present]
+        return DrafterParts(name=SEPARATOR.join([self.name, *(part.name for part in added)]), parts=(*self.parts, *added))
+
+    def is_merged(self, options: Mapping[str, Any]) -> bool:
+        """Return whether it drafts merged trees: it has several parts, or `options` has a pace."""
+        return len(self.parts) > 1 or "pace" in options
+
+    def split_options(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Split run-time options by the part that has them; those of the merged tree are at MERGE.
+
+        An option named after a part contains options of that part: `{suffix: {max_depth: 8}}`. All
+        others belong to the merged tree, or else to the trained part if there is one. Raises
+        ValueError for an option that no part has.
+        """
+        names = [part.name for part in self.parts]
+        if not self.is_merged(options):
+            return {names[0]: {**options}}
+        # 1. The options of the merged tree, and those under a part's name.
+        split = {name: options.get(name, {}) for name in names}
+        split[MERGE] = {name: value for name, value in options.items() if name in MERGE_OPTIONS}
+        for name in names:
+            if not isinstance(split[name], Mapping):
+                raise ValueError(f"the option {name} of {self.name} is {split[name]!r}; give {name}: {{OPTION: VALUE}}")
+        # 2. The others belong to the trained part, if there is one.
+        others = {name: value for name, value in options.items() if name not in MERGE_OPTIONS and name not in names}
+        trained = [part for part in self.parts if part.folder is not None]
+        known = {field.name for field in fields(trained[0].config({}))} if len(trained) == 1 else set()
+        if unknown := sorted(others.keys() - known):
+            of_trained = f"; and those of {trained[0].name}: {', '.join(sorted(known))}" if known else ""
+            raise ValueError(
+                f"the drafter {self.name} has no option {', '.join(unknown)}; it has {', '.join(sorted(MERGE_OPTIONS))}; for "
+                f"one part {' or '.join(names)}, as {names[-1]}: {{OPTION: VALUE}}{of_trained}"
+            )
+        if others:
+            split[trained[0].name] = {**others, **split[trained[0].name]}
+        return split
+
+    def configs(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configurations of the parts, and of the merged tree, with these options.
+
+        Reads no weights. Raises ValueError for options that no part has, for wrong values, and for
+        parts that can't be merged.
+        """
+        split = self.split_options(options)
+        configs = {part.name: part.config(split[part.name]) for part in self.parts}
+        if MERGE in split:
+            configs[MERGE] = checked_options(self.kind, MergedConfig, split[MERGE], section="drafter")
+            self._require_mergeable(configs)
+        return configs
+
+    def described(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe the options that hold where `options` sets no others, for records.
+
+        Of `options` only the pace counts, which decides whether the drafter's trees are merged.
+        """
+        configs = self.configs({name: value for name, value in options.items() if name == "pace"})
+        saved = {name: asdict(config) for name, config in configs.items()}
+        if MERGE not in saved:
+            return saved[self.parts[0].name]
+        return {**saved.pop(MERGE), **saved}
+
+    def _require_mergeable(self, configs: Mapping[str, Any]) -> None:
+        """Raise ValueError for drafts that are drawn at random, and for different vocabularies."""
+        for name, config in configs.items():
+            if getattr(config, "temperature", 0.0):
+                raise ValueError(
+                    f"{name} draws its drafts at temperature {config.temperature:g}, and the acceptance of drawn drafts needs "
+                    f"their probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
+                )
+        sizes = {folder: read_drafter_config(folder).target.vocab_size for folder in self.folders}
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{size:,} tokens in {folder}" for folder, size in sizes.items())
+            raise ValueError(f"the parts of {self.name} have different vocabularies ({found}); merge drafters of one target")
+
+
+def packaged_parts(folder: Path) -> DrafterParts:
+    """Return the parts that a package drafts with: its trained drafter, and those of `merge.json`.
+
+    Raises ValueError for a folder without either, and for a name that isn't known.
+    """
+    names = read_dataclass(MergeFile, folder / MERGE_FILE).training_free if (folder / MERGE_FILE).is_file() else []
+    if unknown := [name for name in names if name not in TRAINING_FREE]:
+        raise ValueError(
+            f"{folder / MERGE_FILE} names {', '.join(unknown)}, and there are {', '.join(TRAINING_FREE)}; package it again"
+        )
+    if names and not (folder / CONFIG_FILE).is_file():
+        return DrafterParts(name=SEPARATOR.join(names), parts=tuple(Part(name=name) for name in names))
+    return parse_drafter_name(folder).merged_with(names)
+
+
+def parse_drafter_name(name: str | Path | DrafterParts, revision: str | None = None, **hub_options: Any) -> DrafterParts:
+    """Find the parts of a drafter; download those on the Hub.
+
+    A `Path` is a folder. `hub_options` are those of `resolve_drafter`. Raises ValueError for a part
+    that is neither a folder nor a known name, for a part twice, and for a folder that holds no
+    whole drafter.
+    """
+    if isinstance(name, DrafterParts):
+        return name
+    # 1. The kind and the folder of each part.
+    options = {"revision": revision, **hub_options}
+    kinds = [_find_part(text, options, is_folder=isinstance(name, Path)) for text in split_name(name)]
+    if twice := repeated_names(str(folder or kind) for kind, folder in kinds):
+        raise ValueError(f"the drafter {name} has {', '.join(twice)} twice; give each part once")
+    # 2. Another name for a second drafter of a kind.
+    parts, counts = [], Counter[str]()
+    for kind, folder in kinds:
+        counts[kind] += 1
+        parts.append(Part(name=kind if counts[kind] == 1 else f"{kind}_{counts[kind]}", folder=folder))
+    return DrafterParts(name=str(name), parts=tuple(parts))
+
+
+def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) -> tuple[str, Path | None]:
+    """Return the kind of a part, and its folder if it is a trained drafter."""
+    if not is_folder:
+        if text in TRAINING_FREE_NAMES:
+            return text, None
+        if "/" not in text and not Path(text).is_dir():
+            raise ValueError(
+                f"the drafter {text!r} is neither a folder, nor a name on the Hub (user/name), nor one of "
+                f"{', '.join(TRAINING_FREE_NAMES)}{nearest_name(text)}"
+            )
+    folder = resolve_drafter(text, **hub_options).resolve()
+    kind = read_drafter_config(folder).kind
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"{folder / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
+    return kind, folder

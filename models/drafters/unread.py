@@ -1,0 +1,27 @@
+"""Tokens of a text that a drafter hasn't read yet, because a step drafted without it."""
+
+import torch
+from jaxtyping import Shaped
+
+from ..decoding.types import Counts
+
+MAX_UNREAD = 64
+"""A drafter that isn't asked for drafts reads its text after so many tokens, so that the next draft
+doesn't have to read a long text at once."""
+
+
+def append(
+    values: Shaped[torch.Tensor, "batch width *item"], counts: Counts, new: Shaped[torch.Tensor, "batch added *item"]
+) -> Shaped[torch.Tensor, "batch longer *item"]:
+    """Write `new` behind the first `counts` values of each row.
+
+    What follows the new values in a row is arbitrary.
+        rows  a b c   counts 3, new x y   ->   a b c x y
+              d . .          1      z .        d z . . .
+    """
+    width, added = max(counts.host), new.shape[1]
+    if min(counts.host) == width:
+        return torch.cat([values[:, :width], new], dim=1)
+    longer = torch.cat([values[:, :width], torch.zeros_like(new)], dim=1)
+    columns = counts.device[:, None] + torch.arange(added, device=new.device)
+    return longer.scatter(1, columns.view(*columns.shape, *[1] * (new.ndim - 2)).expand_as(new), new)

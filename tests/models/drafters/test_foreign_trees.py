@@ -1,0 +1,139 @@
+"""Trained drafters in steps whose trees they share with others, or haven't drafted at all."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.decoding.tree import chain_tree
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters.beams import pack
+from outrider.models.drafters.medusa import Medusa
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+SMALL: dict[str, dict[str, Any]] = {
+    "draft_model": {"num_layers": 1, "length": 3, "top_k": 2},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "medusa": {"tree_nodes": 8},
+    "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 8},
+}
+
+
+@pytest.fixture(params=sorted(DRAFTERS))
+def drafter(request, target) -> Any:
+    torch.manual_seed(0)
+    return build_drafter(parse_drafter({"kind": request.param, **SMALL[request.param]}), target).to(target.dtype).eval()
+
+
+class Foreign:
+    """Drafter whose trees are the target's next tokens, some wrong; the inner one follows along.
+
+    It is asked for drafts in every `every`-th step and skipped in the others. `searches` has the
+    inner drafter's drafts in the steps in which it was asked.
+    """
+
+    def __init__(self, inner: Any, answers: list[list[int]], every: int) -> None:
+        self.inner, self.answers, self.every = inner, answers, every
+        self.max_nodes, self.feature_layers = 4, inner.feature_layers
+        self.searches: list[Any] = []
+
+    def init_state(self, prompts, prefill, *, max_new_tokens):
+        return self.inner.init_state(prompts, prefill, max_new_tokens=max_new_tokens), 0, [1] * len(prompts.lengths)
+
+    def propose(self, state, last_token, *, generator=None):
+        inner, step, written = state
+        if step % self.every == 0:
+            search, drafted = self.inner.search(inner, last_token)
+            self.searches.append((search.tokens.clone(), search.parents.clone(), search.scores.clone()))
+        else:
+            drafted = self.inner.skip(inner, last_token)
+        rows = [[*answer[done : done + 3], 3, 3, 3, 3][:4] for answer, done in zip(self.answers, written, strict=True)]
+        for index, row in enumerate(rows):  # rows accept different numbers
+            row[(step + index) % 4] = 299
+        return chain_tree(torch.tensor(rows)), (drafted, step, written)
+
+    def advance(self, drafted, tree, accepted, output):
+        inner, step, written = drafted
+        state = self.inner.advance(inner, tree, accepted, output)
+        return state, step + 1, [done + 1 + count for done, count in zip(written, accepted.num_accepted.host, strict=True)]
+
+    def select(self, state, rows):
+        self.answers = [self.answers[row] for row in rows]
+        return self.inner.select(state[0], rows), state[1], [state[2][row] for row in rows]
+
+
+def decode(target, drafter, prompts, num_new=14) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    texts = [torch.tensor(prompt) for prompt in prompts]
+    for step in generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=num_new):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_drafts_after_skipped_steps_and_foreign_trees_are_those_of_the_text(target, drafter, prompts, monkeypatch):
+    """A drafter asked in every third step must draft as one that was asked in every step."""
+    plain = decode(target, NullDrafter(), prompts)
+    always, seldom = Foreign(drafter, plain, 1), Foreign(drafter, plain, 3)
+    assert decode(target, always, prompts) == plain
+    assert decode(target, seldom, prompts) == plain
+    assert len(seldom.searches) >= 2
+    for expected, actual in zip(always.searches[::3], seldom.searches, strict=True):
+        assert torch.equal(expected[0], actual[0])
+        assert torch.equal(expected[1], actual[1])
+        torch.testing.assert_close(expected[2], actual[2])
+
+
+def test_a_drafter_that_is_never_asked_reads_its_text_now_and_then(target, drafter, monkeypatch):
+    for module in ("draft_model", "feature_drafter"):
+        monkeypatch.setattr(f"outrider.models.drafters.{module}.MAX_UNREAD", 6)
+    plain = decode(target, NullDrafter(), PROMPTS, 40)
+    always, seldom = Foreign(drafter, plain, 1), Foreign(drafter, plain, 11)
+    assert decode(target, always, PROMPTS, 40) == decode(target, seldom, PROMPTS, 40) == plain
+    assert len(seldom.searches) >= 2
+    for expected, actual in zip(always.searches[::11], seldom.searches, strict=True):
+        assert torch.equal(expected[0], actual[0])
+
+
+@torch.inference_mode()
+def test_a_search_has_the_nodes_of_the_proposal_with_falling_scores(target, drafter):
+    asked = Foreign(drafter, [[5] * 20] * len(PROMPTS), 1)
+    state = None
+
+    def keep(inner_state, last_token, *, original=drafter.search):
+        nonlocal state
+        state = inner_state, last_token
+        return original(inner_state, last_token)
+
+    drafter.search = keep
+    decode(target, asked, PROMPTS, 2)
+    del drafter.search
+    search, _ = drafter.search(*state)
+    tree, _ = drafter.propose(*state)
+    num_nodes = search.tokens.shape[1]
+    assert sum(search.level_sizes) == num_nodes >= tree.num_nodes
+    assert search.scores.isfinite().all()
+    above = torch.where(search.parents < 0, 0.0, search.scores.gather(1, search.parents.clamp(min=0)))
+    assert (search.scores <= above).all()
+    whole = pack(search, torch.ones_like(search.tokens, dtype=torch.bool), num_nodes)
+    paths = [
+        {tuple(t.tokens[row, [n for n in nodes if n >= 0]].tolist()) for nodes in t.lineage[row].tolist()}
+        for t in (whole, tree)
+        for row in [0]
+    ]
+    assert paths[1] <= paths[0]
+
+
+def test_scores_of_medusa_are_measured_accuracies(target):
+    torch.manual_seed(0)
+    medusa = build_drafter(parse_drafter({"kind": "medusa", "tree_nodes": 5}), target)
+    assert isinstance(medusa, Medusa)
+    medusa.accuracies = torch.zeros_like(medusa.accuracies)
+    medusa.accuracies[0, :2], medusa.accuracies[1, 0] = torch.tensor([0.5, 0.25]), 0.4
+    medusa.check_weights()
+    search, _ = medusa.search(torch.randn(1, target.hidden_size), torch.tensor([1]))
+    assert search.scores[0, 0].exp().item() == pytest.approx(0.5)
+    assert {round(score, 3) for score in search.scores[0].exp().tolist()} >= {0.5, 0.25, 0.2, 0.1}
