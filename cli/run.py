@@ -33,6 +33,7 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.terminal import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
+from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
@@ -40,8 +41,10 @@ from ..models.export.package import README_FILE
 from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
+from ..train.batches import target_reads
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
+from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
@@ -193,6 +196,9 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     horizon = label_store(shards).load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
+        if (other := drafter.train.missed_by) is not None:
+            require_other(other, drafter.drafter_dir)
+            open_other(other, target).reads(target_reads(fresh, Objective()))
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)

@@ -124,7 +124,9 @@ class DrafterBatch:
     `features` are the inputs of further layers that the drafter reads, side by side. Both are None
     if neither shards nor trainer provide them. `top_tokens` and `top_log_probs` are those of
     `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
-    (padding counts as a text); None if each row holds one text.
+    (padding counts as a text); None if each row holds one text. `num_covered` counts, at each position
+    to train, the draft tokens of its continuation that another drafter proposes; None if the loss
+    doesn't read it.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -136,6 +138,7 @@ class DrafterBatch:
     top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None
     starts: Int[torch.Tensor, "batch seq"] | None = None
+    num_covered: Int[torch.Tensor, "batch seq"] | None = None
 
     @property
     def position_ids(self) -> Int[torch.Tensor, "rows seq"]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter_settings import DrafterSetting
+from transformers_methods import LOOKUP, PLAIN, TRANSFORMERS
 
 from outrider.eval.records.names import BASELINE
 from outrider.eval.results import marks
@@ -12,7 +13,6 @@ from outrider.eval.results.attempts import MAX_RATIO
 from outrider.eval.results.plots import PARITY_LINE, drawing
 from outrider.eval.results.rows import Row, fault, is_broken
 
-PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers generate", "transformers prompt lookup"
 MARK_SIZE, MARK, BF16_MARK = "400M", 1.5, 2.0
 """ReDrafter must be so many times as fast as plain decoding at this size; the second number is for
 processors with bf16 matrix instructions."""

@@ -15,49 +15,41 @@ are deleted after use. Prompts that leave no room for the answer are skipped.
 """
 
 import argparse
-import contextlib
 import gc
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
-import torch
 from drafter_settings import DrafterSetting, parse_drafters, settings_of, unique
-from grow_target import DTYPES, Size, Source, copy_drafter, grow, parse_parameters, require_room
-from size_report import LOOKUP, PLAIN, TRANSFORMERS, count_threads, notes, plot, rows_of, summary
-from transformers_methods import transformers_method
+from grow_target import DTYPES, Size, Source, copy_drafter, parse_parameters
+from size_report import count_threads, notes, plot, rows_of, summary
+from study_cells import (
+    SETTINGS_FILE,
+    bandwidth,
+    grown,
+    has_bf16_matrices,
+    is_done,
+    require_same_settings,
+    seconds_per_step,
+    transformers_target,
+)
+from transformers_methods import LOOKUP, PLAIN, TRANSFORMERS, standard_methods
 
-from outrider.data.differences import differences
-from outrider.data.files import atomic_write_text, locked, read_json, sha256_file, write_json
+from outrider.data.files import atomic_write_text, locked, sha256_file, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.measure.environment import describe_environment
 from outrider.eval.measure.methods import Settings
-from outrider.eval.measure.roofline import measure_bandwidth, weight_bytes
-from outrider.eval.records.names import RUN_FILE, SUMMARY_FILE
+from outrider.eval.records.names import RUN_FILE
 from outrider.eval.records.run_files import read_info
 from outrider.eval.results.finished import read_rows
-from outrider.eval.results.marks import is_disturbed
 from outrider.eval.run import cpu_threads, evaluate
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
-from outrider.models.machine import available_memory
 from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
-CPU = torch.device("cpu")
 DEFAULT_FOLDERS = ("outputs/compare_demo/variants/*/drafter", "outputs/demo/drafter")
-LOOKUP_TOKENS = 10
 PROFILED_PROMPTS = 2
-COPIES = 3
-"""Free memory, in copies of the weights, above which transformers gets a copy of its own."""
-SAMPLE_BYTES = 1 << 27
-SECONDS_PER_LAYER = 5e-4
-"""Rough time of a layer beside its weights, in the estimate."""
-SETTINGS_FILE = "settings.json"
-"""File of the settings that all cells of a folder share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
     }
     # 2. The cells that are missing, size by size.
     require_same_settings(args.output, settings)
-    missing = [cell for cell in cells if not is_done(cell, args.output)]
+    missing = [cell for cell in cells if not is_done(cell.folder(args.output), cell.threads)]
     print_plan(cells, missing, len((PLAIN, TRANSFORMERS, LOOKUP)) + len(drafters), args)
     if args.plan:
         return
@@ -150,45 +142,12 @@ def default_drafters() -> list[DrafterSetting]:
     return unique([drafter for folder in folders for drafter in settings_of(folder.parent.name, folder, None)])
 
 
-def require_same_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if the folder holds cells that were measured with other settings."""
-    path = output / SETTINGS_FILE
-    if path.is_file() and (changes := differences(read_json(path), dict(settings))):
-        raise ValueError(
-            f"{output} was measured differently: {'; '.join(changes.values())}. Give another --output, or delete that folder"
-        )
-
-
-def is_done(cell: Cell, output: Path) -> bool:
-    """Check whether a cell is measured, and no answer of it must be measured again.
-
-    Raises ValueError if it was measured in another environment.
-    """
-    folder = cell.folder(output)
-    if not (folder / SUMMARY_FILE).is_file():
-        return False
-    recorded = read_info(folder / RUN_FILE).environment
-    with cpu_threads(cell.threads):
-        # The choice of linear layers needs the target, which a finished cell doesn't load.
-        environment = replace(describe_environment(CPU), linears=recorded.linears)
-    if changes := differences(asdict(recorded), asdict(environment)):
-        raise ValueError(
-            f"{folder} was measured in another environment: {'; '.join(changes.values())}. Give another --output, or delete "
-            "that folder"
-        )
-    return not any(is_disturbed(row) for row in read_rows(folder))
-
-
 def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int, args: argparse.Namespace) -> None:
     """Print the cells, and an estimate of their time from the memory's bandwidth."""
     # 1. Seconds of each cell: every token reads all weights.
     bandwidths = {threads: bandwidth(threads) for threads in {cell.threads for cell in missing}}
     tokens = num_methods * (args.prompts + PROFILED_PROMPTS) * args.new_tokens
-    seconds = {
-        cell: tokens
-        * (cell.size.parameters * DTYPES[cell.dtype].itemsize / bandwidths[cell.threads] + cell.size.layers * SECONDS_PER_LAYER)
-        for cell in missing
-    }
+    seconds = {cell: tokens * seconds_per_step(cell.size, cell.dtype, bandwidths[cell.threads]) for cell in missing}
     # 2. The plan.
     noun = "cell" if len(cells) == 1 else "cells"
     print(f"{len(cells)} {noun}, {len(cells) - len(missing)} of them done; {num_methods} methods, {args.prompts} prompts")
@@ -199,15 +158,9 @@ def print_plan(cells: Sequence[Cell], missing: Sequence[Cell], num_methods: int,
         print(f"at least {sum(seconds.values()) / 60:.1f} minutes in all, if the machine stays as busy as it is now")
 
 
-def bandwidth(threads: int) -> float:
-    """Measure how many bytes of memory the machine reads per second."""
-    with cpu_threads(threads):
-        return 1e9 * measure_bandwidth(SAMPLE_BYTES, CPU)
-
-
 def measure_size(cells: Sequence[Cell], source: Source, drafters: Sequence[DrafterSetting], args: argparse.Namespace) -> None:
     """Grow the target, measure its cells, and delete the target."""
-    with grown(cells[0], source, args.output) as folder:
+    with grown(source, cells[0].size, args.output / "targets" / cells[0].label) as folder:
         # EAGLE's layer has the original's sizes, so its configuration must name them.
         copies = [folder / "drafters" / str(number) for number in range(len(drafters))]
         for drafter, copy in zip(drafters, copies, strict=True):
@@ -228,36 +181,8 @@ def measure_cell(cell: Cell, folder: Path, settings: Settings, args: argparse.Na
     )
     with cpu_threads(cell.threads):
         target = load_target(TargetConfig(name_or_path=str(folder), dtype=cell.dtype, device="cpu"))
-        weights = transformers_target(target, folder, cell.dtype)
-        others = [
-            transformers_method(TRANSFORMERS, weights),
-            transformers_method(LOOKUP, weights, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        ]
+        others = standard_methods(transformers_target(target, folder, cell.dtype))
         evaluate(config, target, target.tokenizer, list(settings), cell.folder(args.output), settings, others=others)
-
-
-def transformers_target(target: HFTarget, folder: Path, dtype: str) -> HFTarget:
-    """Load the weights once more for transformers, in the memory order that its users have.
-
-    Where memory is too small for that and for packed copies, transformers shares our weights.
-    """
-    available = available_memory()
-    if available is not None and available < COPIES * weight_bytes(target.model):
-        print("Memory has no room for other weights, so transformers decodes with ours, in our memory order")
-        return target
-    return load_target(TargetConfig(name_or_path=str(folder), dtype=dtype, device="cpu", fast_linears=False))
-
-
-@contextlib.contextmanager
-def grown(cell: Cell, source: Source, output: Path) -> Iterator[Path]:
-    """Yield a grown target in 16 bits, which loads in any type, and delete it afterwards."""
-    folder = output / "targets" / cell.label
-    require_room(folder, cell.size.parameters * DTYPES["bfloat16"].itemsize)
-    try:
-        grow(source, folder, cell.size, dtype="bfloat16", overwrite=True)
-        yield folder
-    finally:
-        shutil.rmtree(output / "targets", ignore_errors=True)
 
 
 def write_results(cells: Sequence[Cell], drafters: Sequence[DrafterSetting], output: Path) -> None:
@@ -284,13 +209,6 @@ def write_results(cells: Sequence[Cell], drafters: Sequence[DrafterSetting], out
     print(f"{text}\nWritten to {output}: table.md, speedup.png, size_study.json; each cell's own table is in cells/")
     if any(row["fault"] for row in rows):
         raise SystemExit(1)
-
-
-def has_bf16_matrices() -> bool:
-    """Return whether the processor has bf16 matrix instructions (AMX)."""
-    with contextlib.suppress(OSError):
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    return False
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +10,13 @@ import torch
 from outrider.eval.measure.timing import Generation
 from outrider.eval.measure.turns import Method
 from outrider.models.decoding.types import Step
-from outrider.models.drafters import NullDrafter
+from outrider.models.drafters import NullDrafter, load_drafter
+from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.target.hf_target import HFTarget
+
+PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers generate", "transformers prompt lookup"
+ASSISTED = "transformers assisted generation"
+LOOKUP_TOKENS = 10
 
 
 class PassTimes:
@@ -87,3 +93,23 @@ def transformers_method(name: str, weights: HFTarget, **options: Any) -> Method:
         )
 
     return Method(name=name, drafter=NullDrafter(), decode=decode)
+
+
+def standard_methods(weights: HFTarget) -> list[Method]:
+    """Build the methods that need no other model: `generate`, and its prompt lookup."""
+    return [
+        transformers_method(TRANSFORMERS, weights),
+        transformers_method(LOOKUP, weights, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+    ]
+
+
+def assisted_method(weights: HFTarget, folder: Path) -> Method:
+    """Build assisted generation with the draft model of a drafter's folder as the assistant.
+
+    Its options are transformers' own defaults, so it drafts until a token's probability is below
+    the confidence threshold. Raises ValueError for a drafter of another kind.
+    """
+    drafter = load_drafter(folder, weights)
+    if not isinstance(drafter, DraftModel):
+        raise ValueError(f"{folder} holds no draft_model; assisted generation needs one, as `outrider run compare_demo` trains")
+    return transformers_method(ASSISTED, weights, assistant_model=drafter.model)

@@ -25,6 +25,7 @@ from ..models.drafters.objective import Objective
 from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import states_of_texts
 from .config import TrainConfig
+from .missed_by import OtherDrafter
 
 # Any token works: the attention mask hides the padding.
 PAD_ID = 0
@@ -164,18 +165,27 @@ def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
     return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
 
 
-def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
-    """Return which states of the target the training of this drafter needs."""
+def target_reads(drafter: TrainableDrafter, objective: Objective, other: OtherDrafter | None = None) -> TargetReads:
+    """Return which states of the target the training of this drafter needs.
+
+    `other` is the drafter of `train.label_weights`, which may read more.
+    """
     top = objective.loss.needs_teacher and objective.teacher == "top_k"
-    return TargetReads(
+    reads = TargetReads(
         hidden_states=drafter.reads_hidden_states or (objective.loss.needs_teacher and not top),
         layers=drafter.feature_layers,
         top=top,
     )
+    return reads if other is None else other.reads(reads)
 
 
-def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads) -> DrafterBatch:
-    """Move the batch to the target's device, and recompute the target's states that it lacks."""
+def with_hidden_states(
+    batch: DrafterBatch, target: HFTarget, reads: TargetReads, other: OtherDrafter | None = None
+) -> DrafterBatch:
+    """Move the batch to the target's device, and recompute the target's states that it lacks.
+
+    With `other` the batch also has the number of draft tokens that this drafter proposes.
+    """
     batch = to_device(batch, target.device)
     last = reads.hidden_states and batch.hidden_states is None
     layers = reads.layers if batch.features is None else ()
@@ -185,7 +195,8 @@ def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads
         "features": features if layers else batch.features,
     }
     # Drafters train in float32, whatever the target's type is. Autocast, if on, casts down again.
-    return replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
+    batch = replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
+    return batch if other is None else other.mark(batch)
 
 
 def derived_seed(*parts: object) -> int:

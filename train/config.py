@@ -2,12 +2,13 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from ..data.choices import LABELS
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
-from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind
+from ..models.drafters.losses import MISSED_BY, TEACHERS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -35,6 +36,13 @@ MAY_CHANGE_ON_RESUME = frozenset(
     }
 )
 """Options that don't change what is learned: a run may resume with other values."""
+
+
+def known_weights(value: str) -> str:
+    """Raise an error for a `label_weights` that doesn't exist."""
+    if value not in ("uniform", "reached") and not (value.startswith(MISSED_BY) and value != MISSED_BY):
+        raise PydanticCustomError("label_weights", "must be one of uniform, reached, missed_by:DRAFTER")
+    return value
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -77,9 +85,11 @@ class TrainConfig:
     """The target's distribution that all losses but `cross_entropy` use. `full` computes it from
     the target's hidden states. `top_k` uses the likeliest tokens that `distill.top_logprobs`
     stored, and counts all other tokens as one. See `Objective`."""
-    label_weights: Annotated[str, one_of(*WEIGHTS)] = "uniform"
-    """Weight of each label in the loss: `uniform`, or `reached`, which counts a label only if the
-    drafter predicts all labels before it, at lower depths, correctly."""
+    label_weights: Annotated[str, AfterValidator(known_weights)] = "uniform"
+    """Weight of each label in the loss. `uniform`: all are equal. `reached` counts a label only if
+    the drafter predicts all labels before it, at lower depths, correctly. `missed_by:DRAFTER`, with
+    the folder of another drafter, trains where that drafter is wrong, for a merge of both: see
+    `missed_share`."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
@@ -147,6 +157,11 @@ class TrainConfig:
     or `disabled`."""
     project: str = "outrider"
     """Project at Weights & Biases."""
+
+    @property
+    def missed_by(self) -> str | None:
+        """The other drafter of `label_weights`."""
+        return self.label_weights.removeprefix(MISSED_BY) if self.label_weights.startswith(MISSED_BY) else None
 
     def __post_init__(self) -> None:
         problems = []

@@ -27,6 +27,7 @@ from ..models.target.tensor_parallel import Worker
 from .batches import PAD_ID, target_reads, with_hidden_states
 from .config import TrainConfig
 from .division import with_accumulation
+from .missed_by import open_other
 from .parallel import make_anchor
 from .precision import tensor_float32
 from .setup import make_objective, make_optimizer
@@ -157,14 +158,15 @@ def _time_steps(
     With a median, another program's burst doesn't count.
     """
     objective = make_objective(config, target)
-    model, reads = LossModule(drafter, objective), target_reads(drafter, objective)
+    other = None if config.missed_by is None else open_other(config.missed_by, target)
+    model, reads = LossModule(drafter, objective), target_reads(drafter, objective, other)
     batch_seconds: list[float] = []
     update_seconds: list[float] = []
     started = time.perf_counter()
     while len(batch_seconds) < MIN_TIMED or time.perf_counter() - started < MEASURED_SECONDS:
         # 1. A micro-batch: collation, the target's states, forward and backward.
         index, begin = len(update_seconds), time.perf_counter()
-        batch = with_hidden_states(_draw_batch(config, examples, reads, index), target, reads)
+        batch = with_hidden_states(_draw_batch(config, examples, reads, index), target, reads, other)
         with accelerator.autocast(), tensor_float32(accelerator.device):
             sums, *_ = model(batch, make_anchor(accelerator))
         sums.sum().backward()

@@ -37,7 +37,7 @@ def fit(training: Training, *, start: int) -> None:
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
             for index, batch in enumerate(batches):
-                batch = with_hidden_states(batch, training.target, training.reads)
+                batch = with_hidden_states(batch, training.target, training.reads, training.other)
                 with micro_batch(accelerator, model, last=index == len(batches) - 1), tensor_float32(accelerator.device):
                     loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
                     # The mean over all labels of the step, in all processes and micro-batches. Times the number of

@@ -22,6 +22,7 @@ from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
 from .division import DIVISION_KEYS, Division
+from .missed_by import describe_other
 from .parallel import sharding
 from .tracking import METRICS_FILE, read_records
 
@@ -36,6 +37,7 @@ DIGESTS = {
     "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
     "started_from": "drafter.start_from (or drafter.path) is set in one run alone",
     "started_from.weights_sha256": "drafter.start_from (or drafter.path) has other weights",
+    "train.label_weights.missed_by.weights_sha256": "the drafter that train.label_weights names has other weights",
 }
 """What a change of a digest means, in place of two long numbers."""
 
@@ -62,8 +64,11 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
     """
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
     started_from = starting_weights(spec)
+    options = {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME}
+    if config.missed_by is not None:
+        options["label_weights"] = {"missed_by": describe_other(config.missed_by)}  # its folder may move
     return {
-        "train": {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME},
+        "train": options,
         "drafter": {
             "kind": spec.kind,
             **{key: value for key, value in asdict(spec.config).items() if key not in spec.config.RUNTIME_FIELDS},

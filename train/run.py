@@ -12,6 +12,7 @@ from ..models.target.hf_target import HFTarget
 from .config import TrainConfig
 from .division import with_accumulation
 from .loop import fit
+from .missed_by import require_other
 from .processes import require_supported_launch
 from .results import describe_run, is_trained, save_results, take_over_options
 from .resume import resume
@@ -43,6 +44,8 @@ def train(
     require_supported_launch(accelerator)
     require_tracker(config)
     config = with_accumulation(config, accelerator.num_processes)
+    if config.missed_by is not None:
+        require_other(config.missed_by, drafter_dir)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)
@@ -75,5 +78,7 @@ def train(
                 best=training.best,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
+            if training.other is not None:
+                logger.info("train.label_weights=%s took %.0f s of it", config.label_weights, training.other.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()

@@ -24,6 +24,7 @@ from .best import Best
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
 from .metrics import Meter
+from .missed_by import OtherDrafter, open_other
 from .parallel import needs_whole_copy, prepare
 from .results import CHECKPOINTS_DIR
 from .spikes import SpikeWatch
@@ -60,7 +61,8 @@ def set_up(
         drafter.checkpoint_activations()
     objective = make_objective(config, target)
     # 2. The texts of training, and those that are held out from it.
-    reads = target_reads(drafter, objective)
+    other = None if config.missed_by is None else open_other(config.missed_by, target)
+    reads = target_reads(drafter, objective, other)
     check_shards(config, manifest, reads, target)
     held_out = hold_out_texts(config, drafter, target, shards_dir, manifest)
     stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
@@ -74,7 +76,7 @@ def set_up(
     set_seed(config.seed + accelerator.process_index)  # dropout differs between processes
     # 4. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
     optimizer, scheduler = make_optimizer(drafter, config)
-    validator = make_validator(config, held_out, target, objective, manifest, accelerator)
+    validator = make_validator(config, held_out, target, objective, manifest, accelerator, other)
     unused_parameters = drafter.has_unused_parameters(manifest.horizon)
     model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
@@ -92,6 +94,7 @@ def set_up(
         best=Best(output_dir, target.identity),
         checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),
         reads=reads,
+        other=other,
         output_dir=output_dir,
         trained=drafter,
         copy=copy,
@@ -100,7 +103,8 @@ def set_up(
 
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Build the objective, with the target's head if the loss compares with the target."""
-    objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
+    weights = config.label_weights if config.missed_by is None else "missed_by"
+    objective = Objective(loss=config.loss, weights=weights, teacher=config.teacher)
     if not objective.loss.needs_teacher:
         return objective
     target.require_plain_head()
@@ -183,6 +187,7 @@ def make_validator(
     objective: Objective,
     manifest: Manifest,
     accelerator: Accelerator,
+    other: OtherDrafter | None,
 ) -> Validator | None:
     """Build the measurement on held-out texts; None if no texts are held out."""
     if not held_out:
@@ -195,6 +200,7 @@ def make_validator(
         max_new_tokens=config.validation_tokens,
         batch_size=config.batch_size,
         accelerator=accelerator,
+        other=other,
     )
 
 

@@ -20,6 +20,7 @@ from .best import Best
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .metrics import LOSS_FIELDS, Meter
+from .missed_by import OtherDrafter
 from .parallel import gather_weights
 from .spikes import SpikeWatch
 from .validation import Validator
@@ -46,8 +47,9 @@ class LossModule(nn.Module):
 class Training:
     """The parts of one training.
 
-    `run` is the description of `describe_run`. `trained` is the drafter inside `model`. `copy` is a
-    whole drafter on the host, for launches in which `trained` can't decode; else None.
+    `run` is the description of `describe_run`. `other` is the drafter that
+    `train.label_weights` names. `trained` is the drafter inside `model`. `copy` is a whole drafter on
+    the host, for launches in which `trained` can't decode; else None.
     """
 
     config: TrainConfig
@@ -64,6 +66,7 @@ class Training:
     best: Best
     checkpoints: Checkpoints
     reads: TargetReads
+    other: OtherDrafter | None
     output_dir: Path
     trained: TrainableDrafter
     copy: TrainableDrafter | None

@@ -11,7 +11,7 @@ from ..records.records import BASELINE, EvalRecord, RecordKey
 from ..records.run_files import OutOfMemory
 from ..results.attempts import Repetition
 from .timing import Generation
-from .turns import Method, TurnBatch, evenly_spaced
+from .turns import Method, TurnBatch, count_by_source, evenly_spaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +125,8 @@ class Job:
                     # Plain decoding has no drafts, so every rule samples from the target's distribution.
                     lossless_rule=lossless_rule or self.method.name == BASELINE,
                     truncated=answer.token_ids[-1] not in stop_ids,
+                    accepted_by=count_by_source(answer.accepted_origins, self.method.sources, answer.num_accepted),
+                    pace=self.method.pace,
                     # 3. The times of the whole batch, and details that only profiled answers have.
                     prefill_seconds=generation.prefill_seconds,
                     decode_seconds=generation.decode_seconds,

@@ -1,7 +1,8 @@
 """One run of the decode loop, with its wall time and its processor time."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ class Generation:
             num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
             drawn=any(step.drawn for step, _ in row_steps),
             tree_tokens=_tree_tokens(row_steps),
+            accepted_origins=Counter(
+                origin for step, index in row_steps if step.origins is not None for origin in step.origins[index]
+            ),
         )
 
     @property
@@ -66,6 +70,13 @@ class TimedAnswer:
     drawn: bool
     tree_tokens: TreeTokens
     """Counts for each verify step; empty unless phases were timed."""
+    accepted_origins: Mapping[int, int]
+    """Accepted draft tokens by their sources (`DraftTree.origins`); empty for trees of one source."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens, including those cut off at the answer's end."""
+        return sum(length * count for length, count in enumerate(self.accepted_histogram))
 
 
 def _tree_tokens(row_steps: Sequence[tuple[Step, int]]) -> TreeTokens:

@@ -1,6 +1,6 @@
 """Parts of a measurement: methods, and the turns of prompts that each method answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
+from ...models.drafters.merged import MergedDrafter
 from ..records.digests import digest_of
 from ..records.records import RecordKey
 from ..results.attempts import PairKey
@@ -29,6 +30,31 @@ class Method:
     decode: Callable[..., Generation] | None = None
     """Another program that decodes a batch, with the parameters of `time_generation`. It has no
     phases, so it isn't profiled. None is our decode loop."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The drafter's sources; empty unless it is merged."""
+        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedDrafter) else ()
+
+    @property
+    def pace(self) -> str | None:
+        """The drafter's pace; None unless it is merged."""
+        return self.drafter.config.pace if isinstance(self.drafter, MergedDrafter) else None
+
+
+def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:
+    """Count accepted draft tokens by source, or by the sources that proposed the token together.
+
+    The names of several sources are joined by "+". A source whose drafts were never accepted alone
+    counts 0. Returns None for a drafter that isn't merged. All drafts of a merge of one source are
+    that source's.
+    """
+    if not sources:
+        return None
+    if len(sources) == 1:
+        return {sources[0]: num_accepted}
+    counts = {1 << bit: 0 for bit in range(len(sources))} | dict(sorted(origins.items()))
+    return {"+".join(name for bit, name in enumerate(sources) if origin >> bit & 1): count for origin, count in counts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,13 @@ class EvalRecord:
     attempt: int = 0
     """0 for the first attempt at this answer. Higher attempts repeat an answer whose timing was
     disturbed, or plain decoding's answer beside it."""
+    accepted_by: dict[str, int] | None = None
+    """Accepted draft tokens by source, for a merged drafter: by its name, or by the names of the
+    sources that proposed the token together, joined by "+". None for a drafter that isn't merged,
+    and in records of older versions."""
+    pace: str | None = None
+    """The pace of a merged drafter. With `expected` the trees depend on the clock, so the counts of
+    steps and drafts vary from run to run, while the tokens don't."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
@@ -128,6 +135,8 @@ class EvalRecord:
             "phases are timed exactly when profiled": self.profiled == (self.phase_seconds is not None),
             "tree_tokens has an entry for each verify step": self.tree_tokens is None
             or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
+            "accepted_by has all accepted draft tokens": self.accepted_by is None
+            or sum(self.accepted_by.values()) == self.num_accepted,
             "tree_tokens reads the tree or more, and num_draft_tokens in all": self.tree_tokens is None
             or (all(map(int.__le__, counts.shared, counts.read)) and sum(counts.read) == self.num_draft_tokens),
         }
@@ -203,6 +212,11 @@ class EvalRecord:
     def num_steps(self) -> int:
         """Number of verify steps."""
         return sum(self.accepted_histogram)
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of accepted draft tokens, including those cut off at the answer's end."""
+        return sum(length * count for length, count in enumerate(self.accepted_histogram))
 
     @property
     def seconds(self) -> float:

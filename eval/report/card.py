@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ...data.drafter_names import SEPARATOR
 from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
@@ -24,12 +23,14 @@ from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_draf
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.method_names import setting_words, title_of
+from ..records.method_names import title_of
 from ..records.names import BASELINE
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
+from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.tables import escape_markdown, markdown_table
 from .card_options import TAGS, CardOptions, code_names
+from .card_settings import describe_setting
 from .runs import Run, cell_of, read_run
 from .training_free_card import training_free_card
 
@@ -163,6 +164,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
+        "pace_note": PACE_NOTE if any(map(depends_on_clock, rows)) else "",
         "has_marks": any(map(marks, rows)),
         "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
         "python": escape_markdown(environment.python),
@@ -177,7 +179,7 @@ def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
         "Decoding": decoding_name(row),
-        "Setting": _setting(row, run, saved),
+        "Setting": describe_setting(row, run, saved),
         "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
         "Speedup": _speedup(row, options),
         "Median (faster on)": _median(row, options),
@@ -226,26 +228,12 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             dataset_name=row["suite"],
             dataset_revision=revision or None,
             metric_type=name,
-            metric_name=f"{title}, {decoding_name(row)}, {_setting(row, run, saved)}",
+            metric_name=f"{title}, {decoding_name(row)}, {describe_setting(row, run, saved)}",
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
         if values[name] is not None and not (name == "speedup" and (is_error(row) or marks(row)))
     ]
-
-
-def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Describe the setting of a measurement, and options that changed after it."""
-    method = run.info.config["methods"][row["method"]]
-    if method["setting"] is None:
-        return setting_words(saved.kind, {}, None)
-    kind = row["method"].split(" ")[0]
-    if SEPARATOR in kind:
-        others = title_of(kind.removeprefix(saved.kind + SEPARATOR))
-        return f"with {others}, {setting_words(kind, {**method['config'], **method['setting']}, method['setting'])}"
-    used = {**method["config"], **method["setting"]}
-    changed = {name: value for name, value in used.items() if name in method["setting"] or saved.drafter.get(name) != value}
-    return setting_words(saved.kind, used, changed) or "as saved"
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:

@@ -23,6 +23,7 @@ from .page_tables import Section, Table
 from .prefixes import prefixes
 from .runs import Group, decoding, read_groups
 from .sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
+from .sources import sources
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ NUM_OPEN = 4
 SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "speedup": results,
     "categories": categories,
+    "sources": sources,
     "batches": heat_maps,
     "distillation": distillation,
     "prefixes": prefixes,

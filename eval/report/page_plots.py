@@ -9,6 +9,8 @@ from ..results.plots import drawing
 from .page_tables import Column, Table, Value
 
 BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
+MIN_LABELLED = 0.09
+"""Smallest part of a stack with a label, as a share of the axis."""
 LINE_INCHES, NAME_WIDTH, GRID_CELL_INCHES, GRID_NAME_WIDTH = 0.16, 44, 0.85, 13
 DPI = 130
 
@@ -17,7 +19,7 @@ def plot_table(table: Table, title: str, path: Path) -> None:
     """Write a PNG of the table: a panel for each column of bars, or one colored grid."""
     names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
     inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
-    drawn = [index for index, column in enumerate(table.columns) if column.kind == "bar"]
+    drawn = [index for index, column in enumerate(table.columns) if column.kind in ("bar", "stack")]
     width = 3.4 + (GRID_CELL_INCHES * len(table.columns) if table.is_grid else 3.1 * len(drawn))
     with drawing(path, width, max(inches, 0.42) * len(names) + 1.3, font_size=8, dpi=DPI) as figure:
         if table.is_grid:
@@ -28,6 +30,8 @@ def plot_table(table: Table, title: str, path: Path) -> None:
                 _panel(axes, table.columns[index], [line.values[index] for line in table.lines])
             panels[0].set_yticks(range(len(names)), names)
             panels[0].set_ylim(len(names) - 0.45, -0.55)
+            if parts := [axes for axes, index in zip(panels, drawn, strict=True) if table.columns[index].parts]:
+                figure.legend(*parts[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
         figure.suptitle("\n".join(textwrap.wrap(title, int(width * 13))), x=0.01, ha="left", fontsize=10)
         for axes in figure.axes:  # these lie inside the axes; computing their layout takes seconds
             for artist in (*axes.texts, *axes.patches, *axes.lines):
@@ -44,6 +48,7 @@ def _panel(axes: Any, column: Column, values: Sequence[Value]) -> None:
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     for line, value in enumerate(values):
         _bar(axes, line, value)
+        _stack(axes, line, value.parts, column, is_labelled=line == 0)
     axes.set_xlim(0, 1.65 * column.top)  # room for the texts
     if column.parity:
         axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -61,6 +66,17 @@ def _bar(axes: Any, line: int, value: Value) -> None:
         end = max(end, value.high)
     label = (f"{value.text}  ({value.note})" if value.note else value.text) + (f"\n{value.mark}" if value.mark else "")
     axes.annotate(label, (end, line), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
+
+
+def _stack(axes: Any, line: int, parts: Sequence[float], column: Column, *, is_labelled: bool) -> None:
+    """Draw the parts of a bar, each with its share where there is room."""
+    left = 0.0
+    for width, (name, color) in zip(parts, column.parts.items(), strict=False):  # a bar may have no parts
+        axes.barh(line, width, 0.55, left=left, color=color, label=name if is_labelled else "_nolegend_")
+        if width >= MIN_LABELLED * column.top:
+            share = f"{width / sum(parts):.0%}"
+            axes.text(left + width / 2, line, share, ha="center", va="center", fontsize=6.5, color="white")
+        left += width
 
 
 def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:

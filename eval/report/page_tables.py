@@ -21,6 +21,8 @@ class Value:
     high: float | None = None
     note: str = ""
     """Small print beside the text."""
+    parts: list[float] = field(default_factory=list)
+    """Parts of the number, in the order of the column's `parts`."""
     mark: str = ""
     """Reason why the number is uncertain, such as `disturbed`, on a line of its own."""
     tone: str = ""
@@ -32,7 +34,8 @@ class Value:
 class Column:
     """Column of a table, drawn according to its kind.
 
-    Kinds are `text`, `bar` (from 0 to `top`) and `heat` (a color from 0 to `top`).
+    Kinds are `text`, `bar` (from 0 to `top`), `stack` (a bar in parts) and `heat` (a color from 0 to
+    `top`).
     """
 
     name: str
@@ -40,6 +43,8 @@ class Column:
     top: float = 1.0
     parity: float | None = None
     """Value of plain decoding, where the bar's column has a mark."""
+    parts: dict[str, str] = field(default_factory=dict)
+    """Colors of a stack's parts, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

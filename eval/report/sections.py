@@ -12,6 +12,7 @@ from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
 from ..results.marks import MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
+from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group
@@ -98,6 +99,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     looping = max(measured, key=lambda entry: loop_share(entry.row), default=None)
     if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
         notes.append(loop_note(looping.row))
+    notes += [PACE_NOTE] if any(depends_on_clock(entry.row) for entry in measured) else []
     notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")

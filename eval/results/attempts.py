@@ -50,6 +50,8 @@ class Pairs:
 
     plain: list[EvalRecord]
     method: list[EvalRecord]
+    counted: list[EvalRecord]
+    """The method's records in the attempts that count, those without a positive time included."""
     disturbed: list[Disturbed]
     """The worst first."""
     judged: bool
@@ -127,7 +129,7 @@ def least_disturbed(plain: Sequence[EvalRecord], records: Sequence[EvalRecord], 
     timeless = {_pair_key(record) for side in chosen for record in batches(side) if not _is_positive(record)}
     kept = [[record for record in side if _pair_key(record) not in timeless] for side in chosen]
     judged = all(are_judged(side, on_cpu=on_cpu) for side in (plain, records))
-    return Pairs(plain=kept[0], method=kept[1], disturbed=disturbed, judged=judged)
+    return Pairs(plain=kept[0], method=kept[1], counted=chosen[1], disturbed=disturbed, judged=judged)
 
 
 def _in_first_order(records: Sequence[EvalRecord], best: Mapping[PairKey, int]) -> list[EvalRecord]:

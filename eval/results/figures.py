@@ -44,7 +44,7 @@ class Speeds(TypedDict):
     outliers: NotRequired[list[dict[str, Any]]]
     """Slow answers in summaries of older versions. Nothing shows them."""
     by_category: dict[str, dict[str, Any]]
-    """Tokens per step, speedup and its interval, by category."""
+    """Figures of each category: those of `stats.count_drafts`, the speedup and its interval."""
 
 
 class Losslessness(TypedDict):
@@ -87,6 +87,8 @@ class Figures(Losslessness, Speeds):
     """Bootstrap interval over prompts; None for fewer than two prompts."""
     mean_accepted: float | None
     accepted_histogram: list[int]
+    accepted_by: NotRequired[dict[str, int] | None]
+    """Accepted draft tokens by source (`EvalRecord.accepted_by`)."""
     draft_tokens_per_step: float | None
     tokens_per_second: float | None
     """Throughput of the whole batch."""
@@ -147,38 +149,40 @@ def compute_figures(
 ) -> Figures:
     """Compute the figures of a method from its records and plain decoding's.
 
-    First attempts are counted. The attempts that were disturbed least are timed.
+    All figures are those of the attempts that were disturbed least. So the counts of steps belong to
+    the times, also where the trees depend on the clock.
     """
     # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
     # follows from it.
     sides = (plain_records, method_records)
     plain, timed = ([record for record in records if not record.profiled] for records in sides)
     pairs = least_disturbed(plain, timed, on_cpu=on_cpu)
-    firsts = [record for record in timed if record.attempt == 0]
+    counted = pairs.counted
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in sides)
     steady_plain, steady = steady_profiles(plain, profiled_plain), steady_profiles(timed, profiled)
 
     # 2. Compare the method with plain decoding.
-    is_baseline = firsts[0].method == BASELINE
+    is_baseline = counted[0].method == BASELINE
     verdict = judge(method_records, mismatches)
-    tau = stats.tokens_per_step(firsts)
+    tau = stats.tokens_per_step(counted)
     rho = None if is_baseline else stats.relative_draft_cost(steady_plain, steady)
-    histogram = stats.accepted_histogram(firsts)
+    histogram = stats.accepted_histogram(counted)
 
     # 3. The row.
     return {
-        "num_prompts": stats.num_prompts(firsts),
-        "num_turns": len({(record.prompt_id, record.turn) for record in firsts}),
-        "num_batches": len({record.unit for record in firsts}),
+        "num_prompts": stats.num_prompts(counted),
+        "num_turns": len({(record.prompt_id, record.turn) for record in counted}),
+        "num_batches": len({record.unit for record in counted}),
         "num_skipped": num_skipped,
-        "num_truncated": sum(record.truncated for record in firsts),
-        "num_loops": sum(map(_ends_in_a_loop, firsts)),
-        "num_tokens": sum(len(record.token_ids) for record in firsts),
+        "num_truncated": sum(record.truncated for record in counted),
+        "num_loops": sum(map(_ends_in_a_loop, counted)),
+        "num_tokens": sum(len(record.token_ids) for record in counted),
         "tokens_per_step": tau,
-        "tokens_per_step_ci95": _steps_interval(firsts),
+        "tokens_per_step_ci95": _steps_interval(counted),
         "mean_accepted": stats.mean_accepted(histogram),
         "accepted_histogram": histogram,
-        "draft_tokens_per_step": stats.draft_tokens_per_step(firsts),
+        "accepted_by": stats.accepted_by(counted),
+        "draft_tokens_per_step": stats.draft_tokens_per_step(counted),
         "tokens_per_second": stats.tokens_per_second(pairs.method) if pairs.method else None,
         "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method) if pairs.method else None,
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
@@ -193,7 +197,7 @@ def compute_figures(
         "disturbed": [asdict(answer) for answer in pairs.disturbed],
         "stalls_judged": pairs.judged,
         "timeless": not pairs.method and not verdict.broken,
-        **_speeds(firsts, pairs, rho, is_broken=verdict.broken, seed=seed),
+        **_speeds(counted, pairs, rho, is_broken=verdict.broken, seed=seed),
         "out_of_memory": False,
     }
 
@@ -228,7 +232,7 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
     return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
-def _speeds(firsts: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> Speeds:
+def _speeds(counted: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> Speeds:
     """Compare a method's times with plain decoding's.
 
     A broken method has no speed anywhere, and neither has one without a positive time. The
@@ -238,7 +242,7 @@ def _speeds(firsts: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, is
     seconds, plain_seconds = (
         stats.processor_seconds_per_token(records) if records else None for records in (pairs.method, pairs.plain)
     )
-    categories = _without_times(firsts) | stats.by_category(pairs.plain, pairs.method, seed=seed)
+    categories = _without_times(counted) | stats.by_category(pairs.plain, pairs.method, seed=seed)
     is_broken = is_broken or not pairs.method
     speeds: Speeds = {
         "speedup": None if is_broken else 1.0,
@@ -275,8 +279,7 @@ def _without_times(records: Sequence[EvalRecord]) -> dict[str, dict[str, Any]]:
     categories = {category: [r for r in records if r.category == category] for category in {r.category: None for r in records}}
     return {
         category: {
-            "num_prompts": stats.num_prompts(members),
-            "tokens_per_step": stats.tokens_per_step(members),
+            **stats.count_drafts(members),
             "speedup": None,
             "speedup_ci95": None,
         }

@@ -33,6 +33,8 @@ class Conditions(TypedDict):
     temperature: float
     batch_size: int
     """Prompts decoded together, by the method and by the baseline."""
+    pace: NotRequired[str | None]
+    """Pace of a merged drafter (`EvalRecord.pace`)."""
     max_new_tokens: int
     num_repeats: int
     parameters: int | None
@@ -176,6 +178,7 @@ def _conditions(
         "dtype": dtype,
         "temperature": source.temperature,
         "batch_size": source.batch_size,
+        "pace": source.pace if isinstance(source, EvalRecord) else None,
         "max_new_tokens": config.max_new_tokens,
         "num_repeats": config.repeats,
         "parameters": drafter.parameters if drafter else None,

@@ -4,7 +4,7 @@ Figures are sums over sums, never means of ratios, with an interval over prompts
 batch share its seconds, which are counted once. A batch has as many steps as its longest answer.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
@@ -90,6 +90,19 @@ def accepted_histogram(records: Sequence[EvalRecord]) -> list[int]:
 def mean_accepted(histogram: Sequence[int]) -> float | None:
     """Compute the mean number of draft tokens accepted per verify step."""
     return sum(length * count for length, count in enumerate(histogram)) / sum(histogram) if sum(histogram) else None
+
+
+def accepted_by(records: Sequence[EvalRecord]) -> dict[str, int] | None:
+    """Sum the accepted draft tokens by source, each source alone first (`EvalRecord.accepted_by`).
+
+    Returns None if a record lacks the counts.
+    """
+    counts: Counter[str] = Counter()
+    for record in records:
+        if record.accepted_by is None:
+            return None
+        counts.update(record.accepted_by)
+    return dict(sorted(counts.items(), key=lambda item: item[0].count("+"))) if records else None
 
 
 def speedup(
@@ -247,12 +260,21 @@ def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *
         is_apart = all(len(categories[record.batch_key]) == 1 for record in timed)
         ratio, interval = speedup(plain, timed, seed=seed) if is_apart else (None, None)
         result[category] = {
-            "num_prompts": num_prompts(timed),
-            "tokens_per_step": tokens_per_step(timed),
+            **count_drafts(timed),
             "speedup": ratio,
             "speedup_ci95": interval,
         }
     return result
+
+
+def count_drafts(records: Sequence[EvalRecord]) -> dict[str, Any]:
+    """Compute a category's figures that don't depend on times."""
+    return {
+        "num_prompts": num_prompts(records),
+        "num_steps": sum(record.num_steps for record in records),
+        "tokens_per_step": tokens_per_step(records),
+        "accepted_by": accepted_by(records),
+    }
 
 
 def num_prompts(records: Iterable[EvalRecord]) -> int:

@@ -47,10 +47,11 @@ CSV_COLUMNS = (
     "num_within_noise",
     "dtype",
     "max_new_tokens",
+    "pace",
     "prompt_set_revision",
     "prompt_set_source",
 )
-"""Fields of a row under their names; the fields of `_spread` follow them."""
+"""Fields of a row under their names; the fields of `_spread` follow them, then those of `_by_source`."""
 LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepackage[T1]{fontenc}"
 
 
@@ -61,8 +62,9 @@ def csv_table(rows: Sequence[Row]) -> str:
     """
     import pandas as pd  # slow to import
 
-    lines = [{**row, "name": method_name(row), **_spread(row), **_hidden(row)} for row in rows]
-    columns = [*CSV_COLUMNS, *_spread(rows[0])]
+    lines = [{**row, "name": method_name(row), **_spread(row), **_by_source(row), **_hidden(row)} for row in rows]
+    by_source = dict.fromkeys(name for row in rows for name in _by_source(row))
+    columns = [*CSV_COLUMNS, *_spread(rows[0]), *by_source]
     # As objects, integers beside empty cells stay integers.
     return str(pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n"))
 
@@ -90,6 +92,11 @@ def _spread(row: Row) -> dict[str, Any]:
         "training_seconds": training.get("seconds"),
         "num_disturbed": len(row.get("disturbed", [])),
     }
+
+
+def _by_source(row: Row) -> dict[str, int]:
+    """Split the accepted draft tokens of a merged drafter into one column for each source."""
+    return {f"accepted_by_{name}": count for name, count in (row.get("accepted_by") or {}).items()}
 
 
 def _hidden(row: Row) -> dict[str, None]:

@@ -21,6 +21,7 @@ from .marks import (
     units,
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
+from .sources import PACE_NOTE, SOURCES_NOTE, depends_on_clock, merged_rows, shares_text
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
 UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
@@ -107,6 +108,10 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         loop_note=loop_note,
         buffer=BUFFER,
         too_few=too_few,
+        merged=merged_rows(measured),
+        sources_note=SOURCES_NOTE,
+        shares_text=shares_text,
+        pace_note=PACE_NOTE if any(map(depends_on_clock, measured)) else "",
         method_name=method_name,
         decoding_name=decoding_name,
         is_broken=is_broken,

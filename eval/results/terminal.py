@@ -24,6 +24,7 @@ from .marks import (
     units,
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
+from .sources import depends_on_clock, merged_rows, shares_text
 from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, num_units, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
@@ -100,8 +101,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"{LOSSY}: the acceptance rule changes the target's distribution.")
     if any(row["lossless"] is None for row in measured):
         notes.append("by rule: random drafts, so other samples of the same distribution.")
+    if any(map(depends_on_clock, measured)):
+        notes.append("pace: expected lets tokens per step vary from run to run, not the answers.")
     # 3. How to read the table.
     notes += [_group_note(members) for members in by_group(measured).values()]
+    notes += [f"Sources of {_names([row])}: {shares_text(row)}." for row in merged_rows(measured)]
     return notes
 
 

@@ -219,8 +219,9 @@ def _path_to(
     """
     if tree.num_nodes == 0:
         return tree.tokens
-    node = (entry - 1).clamp(min=0)
-    upward = tree.lineage.gather(1, node[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]  # [batch, depth]
-    steps = torch.arange(tree.max_depth, device=upward.device)
-    downward = upward.gather(1, (depth[:, None] - 1 - steps).clamp(min=0))
-    return torch.where(steps < depth[:, None], downward, NO_NODE)
+    lineage = pad(tree.lineage, (0, 0, 1, 0), value=NO_NODE)  # of entries: that of entry 0 is empty
+    upward = lineage.gather(1, entry[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]  # [batch, depth]
+    # The path's nodes come first, then NO_NODE. Read backwards from the last node, and around the
+    # end, NO_NODE comes last again.
+    steps = torch.arange(1, tree.max_depth + 1, device=upward.device)
+    return upward.gather(1, (depth[:, None] - steps) % tree.max_depth)

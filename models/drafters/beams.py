@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from torch.nn.functional import pad
 
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
@@ -146,18 +147,24 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     tokens. All rows have the same number of nodes (all nodes, if there are fewer), so the host
     reads nothing.
     """
-    num_nodes = min(num_nodes, search.tokens.shape[1])
-    return pack(search, likeliest_nodes(search, num_nodes), num_nodes)
+    return take(search, likeliest_nodes(search, num_nodes))
 
 
-def likeliest_nodes(search: SearchTree, num_nodes: int) -> Bool[torch.Tensor, "batch node"]:
-    """Mark the `num_nodes` most probable nodes.
+def likeliest_nodes(search: SearchTree, num_nodes: int) -> Int[torch.Tensor, "batch kept"]:
+    """Return the `num_nodes` most probable nodes, or all if there are fewer, in the search's order.
 
     Parents come before their children and have at least their probability, so a stable sort never
     takes a child without its parent.
     """
-    order = search.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    return torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
+    order = search.scores.sort(dim=1, descending=True, stable=True).indices
+    return order[:, :num_nodes].sort(dim=1).values
+
+
+def take(search: SearchTree, nodes: Int[torch.Tensor, "batch kept"]) -> DraftTree:
+    """Return the tree of some nodes, which ascend and whose parents are among them."""
+    # Without NO_NODE in front, a parent's place among the nodes would be its new number plus one.
+    place = torch.searchsorted(pad(nodes, (1, 0), value=NO_NODE), search.parents.gather(1, nodes))
+    return DraftTree(tokens=search.tokens.gather(1, nodes), parents=place - 1, max_depth=len(search.level_sizes))
 
 
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:

@@ -32,7 +32,7 @@ from ..target.hf_target import HFTarget
 from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .base import TrainableDrafter
-from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
+from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .branches.layout import Branches
 from .objective import Labels, Loss, Objective, score
 from .small_models import (
@@ -164,10 +164,8 @@ class DraftModel(TrainableDrafter):
             entries = torch.arange(1, tree.num_nodes + 1, device=last_token.device).expand_as(tree.tokens)
         else:
             search = self._search(cache, logits, last_token)
-            chosen = likeliest_nodes(search, self.max_nodes)
-            # Node n of the tree is the n-th chosen node. Entry 0 is the last token.
-            entries = 1 + chosen.long().sort(dim=1, descending=True, stable=True).indices[:, : self.max_nodes]
-            tree = pack(search, chosen, min(self.max_nodes, search.tokens.shape[1]))
+            nodes = likeliest_nodes(search, self.max_nodes)
+            tree, entries = take(search, nodes), 1 + nodes  # entry 0 is the last token
         return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
 
     def search(self, state: TextState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TextState]:

@@ -2,7 +2,14 @@
 
 from enum import StrEnum, auto
 
-WEIGHTS = ("uniform", "reached")
+WEIGHTS = ("uniform", "reached", "missed_by")
+MISSED_BY = "missed_by:"
+"""Beginning of `train.label_weights` before the name of another drafter."""
+LEAST_WEIGHT = 0.1
+"""Least weight of a label under `missed_by`.
+
+The other drafter may miss a token that it proposes here: in decoding it has another text. And where
+both propose, the trained drafter's probabilities must not become arbitrary."""
 TEACHERS = ("full", "top_k")
 
 

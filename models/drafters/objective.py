@@ -7,7 +7,7 @@ labels x vocabulary.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
-from .losses import LossKind
+from .losses import LEAST_WEIGHT, LossKind
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -59,7 +59,7 @@ class Objective:
     loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
     """`reached` counts a label only if the drafter's arg-max was right at all earlier depths:
-    decoding gets no further otherwise."""
+    decoding gets no further otherwise. `missed_by` gives each label its `missed_share`."""
     head: nn.Linear | None = None
     """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
     cross-entropy need it."""
@@ -85,6 +85,8 @@ class Labels:
     known: Bool[torch.Tensor, "position depth"]
     text_index: Int[torch.Tensor, "position depth"]
     on_text: Bool[torch.Tensor, "position depth"]
+    missed: Float[torch.Tensor, "position depth"] | None = None
+    """The `missed_share` of each label; None if the batch has no `num_covered`."""
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Labels":
@@ -111,17 +113,43 @@ class Labels:
         follows_text = (batch.input_ids.flatten()[text_index] == previous) & in_text
         # 3. A label is known up to the first unknown token, and on the text up to the first
         # difference.
+        known = (continuations != UNKNOWN).cumprod(1).bool()[:, 1:]
         return cls(
             previous=previous,
             tokens=continuations[:, 1:],
-            known=(continuations != UNKNOWN).cumprod(1).bool()[:, 1:],
+            known=known,
             text_index=text_index,
             on_text=follows_text.cumprod(1).bool(),
+            missed=None if batch.num_covered is None else missed_share(batch.num_covered[batch.positions], known),
         )
 
     def first(self, num_depths: int) -> "Labels":
         """Return the labels of the first `num_depths` depths."""
-        return Labels(**{field.name: getattr(self, field.name)[:, :num_depths] for field in fields(self)})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: None if value is None else value[:, :num_depths] for name, value in values.items()}
+        return Labels(**values)
+
+
+def missed_share(
+    num_covered: Int[torch.Tensor, " position"], known: Bool[torch.Tensor, "position depth"]
+) -> Float[torch.Tensor, "position depth"]:
+    """Return the share that another drafter misses of each label and the labels after it.
+
+    At position n the other drafter proposes the first `num_covered[n]` draft tokens. A label that
+    it misses has weight 1, since all labels after it are missed too. A label that it proposes is a
+    part of the path to the missed ones. The trained drafter needs the whole path, because a
+    proposal starts at the last committed token. Such a label counts as much as the path helps:
+
+        labels  a b c d, the other drafter proposes a b:   weights  2/4  2/3  1  1
+        labels  a b c d, the other drafter proposes all:   weights  LEAST_WEIGHT, four times
+
+    This is the collective boost-tuning of SpecInfer (arXiv 2305.09781, section 3), which drops
+    whole texts. Here the unit is a label, and none is dropped.
+    """
+    depth = torch.arange(known.shape[1], device=known.device)
+    num_known = known.sum(1, keepdim=True)
+    share = (num_known - num_covered[:, None]) / (num_known - depth).clamp(min=1)
+    return share.clamp(min=LEAST_WEIGHT, max=1)
 
 
 def score(
@@ -167,6 +195,9 @@ def score(
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
         loss = loss * F.pad(right_so_far[:, :-1], (1, 0), value=1)[known]
+    elif objective.weights == "missed_by":
+        assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
+        loss = loss * labels.missed[known]
     return Loss(
         sums=torch.zeros(num_depths, device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)[:trained_depths],
         counts=known.sum(0),

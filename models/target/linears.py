@@ -13,6 +13,7 @@ choice: otherwise a speedup over plain decoding would partly be that of a kernel
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,25 +91,27 @@ def _with_packed(times: Times, plain: Sequence[float], *, columns_first: bool, p
 
 def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | None:
     """Return the range of rows at which the packed copy is clearly faster than another order."""
-    from_one = _longest_run(times, plain, MIN_GAIN)
-    return from_one if from_one and from_one[0] == 1 else _longest_run(times, plain, MIN_GAIN_OF_SECOND_COPY)
+    from_one = _best_run(times, plain, MIN_GAIN, firsts=(0,))
+    return from_one or _best_run(times, plain, MIN_GAIN_OF_SECOND_COPY, firsts=range(len(plain)))
 
 
-def _longest_run(times: Times, plain: Sequence[float], min_gain: float) -> tuple[int, int] | None:
-    """Return the longest range of rows with such a gain, up to its neighbours that lose nothing."""
-    runs: list[list[int]] = [[]]
-    for index, (without, packed) in enumerate(zip(plain, times.packed, strict=True)):
-        if without > min_gain * packed:
-            runs[-1].append(index)
-        else:
-            runs.append([])
-    longest = max(runs, key=len)
-    if not longest:
+def _best_run(times: Times, plain: Sequence[float], min_gain: float, firsts: Sequence[int]) -> tuple[int, int] | None:
+    """Return the range of rows with the largest gains above `min_gain`; None without a gain.
+
+    The range starts at one of the `firsts`, and ends before a number of rows that loses. A disturbed
+    measurement inside the range doesn't end it.
+    """
+    # 1. The range whose sum of gains is largest: it begins and ends with a gain.
+    ratios = [without / packed for without, packed in zip(plain, times.packed, strict=True)]
+    gains = [math.log(ratio / min_gain) if ratio else -math.inf for ratio in ratios]
+    runs = [range(first, end) for first in firsts for end in range(first + 1, len(gains) + 1)]
+    best = max(runs, key=lambda run: sum(gains[index] for index in run))
+    if gains[best[0]] <= 0:
         return None
-    first, last = longest[0], longest[-1]
-    loses_nothing = [without >= packed for without, packed in zip(plain, times.packed, strict=True)]
-    fewest = times.rows[first - 1] + 1 if first > 0 and loses_nothing[first - 1] else times.rows[first]
-    most = times.rows[last + 1] - 1 if last + 1 < len(plain) and loses_nothing[last + 1] else times.rows[last]
+    # 2. The numbers of rows up to the neighbours.
+    first, last = best[0], best[-1]
+    fewest = times.rows[first - 1] + 1 if first > 0 and ratios[first - 1] >= 1 else times.rows[first]
+    most = times.rows[last + 1] - 1 if last + 1 < len(ratios) and ratios[last + 1] >= 1 else times.rows[last]
     return fewest, most
 
 

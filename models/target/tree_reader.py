@@ -28,6 +28,7 @@ class TreeReader:
     def __init__(self, model: PreTrainedModel, *, is_fixed: bool) -> None:
         self.model, self.is_fixed = model, is_fixed
         self.kinds: dict[str, int | None] = {}
+        self._last_position = context_length(model) - 1
 
     def require_trees(self) -> None:
         """Raise ValueError if the model's configuration shows that it can't read draft trees."""
@@ -75,7 +76,7 @@ class TreeReader:
         positions = lengths[:, None]
         if num_nodes:
             positions = positions + pad(depths(lineage), (1, 0))
-        positions = positions.clamp(max=context_length(self.model) - 1)
+        positions = positions.clamp(max=self._last_position)
         # 2. Run the pass over the unread entries, with a mask if they don't all see the same
         # columns.
         unread = slice(1 + num_nodes - cache.num_written, None)

@@ -79,12 +79,13 @@ def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, make_record: Ma
         "reads the tree or more": altered(good, tree_tokens={**trees, "read": [5, 3]}, num_draft_tokens=8),
         "and num_draft_tokens in all": altered(good, tree_tokens=trees),
         "attempt is 0 or more": altered(good, attempt=-1),
+        "accepted_by has all accepted draft tokens": altered(good, accepted_by={"suffix": 1}),
     }
     for message, line in bad_lines.items():
         path.write_text(good.to_json() + "\n" + line + "\n")
         with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*{message}"):
             RecordFile(path)
-    assert len(bad_lines) == 13
+    assert len(bad_lines) == 14
 
 
 def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:
@@ -94,14 +95,16 @@ def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_r
     assert record.seconds == 1.0
 
 
-def test_records_of_older_versions_have_one_attempt_and_no_processor_seconds(tmp_path: Path, make_record: MakeRecord) -> None:
+def test_records_of_older_versions_have_one_attempt_no_processor_seconds_and_no_sources(
+    tmp_path: Path, make_record: MakeRecord
+) -> None:
     record = make_record()
     old = json.loads(record.to_json())
-    del old["attempt"], old["processor_seconds"]
+    del old["attempt"], old["processor_seconds"], old["accepted_by"], old["pace"]
     (tmp_path / "records.jsonl").write_text(json.dumps(old) + "\n")
     with RecordFile(tmp_path / "records.jsonl") as file:
         assert list(file.records.values()) == [record]
-    assert (record.attempt, record.processor_seconds) == (0, None)
+    assert (record.attempt, record.processor_seconds, record.accepted_by, record.pace) == (0, None, None, None)
 
 
 def test_attempts_are_different_records_of_one_answer(make_record: MakeRecord) -> None:

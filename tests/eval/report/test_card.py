@@ -99,6 +99,35 @@ def test_the_card_names_options_changed_after_the_measurement(tiny_drafter_dir: 
     assert f"| 3 beams of {before} |" in line
 
 
+def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
+    tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path
+) -> None:
+    """The row of a merge has the same weights as the row of the drafter alone."""
+    merged, _ = changed_summary(evaluation, tmp_path / "merged", pace="expected")
+    info, rows = (json.loads((merged / name).read_text()) for name in ("run.json", "summary.json"))
+    (method,) = info["config"]["methods"].values()
+    config = {**method["config"], "beam_width": 7}
+    settings = {
+        "redrafter+suffix+recycling pace=fixed": {"pace": "fixed"},
+        "redrafter+suffix redrafter={'beam_width': 5}": {"redrafter": {"beam_width": 5}},
+    }
+    for merged_key, setting in settings.items():
+        of_tree = {"tree_nodes": 31, "pace": "expected", "suffix": {"max_depth": 8}, "recycling": {}}
+        info["config"]["methods"][merged_key] = {**method, "config": {**of_tree, "redrafter": config}, "setting": setting}
+        rows.append({**rows[1], "method": merged_key})
+    (merged / "run.json").write_text(json.dumps(info))
+    (merged / "summary.json").write_text(json.dumps(rows))
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged]))
+    lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
+    assert len(lines) == 3
+    assert "merged with" not in lines[0]
+    assert "| merged with suffix + recycling, 7 beams of 3, 31 nodes" in lines[1]
+    assert "| merged with suffix, 5 beams of 3, 31 nodes" in lines[2]
+    assert "max_depth" not in card
+    assert "depend on the clock" in card
+    assert "depend on the clock" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+
+
 def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(evaluation, tmp_path / "broken"))
     rows = json.loads((broken / "summary.json").read_text())

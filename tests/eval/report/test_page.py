@@ -59,7 +59,8 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
 
     Plain decoding takes 1 s for each prompt, or for both in one batch. The `methods`, options by
     name, take half of that. The answers of `wrong` methods differ from plain decoding's. The audit
-    explains the differences of the prompts `noise`. `row` replaces values in the summary's rows.
+    explains the differences of the prompts `noise`. `drafted` changes the records of the methods, and
+    `profiled` those with phases. `row` replaces values in the summary's rows.
     """
 
     def write(
@@ -72,6 +73,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         noise: Sequence[str] = (),
         record: Changes | None = None,
         profiled: Changes | None = None,
+        drafted: Changes | None = None,
         row: Changes | None = None,
         config: Changes | None = None,
         environment: Changes | None = None,
@@ -92,7 +94,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         info = RunInfo(config={**written, **(config or {})}, environment=made_in, roofline=ROOFLINE)
         shared: Changes = {"batch_size": batch_size, "num_rows": min(2, batch_size), "config_digest": info.config_digest}
         shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
-        records = two_answers(make_record, shared, list(methods), wrong, profiled or {})
+        records = two_answers(make_record, shared, list(methods), wrong, profiled or {}, drafted or {})
         audits = {
             wrong_record.answer_digest: Audit(
                 deficit=0.0 if batch_size > 1 else 0.1,
@@ -118,7 +120,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
 
 
 def two_answers(
-    make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes
+    make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes, changes: Changes
 ) -> list[EvalRecord]:
     """Return the timed and profiled answers of all methods to two prompts."""
     records = []
@@ -127,7 +129,7 @@ def two_answers(
         plain: Changes = {**common, "method": "baseline", "accepted_histogram": [4], "lossless_rule": True}
         records += [make_record(**plain), make_record(**plain, phase_seconds=PhaseSeconds(draft=0.0, verify=0.5, accept=0.1))]
         for method in methods:
-            drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 14}
+            drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 14, **changes}
             drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
             phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
             trees = TreeTokens(separate=[12, 12], shared=[6, 8], read=[6, 8])
@@ -188,6 +190,29 @@ class Page(HTMLParser):
         elif "tr" in self.open and text:
             line = self.tables[self.caption][-1]
             line[-1] = f"{line[-1]} {text}".strip()
+
+
+MERGED: Changes = {"accepted_by": {"redrafter": 0, "suffix": 1, "redrafter+suffix": 1}, "pace": "expected"}
+
+
+def test_a_merged_method_has_its_tokens_by_source_over_all_prompts_and_by_category(write_run: WriteRun, tmp_path: Path) -> None:
+    caption = "mt_bench, greedy, batch size 1: tokens per step by source"
+    key = "redrafter+suffix"
+    one = report(tmp_path / "one", write_run("merged", {key: {}}, drafted=MERGED))
+    head, *lines = one.tables[caption]
+    assert head == ["Method", "Tokens per step", "ReDrafter", "suffix", "several", "bonus tokens"]
+    assert [line[0].split()[0] for line in lines] == ["redrafter+suffix", "writing", "math"]
+    assert {tuple(line[1:]) for line in lines} == {("2.00", "0%", "25%", "25%", "50%")}
+    assert "1 prompt" in lines[1][0]
+    assert one.text.count("depend on the clock") == 2, "notes of the results and of the sources"
+    # Several methods, of different sources: the lines of a category are named after their methods.
+    changes = {**MERGED, "pace": "fixed"}
+    two = report(tmp_path / "two", write_run("two", {key: {}, f"{key} tree_nodes=5": {"tree_nodes": 5}}, drafted=changes))
+    assert len(two.tables[caption]) == 1 + 2 * 3
+    assert "depend on the clock" not in two.text
+    none = report(tmp_path / "none", write_run("none"))
+    assert caption not in none.tables
+    assert "Sources of the tokens: no merged drafter" in none.text
 
 
 def report(output: Path, *directories: Path) -> Page:

@@ -189,7 +189,7 @@ def rows_of(records: list[EvalRecord], *, on_cpu: bool = False) -> dict[str, Row
     return {row["method"]: row for row in rows}
 
 
-def test_figures_count_first_attempts_and_time_the_least_disturbed(make_record: MakeRecord) -> None:
+def test_figures_are_those_of_the_least_disturbed_attempts(make_record: MakeRecord) -> None:
     clean = usual(make_record, "a", "b")
     records = stalled(clean, "1", "a")
     assert rows_of(records)["a"]["speedup"] != rows_of(clean)["a"]["speedup"]
@@ -199,6 +199,28 @@ def test_figures_count_first_attempts_and_time_the_least_disturbed(make_record: 
         repeated = 1 if method != "b" else 0
         assert rows[method] == {**expected[method], "num_repeated": repeated}
     assert rows["a"]["num_compared"] == rows["a"]["num_faster"] == NUM_PROMPTS
+
+
+def test_the_steps_and_sources_of_the_attempt_count_whose_times_count(make_record: MakeRecord) -> None:
+    """Trees that depend on the clock differ from attempt to attempt: shares and times must belong together."""
+    plain = usual(make_record)
+    merged: dict[str, Any] = {"method": "a", "token_ids": list(range(NUM_STEPS + 1)), "num_verify_tokens": NUM_STEPS}
+    merged |= {"pace": "expected", "prefill_seconds": PREFILL}
+    slow: dict[str, Any] = {"accepted_histogram": [4], "accepted_by": {"suffix": 0, "drafter": 0}, "decode_seconds": 2.0}
+    fast: dict[str, Any] = {"accepted_histogram": [1, 0, 1], "accepted_by": {"suffix": 1, "drafter": 1}, "decode_seconds": 1.0}
+    records = [make_record(prompt_id=str(index), **{**merged, **slow}) for index in range(NUM_PROMPTS)]
+    records[2] = dataclasses.replace(records[2], decode_seconds=200.0)
+    again = [make_record(prompt_id="2", attempt=1, **{**merged, **fast})]
+    again += [record for record in usual(make_record, attempt=1) if record.prompt_id == "2"]
+    row = rows_of([*plain, *records, *again])["a"]
+    assert row["disturbed"] == []
+    assert row["pace"] == "expected"
+    assert row["accepted_by"] == {"suffix": 1, "drafter": 1}
+    num_steps = (NUM_PROMPTS - 1) * NUM_STEPS + 2
+    assert row["accepted_histogram"] == [num_steps - 1, 0, 1]
+    assert row["tokens_per_step"] == NUM_PROMPTS * NUM_STEPS / num_steps
+    values = row["by_category"]["writing"]
+    assert (values["num_steps"], values["accepted_by"]) == (num_steps, row["accepted_by"])
 
 
 def test_what_stays_disturbed_is_listed_and_still_counts(make_record: MakeRecord) -> None:

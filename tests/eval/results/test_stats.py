@@ -116,5 +116,20 @@ def test_categories_keep_their_own_numbers(make_record: MakeRecord) -> None:
     ]
     result = stats.by_category(plain, drafted, seed=0)
     assert list(result) == ["writing", "math"]
-    assert result["writing"] == {"num_prompts": 1, "tokens_per_step": 2.0, "speedup": 1.0, "speedup_ci95": None}
-    assert result["math"] == {"num_prompts": 1, "tokens_per_step": 1.0, "speedup": 2.0, "speedup_ci95": None}
+    shared = {"num_prompts": 1, "accepted_by": None, "speedup_ci95": None}
+    assert result["writing"] == {**shared, "num_steps": 1, "tokens_per_step": 2.0, "speedup": 1.0}
+    assert result["math"] == {**shared, "num_steps": 2, "tokens_per_step": 1.0, "speedup": 2.0}
+
+
+def test_accepted_drafts_are_summed_by_source_with_each_source_alone_first(make_record: MakeRecord) -> None:
+    """A record of an older version lacks the counts, so no sum over it is right."""
+    records = [
+        make_record(accepted_histogram=[0, 3], accepted_by={"suffix": 0, "drafter": 2, "suffix+drafter": 1}),
+        make_record(accepted_histogram=[0, 0, 1], accepted_by={"suffix": 2, "drafter": 0, "third": 0}),
+    ]
+    total = stats.accepted_by(records)
+    assert total == {"suffix": 2, "drafter": 2, "suffix+drafter": 1, "third": 0}
+    assert total is not None
+    assert list(total) == ["suffix", "drafter", "third", "suffix+drafter"]
+    assert stats.accepted_by([*records, make_record()]) is None
+    assert stats.accepted_by([]) is None

@@ -59,6 +59,15 @@ def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> Non
     assert None not in drafted.values()
 
 
+def test_csv_has_a_column_for_each_source_of_accepted_drafts(rows: list[Row]) -> None:
+    header = csv_table(rows).splitlines()[0]
+    assert "accepted_by" not in header, "no method is merged"
+    rows[1] |= {"accepted_by": {"suffix": 3, "suffix+drafter": 2}, "pace": "fixed"}
+    plain, drafted = csv.DictReader(StringIO(csv_table([*rows])))
+    assert (drafted["accepted_by_suffix"], drafted["accepted_by_suffix+drafter"], drafted["pace"]) == ("3", "2", "fixed")
+    assert (plain["accepted_by_suffix"], plain["accepted_by_suffix+drafter"], plain["pace"]) == ("", "", "")
+
+
 def test_latex_has_one_line_of_as_many_cells_per_row(rows: list[Row]) -> None:
     text = latex_table(rows)
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]

@@ -3,6 +3,8 @@
 A finished row leaves the batch, and a step needs one host read for all rows together.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from outrider.models.decoding import (
     Sampling,
     SpeculativeSampling,
     generate,
+    loop,
     warp,
 )
 from outrider.models.decoding.sampling import draw, draw_several
@@ -270,6 +273,35 @@ def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
     assert finishes == [Finish.LENGTH] * 4
     # Row r has 1 token after the prefill, and RIGHT[r] + 1 more after each step.
     assert cut_rows(steps) == {row for row, right in enumerate(RIGHT) if (limit - 1) % (right + 1)}
+
+
+@pytest.mark.parametrize("few_sizes", [False, True])
+def test_accepted_drafts_keep_their_sources_when_rows_leave_and_when_a_row_is_repeated(target, plain, monkeypatch, few_sizes):
+    """Origins lie on the host by row of the tree, so a step of other rows would show other sources."""
+
+    class OracleOfSources(OracleDrafter):
+        """Oracle whose nodes name the row and the node as their sources."""
+
+        def propose(self, state, last_token, *, generator=None):
+            tree, drafted = super().propose(state, last_token, generator=generator)
+            origins = tuple(tuple(1 << row | 16 << node for node in range(tree.num_nodes)) for row in state[:, 0].tolist())
+            return replace(tree, origins=origins), drafted
+
+    monkeypatch.setattr(loop, "wants_few_sizes", lambda *_: few_sizes)
+    right_path = (1, 3, 5)  # nodes of the oracle's tree
+    limits = [5, 20, 5, 24]
+    drafter = OracleOfSources(plain, RIGHT, target.vocab_size)
+    actual, _, steps = answers(target, drafter, vectors(), max_new_tokens=limits)
+    assert actual == [tokens[:limit] for tokens, limit in zip(plain, limits, strict=True)]
+    assert steps[0].origins is None
+    num_read = 0
+    for step in steps[1:]:
+        assert step.origins is not None
+        for row, num_accepted, origins in zip(step.rows, step.num_accepted, step.origins, strict=True):
+            assert origins == tuple(1 << row | 16 << node for node in right_path[:num_accepted])
+            num_read += num_accepted
+    assert len({step.rows for step in steps}) == 4
+    assert num_read == sum(num_accepted for step in steps for num_accepted in step.num_accepted) > 20
 
 
 def test_the_context_window_cuts_accepted_paths_of_a_batch(target, plain, monkeypatch):

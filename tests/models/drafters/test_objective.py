@@ -9,8 +9,8 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.losses import LossKind
-from outrider.models.drafters.objective import Labels, Objective, score
+from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossKind
+from outrider.models.drafters.objective import Labels, Objective, missed_share, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..largest import Largest
@@ -20,13 +20,17 @@ TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 # After position 1 of the first text the continuation repeats the text. Elsewhere it leaves the
 # text, at once or later.
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
+# Draft tokens of each continuation that another drafter proposes.
+NUM_COVERED = {(0, 1): 1, (0, 2): 2, (1, 0): 0, (1, 1): 3}
 HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def make_batch() -> DrafterBatch:
     continuations = torch.full((2, 6, 4), UNKNOWN)
     positions = torch.zeros(2, 6, dtype=torch.bool)
+    num_covered = torch.zeros(2, 6, dtype=torch.long)
     for position, tokens in CONTINUATIONS.items():
+        num_covered[position] = NUM_COVERED[position]
         continuations[position] = torch.tensor(tokens)
         positions[position] = True
     return DrafterBatch(
@@ -35,6 +39,7 @@ def make_batch() -> DrafterBatch:
         positions=positions,
         continuations=continuations,
         hidden_states=HIDDEN,
+        num_covered=num_covered,
     )
 
 
@@ -62,7 +67,7 @@ def slow_loss(kind: LossKind, q: list[float], p: list[float] | None, label: int)
 
 
 @pytest.mark.parametrize("kind", LossKind)
-@pytest.mark.parametrize("weights", ["uniform", "reached"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
@@ -71,9 +76,9 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     objective = Objective(loss=kind, weights=weights, head=target_head)
     actual = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
 
-    entries, row = [], 0  # depth, q, p, label, reached
+    entries, row = [], 0  # depth, q, p, label, weight
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
-        reached = True
+        reached, num_known = True, [*tokens, UNKNOWN].index(UNKNOWN) - 1
         for depth in range(3):
             if UNKNOWN in tokens[: depth + 2]:
                 break
@@ -85,14 +90,25 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
                 if following == tokens[: depth + 1]
                 else None
             )
-            entries.append((depth, q, p, tokens[depth + 1], reached))
+            num_missed = sum(later >= NUM_COVERED[text, position] for later in range(depth, num_known))
+            share = max(num_missed / (num_known - depth), LEAST_WEIGHT)
+            entries.append((depth, q, p, tokens[depth + 1], {"uniform": 1, "reached": reached, "missed_by": share}[weights]))
             reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
     assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
     sums = [0.0] * 3
-    for depth, q, p, label, reached in entries:
-        sums[depth] += slow_loss(kind, q, p, label) * (reached or weights == "uniform")
+    for depth, q, p, label, weight in entries:
+        sums[depth] += slow_loss(kind, q, p, label) * weight
     assert actual.sums.tolist() == pytest.approx(sums, rel=1e-4)
     assert actual.counts.tolist() == [4, 3, 2]
+
+
+def test_a_label_weighs_as_much_as_the_path_from_it_is_missed():
+    num_covered = torch.tensor([0, 1, 2, 4, 2, 1, 0])
+    num_known = torch.tensor([4, 4, 4, 4, 2, 0, 1])
+    weights = missed_share(num_covered, torch.arange(4) < num_known[:, None])
+    expected = [[1, 1, 1, 1], [3 / 4, 1, 1, 1], [2 / 4, 2 / 3, 1, 1], [LEAST_WEIGHT] * 4, [LEAST_WEIGHT] * 2, [], [1]]
+    for row, shares in zip(weights.tolist(), expected, strict=True):
+        assert row[: len(shares)] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -142,12 +158,13 @@ def test_a_loss_does_not_depend_on_padding(kind, heads):
 
 
 @pytest.mark.parametrize("kind", LossKind)
-def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, heads):
+@pytest.mark.parametrize("weights", ["reached", "missed_by"])
+def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
     rows = drafter_rows(labels)
-    objective, vocabulary = Objective(loss=kind, weights="reached", head=target_head), DraftVocabulary(size=VOCAB)
+    objective, vocabulary = Objective(loss=kind, weights=weights, head=target_head), DraftVocabulary(size=VOCAB)
     whole = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary).sums
     parts, start = torch.zeros(3), 0
     for position in range(len(labels.tokens)):

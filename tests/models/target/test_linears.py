@@ -76,6 +76,8 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         (times((1, 2, 4), NEVER, (2, 1.9, 2)), Choice(packed_rows=(3, 4))),  # between measured numbers of rows
         (times((1, 2, 4), NEVER, (0.5, 0.6, 1.3)), Choice(packed_rows=(1, 4))),
         (times((1, 2, 4), NEVER, (0.5, 2, 5)), Choice(packed_rows=(1, 1))),
+        (times((1, 2, 4), NEVER, (0.5, 3, 2)), Choice(packed_rows=(1, 4))),  # 2 rows were disturbed
+        (times((1, 2, 4), NEVER, (0.9, 9, 2)), Choice(packed_rows=(1, 1))),  # too much for chance
         (times((1, 2, 4), (1, 1.3, 1.3), (1.2, 1.1, 4)), Choice(columns_first=True, packed_rows=(2, 2))),
         (times((1, 2, 4), (0.9, 3, 5), (1.2, 1.2, 1.2)), Choice(columns_first=True, packed_rows=(2, 4))),
     ],

@@ -1,0 +1,65 @@
+"""Sources of the tokens that a merged drafter's steps emitted, in words and shares.
+
+A merged drafter combines the proposals of several sources. A draft token may be proposed by one of
+them alone, or by several together. The last token of each step is the target's: the bonus token.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..records.method_names import TITLES
+from .rows import Row
+
+SEVERAL, BONUS = "several", "bonus"
+"""Names of the shares of draft tokens that several sources proposed, and of bonus tokens."""
+SOURCES_NOTE = (
+    "Sources: shares of the tokens that the steps emitted. A draft token counts for the source that proposed it, or as "
+    f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
+)
+PACE_NOTE = (
+    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run, while the "
+    "answers don't. With pace: fixed tokens per step can be reproduced."
+)
+
+
+def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
+    """Compute the shares of the emitted tokens by source, for a row or for one of its categories.
+
+    The keys are the names of the sources, then SEVERAL, then BONUS. Tokens that an answer's end cut
+    off count too. Returns None for a drafter that isn't merged, for a row of an older version, and
+    if there was no step.
+    """
+    counts = values.get("accepted_by")
+    if counts is None or not (num_steps := _num_steps(values)):
+        return None
+    total = sum(counts.values()) + num_steps
+    alone = {name: count / total for name, count in counts.items() if "+" not in name}
+    together = sum(count for name, count in counts.items() if "+" in name)
+    shared = {SEVERAL: together / total} if len(alone) > 1 else {}
+    return {**alone, **shared, BONUS: num_steps / total}
+
+
+def source_title(name: str) -> str:
+    """Name a source as tables show it."""
+    return TITLES.get(name, name)
+
+
+def shares_text(row: Row) -> str:
+    """Format the shares of a row: `ReDrafter 31 %, suffix 20 %, several 9 %, bonus 40 %`."""
+    shares = source_shares(row) or {}
+    return ", ".join(f"{source_title(name)} {100 * share:.0f} %" for name, share in shares.items())
+
+
+def merged_rows(rows: Sequence[Row]) -> list[Row]:
+    """Select the rows of merged drafters whose records have the sources."""
+    return [row for row in rows if source_shares(row) is not None]
+
+
+def depends_on_clock(row: Row) -> bool:
+    """Check whether the row's draft trees depended on the clock."""
+    return row.get("pace") == "expected"
+
+
+def _num_steps(values: Mapping[str, Any]) -> int:
+    """Count the verify steps of a row, or of a category."""
+    return int(values["num_steps"]) if "num_steps" in values else sum(values["accepted_histogram"])

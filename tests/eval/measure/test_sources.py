@@ -1,0 +1,148 @@
+"""Sources of accepted drafts: from the steps of a merged drafter to its row, category by category."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.measure.turns import Method, count_by_source
+from outrider.eval.records.records import EvalRecord, read_records
+from outrider.eval.results.rows import Row
+from outrider.eval.results.sources import source_shares
+from outrider.eval.run import evaluate
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.registry import make_training_free
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+SOURCES = ("drafter", "suffix", "recycling")
+NAMES = ("prompt_lookup", "suffix")
+NEW_TOKENS = 12
+
+
+def merged_drafter(target: HFTarget, pace: str) -> MergedDrafter:
+    return MergedDrafter({name: make_training_free(name, {}, target) for name in NAMES}, MergedConfig(tree_nodes=6, pace=pace))
+
+
+def test_counts_by_source_have_each_source_alone_and_each_combination() -> None:
+    origins = Counter({0b110: 4, 0b001: 2, 0b101: 1})
+    assert count_by_source(origins, SOURCES, 7) == {
+        "drafter": 2,
+        "suffix": 0,
+        "recycling": 0,
+        "drafter+recycling": 1,
+        "suffix+recycling": 4,
+    }
+    assert count_by_source(Counter(), ("suffix",), 5) == {"suffix": 5}  # a merge of one source names no origins
+    assert count_by_source(Counter(), (), 5) is None
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write prompts of two categories that repeat themselves."""
+    path = tmp_path_factory.mktemp("suite") / "question.jsonl"
+    turns = {"code": ["abc abc abc abc", "abc abc"], "prose": ["to be or not to be, to be or not"]}
+    lines = [
+        {"question_id": f"{category}{index}", "category": category, "turns": texts}
+        for category, texts in turns.items()
+        for index in range(2)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def evaluate_merged(
+    target: HFTarget, suites: Sequence[SuiteConfig], output_dir: Path, pace: str = "fixed", **changes: Any
+) -> list[Row]:
+    """Evaluate a merged drafter beside plain decoding."""
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 0, "memory_bandwidth_gbs": 10.0, **changes}
+    others = [Method(name="merged", drafter=merged_drafter(target, pace))]
+    return evaluate(EvalConfig(suites=list(suites), **options), target, target.tokenizer, [], output_dir, others=others)
+
+
+def records_of(output_dir: Path, method: str) -> list[EvalRecord]:
+    return [record for record in read_records(output_dir / "records.jsonl").values() if record.method == method]
+
+
+def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(
+    tiny_target: HFTarget, suite: Path, tmp_path: Path
+) -> None:
+    config = SuiteConfig(name="spec_bench", path=str(suite))
+    rows = evaluate_merged(
+        tiny_target, [config], tmp_path, "expected", batch_sizes=[3], temperatures=[0.0, 1.0], profile_prompts=1
+    )
+    merged = [row for row in rows if row["method"] == "merged"]
+    assert [row["temperature"] for row in merged] == [0.0, 1.0]
+    for row in merged:
+        assert row["lossless"] is True
+        assert row["pace"] == "expected"
+        # 1. The row has the sum over its records, and the sum over its categories.
+        counts: Counter[str] = Counter()
+        for record in records_of(tmp_path, "merged"):
+            assert record.pace == "expected"
+            assert record.accepted_by is not None
+            if record.temperature == row["temperature"] and not record.profiled:
+                counts.update(record.accepted_by)
+        assert row["accepted_by"] == dict(counts)
+        by_category: Counter[str] = Counter()
+        for values in row["by_category"].values():
+            by_category.update(values["accepted_by"])
+        assert dict(by_category) == dict(counts)
+        assert list(row["by_category"]) == ["code", "prose"]
+        # 2. It has the sources alone first, and the tokens that both proposed.
+        assert list(counts) in ([*NAMES], [*NAMES, "prompt_lookup+suffix"])
+        shares = source_shares(row)
+        assert shares is not None
+        assert sum(shares.values()) == pytest.approx(1.0)
+    assert sum((merged[0]["accepted_by"] or {}).values()) > 0, "nothing was accepted, so nothing was tested"
+    for row in rows:
+        if row["method"] != "merged":
+            assert (row["accepted_by"], row["pace"], source_shares(row)) == (None, None, None)
+
+
+def test_a_finished_run_of_a_merged_method_resumes_and_changes_nothing(
+    tiny_target: HFTarget, suite: Path, tmp_path: Path
+) -> None:
+    config = SuiteConfig(name="spec_bench", path=str(suite))
+    rows = evaluate_merged(tiny_target, [config], tmp_path)
+    content = (tmp_path / "records.jsonl").read_text()
+    assert evaluate_merged(tiny_target, [config], tmp_path) == rows
+    assert (tmp_path / "records.jsonl").read_text() == content
+    # A killed run lacks the last records.
+    (tmp_path / "records.jsonl").write_text("".join(content.splitlines(keepends=True)[:3]))
+    resumed = evaluate_merged(tiny_target, [config], tmp_path)
+    assert [row["accepted_by"] for row in resumed] == [row["accepted_by"] for row in rows]
+
+
+def test_every_suite_has_its_categories_by_source(demo_target_dir: Path, shared_data: Path, tmp_path: Path) -> None:
+    questions = [json.loads(line) for line in (shared_data / "mt_bench" / "question.jsonl").read_text().splitlines()]
+    spec_bench = tmp_path / "spec.jsonl"
+    lines = [
+        {"question_id": i, "category": c, "turns": ["Sum up: " + questions[i]["turns"][0]]} for i, c in enumerate(("qa", "rag"))
+    ]
+    spec_bench.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    human_eval = tmp_path / "human.jsonl"
+    human_eval.write_text(json.dumps({"task_id": "HumanEval/0", "prompt": "def add(a, b):\n    "}) + "\n")
+    target = load_target(TargetConfig(name_or_path=str(demo_target_dir), device="cpu"))
+    suites = [
+        SuiteConfig(name="mt_bench", path=str(shared_data / "mt_bench" / "question.jsonl"), limit=4),
+        SuiteConfig(name="alpaca_eval", path=str(shared_data / "alpaca_eval" / "alpaca_eval.jsonl"), limit=3),
+        SuiteConfig(name="spec_bench", path=str(spec_bench)),
+        SuiteConfig(name="human_eval", path=str(human_eval)),
+    ]
+    rows = evaluate_merged(target, suites, tmp_path / "eval", max_new_tokens=8, profile_prompts=0)
+    merged = {row["suite"]: row for row in rows if row["method"] == "merged"}
+    assert set(merged) == {suite.name for suite in suites}
+    assert len(merged["mt_bench"]["by_category"]) > 2
+    assert len(merged["alpaca_eval"]["by_category"]) > 1
+    assert list(merged["spec_bench"]["by_category"]) == ["qa", "rag"]
+    assert list(merged["human_eval"]["by_category"]) == ["code"]
+    for row in merged.values():
+        assert row["lossless"] is True
+        assert all(source_shares(values) is not None for values in row["by_category"].values())
+    assert all(row["accepted_by"] is not None for row in merged.values())
