@@ -6,6 +6,7 @@ from typing import Any
 
 from ..data.drafter_names import TRAINING_FREE_NAMES, folders_of, nearest_name
 from ..data.paths import NamedPath, built_in_templates
+from ..models.drafters.losses import MISSED_BY
 
 DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
@@ -34,10 +35,12 @@ def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
                 yield NamedPath(option=f"eval.suites[{index}].path", value=suite["path"], expected=DATA_FILE)
     if "train" in stages:
         yield from _drafter_paths("drafter", values.get("drafter"))
+        yield from _other_paths("train", values.get("train"))
         variants = values.get("variants")
         for name, changes in variants.items() if isinstance(variants, Mapping) else ():
             if isinstance(changes, Mapping):
                 yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
+                yield from _other_paths(f"variants.{name}.train", changes.get("train"))
     if "export" in stages:
         yield from _path(values, "export", "certificate", "a certificate of `outrider certify`", is_local=True)
 
@@ -47,6 +50,13 @@ def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:
     for part in folders_of(name):
         expected = f"{ANY_DRAFTER}{nearest_name(part)}"
         yield NamedPath(option=option, value=part, expected=expected, is_local="/" not in part)
+
+
+def _other_paths(section: str, train: Any) -> Iterator[NamedPath]:
+    """Yield the folders of the drafter that `label_weights` names."""
+    weights = train.get("label_weights") if isinstance(train, Mapping) else None
+    if isinstance(weights, str) and weights.startswith(MISSED_BY):
+        yield from named_folders(f"{section}.label_weights", weights.removeprefix(MISSED_BY))
 
 
 def _drafter_paths(option: str, drafter: Any) -> Iterator[NamedPath]:

@@ -5,9 +5,7 @@ there, and then the token that the target has chosen. `num_covered` is the numbe
 the continuation in this tree. It decides the weights of the labels: see `objective.missed_share`.
 """
 
-import hashlib
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,64 +16,63 @@ import torch
 from jaxtyping import Int
 from torch.nn.functional import pad
 
-from ..data.files import sha256_file
+from ..data.drafter_names import folders_of
 from ..data.types import UNKNOWN, DrafterBatch, TargetReads
 from ..models.decoding import DraftTree, Prompts
 from ..models.decoding.acceptance import follow
 from ..models.decoding.types import NO_NODE, TargetOutput
-from ..models.drafters import load_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.candidates import Candidates
 from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.last_state import LastStateDrafter
 from ..models.drafters.losses import MISSED_BY
 from ..models.drafters.registry import TRAINING_FREE, make_training_free
-from ..models.drafters.saved.download import resolve_drafter
-from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.saved.loading import load_trained
+from ..models.drafters.saved.parts import Part, parse_drafter_name
 from ..models.drafters.training_free import TrainingFreeDrafter
 from ..models.target.hf_target import HFTarget
 
 PREFIX_TOKENS = 2**14
 """Tokens that a drafter with a KV cache reads at a time: each position needs its text anew."""
-UNSEEN = 255
-"""Count of a position that no step has had yet; one byte holds all others."""
 
 
 class OtherDrafter:
-    """A frozen drafter that shows which labels it proposes.
+    """Another drafter, frozen, which shows the labels that it proposes.
 
-    `seconds` is the time that it has taken.
+    It may have several parts: then a label counts as proposed if one of them proposes it, with all
+    labels before it. `seconds` is the time that they have taken.
     """
 
-    def __init__(self, drafter: TrainableDrafter | TrainingFreeDrafter, target: HFTarget) -> None:
-        self.drafter = drafter
+    def __init__(self, parts: Sequence[TrainableDrafter | TrainingFreeDrafter], target: HFTarget) -> None:
+        self.parts = parts
         self.seconds = 0.0
-        self._counter: Counter = (
-            TrainedCounter(drafter, target) if isinstance(drafter, TrainableDrafter) else TextCounter(drafter)
-        )
+        self._counters: list[Counter] = [
+            TrainedCounter(part, target) if isinstance(part, TrainableDrafter) else TextCounter(part) for part in parts
+        ]
 
     def reads(self, reads: TargetReads) -> TargetReads:
-        """Return what the batches need of the target for both drafters.
+        """Return what the batches need of the target for all drafters.
 
-        Raises ValueError if both read layers of the target, and different ones.
+        Raises ValueError if two of them read layers of the target, and different ones.
         """
-        if not isinstance(self.drafter, TrainableDrafter):
-            return reads
-        layers = self.drafter.feature_layers
-        if reads.layers and layers and reads.layers != layers:
-            raise ValueError(
-                f"train.label_weights names a drafter that reads the target's layers {list(layers)}, and the trained drafter "
-                f"reads {list(reads.layers)}; a batch has the layers of one: name another drafter"
-            )
-        hidden_states = reads.hidden_states or self.drafter.reads_hidden_states
-        return replace(reads, hidden_states=hidden_states, layers=reads.layers or layers)
+        for part in self.parts:
+            if not isinstance(part, TrainableDrafter):
+                continue
+            if reads.layers and part.feature_layers and reads.layers != part.feature_layers:
+                raise ValueError(
+                    f"train.label_weights names a drafter that reads the target's layers {list(part.feature_layers)}, and "
+                    f"another one reads {list(reads.layers)}; a batch has the layers of one: name another drafter"
+                )
+            hidden_states = reads.hidden_states or part.reads_hidden_states
+            reads = replace(reads, hidden_states=hidden_states, layers=reads.layers or part.feature_layers)
+        return reads
 
     @torch.no_grad()
     def mark(self, batch: DrafterBatch) -> DrafterBatch:
         """Return the batch with `num_covered` at the positions to train."""
         started = time.perf_counter()
         num_covered = torch.zeros_like(batch.input_ids)
-        num_covered[batch.positions] = self._counter.count(batch)
+        num_covered[batch.positions] = torch.stack([counter.count(batch) for counter in self._counters]).amax(0)
         self.seconds += time.perf_counter() - started
         return replace(batch, num_covered=num_covered)
 
@@ -137,46 +134,26 @@ class TrainedCounter:
 
 
 class TextCounter:
-    """Lets a training-free drafter propose on the host, once for each position of each text.
-
-    Later epochs read the counts of the first: they depend on text and continuations alone.
-    """
+    """Lets a training-free drafter propose at all positions, text by text on the host."""
 
     def __init__(self, drafter: TrainingFreeDrafter) -> None:
         self.drafter = drafter
-        self._counts: dict[bytes, bytearray] = {}
 
     def count(self, batch: DrafterBatch) -> Int[torch.Tensor, " position"]:
-        starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
-        input_ids, mask, continuations, starts = (
-            values.cpu() for values in (batch.input_ids, batch.attention_mask, batch.continuations, starts)
-        )
-        texts = defaultdict[tuple[int, int], list[int]](list)  # by row and start
-        for row, column in batch.positions.nonzero().tolist():
-            texts[row, int(starts[row, column])].append(column)
-        counts: list[int] = []
-        for (row, start), columns in texts.items():
-            end = start + int((mask[row] & (starts[row] == start)).sum())
-            positions = [column - start for column in columns]
-            counts += self._count(input_ids[row, start:end], continuations[row, start:end], positions)
-        return torch.tensor(counts, device=batch.input_ids.device)
-
-    def _count(
-        self,
-        input_ids: Int[torch.Tensor, " seq"],
-        continuations: Int[torch.Tensor, "seq horizon"],
-        positions: Sequence[int],
-    ) -> list[int]:
-        """Return the counts at these positions of one text, which ascend."""
-        digest = hashlib.sha256(input_ids.numpy().tobytes() + continuations.numpy().tobytes()).digest()
-        counts = self._counts.setdefault(digest, bytearray([UNSEEN]) * len(input_ids))
-        unseen = [position for position in positions if counts[position] == UNSEEN]
-        text, store, read = input_ids.tolist(), self.drafter.store_factory()(), 0
-        for position, (chosen, *labels) in zip(unseen, continuations[unseen].tolist(), strict=True):
-            store.add(text[read : position + 1])
-            read = position + 1
-            counts[position] = min(longest_path(self.drafter.candidates_of(store, chosen), labels), UNSEEN - 1)
-        return [counts[position] for position in positions]
+        rows, columns = batch.positions.nonzero(as_tuple=True)
+        starts = torch.zeros_like(rows) if batch.starts is None else batch.starts[rows, columns]
+        continuations = batch.continuations[rows, columns].tolist()
+        input_ids = batch.input_ids.cpu()
+        counts, text = [], None
+        for row, start, column, (chosen, *labels) in zip(
+            rows.tolist(), starts.tolist(), columns.tolist(), continuations, strict=True
+        ):
+            if (row, start) != text:
+                text, store, read = (row, start), self.drafter.store_factory()(), start
+            store.add(input_ids[row, read : column + 1].tolist())
+            read = column + 1
+            counts.append(longest_path(self.drafter.candidates_of(store, chosen), labels))
+        return torch.tensor(counts, device=rows.device)
 
 
 def longest_path(candidates: Candidates, labels: Sequence[int]) -> int:
@@ -201,39 +178,49 @@ def count_covered(tree: DraftTree, labels: Int[torch.Tensor, "position depth"]) 
 
 def require_other(name: str, drafter_dir: Path) -> None:
     """Raise ValueError if `train.label_weights` names the drafter that is to be trained."""
-    if name not in TRAINING_FREE and resolve_drafter(name).resolve() == drafter_dir.resolve():
+    if drafter_dir.resolve() in [Path(folder).resolve() for folder in folders_of(name)]:
         raise ValueError(
-            f"train.label_weights is {MISSED_BY}{name}, and that is the drafter to be trained: name another drafter, or train "
-            "into another output_dir"
+            f"train.label_weights is {MISSED_BY}{name}, and {drafter_dir} is the drafter to be trained: name another drafter, "
+            "or train into another output_dir"
         )
 
 
 def open_other(name: str, target: HFTarget) -> OtherDrafter:
     """Load the drafter that `train.label_weights` names.
 
-    Raises ValueError if there is none, if it doesn't fit the target, and if its drafts are drawn at
-    random.
+    Raises ValueError if there is none, if it doesn't fit the target, if its drafts are drawn at
+    random, and if it reads what training doesn't have.
     """
-    if name in TRAINING_FREE:
-        return OtherDrafter(make_training_free(name, {}, target), target)
     with naming_option(name):
-        drafter = load_drafter(name, target)
+        drafters = [_open_part(part, target) for part in parse_drafter_name(name).parts]
+    return OtherDrafter(drafters, target)
+
+
+def _open_part(part: Part, target: HFTarget) -> TrainableDrafter | TrainingFreeDrafter:
+    if part.folder is None:
+        if TRAINING_FREE[part.name].entries is not TrainingFreeDrafter.entries:
+            raise ValueError(
+                f"{part.name} drafts from the target's logits of earlier steps, and training has none; name a drafter that "
+                "reads the text alone (suffix, prompt_lookup), or a trained one"
+            )
+        return make_training_free(part.name, {}, target)
+    drafter = load_trained(part.folder, target)
     if isinstance(drafter, DraftModel) and drafter.config.temperature:
         raise ValueError(
-            f"train.label_weights is {MISSED_BY}{name}, a draft model that draws its tokens at random (temperature "
-            f"{drafter.config.temperature}), so what it misses is left to chance; name a drafter with temperature 0"
+            f"that draft model draws its tokens at random (temperature {drafter.config.temperature}), so its misses are left "
+            "to chance; name a drafter with temperature 0"
         )
-    return OtherDrafter(drafter, target)
+    return drafter
 
 
 def describe_other(name: str) -> dict[str, Any]:
     """Return what decides the proposals of the drafter that `train.label_weights` names."""
-    if name in TRAINING_FREE:
-        return {"kind": name, **asdict(TRAINING_FREE[name].Config())}
     with naming_option(name):
-        folder = resolve_drafter(name)
-        saved = read_drafter_config(folder)
-        return {"kind": saved.kind, **saved.drafter, "weights_sha256": sha256_file(folder / WEIGHTS_FILE)}
+        parts = parse_drafter_name(name)
+        return {
+            "parts": {part.name: asdict(part.config({})) for part in parts.parts},
+            **({"weights_sha256": parts.weights} if parts.folders else {}),
+        }
 
 
 @contextmanager
@@ -242,5 +229,4 @@ def naming_option(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        names = ", ".join(sorted(TRAINING_FREE))
-        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}; drafters without a folder are {names}") from error
+        raise ValueError(f"train.label_weights is {MISSED_BY}{name}: {error}") from error

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
+from ...models.drafters.merged import MergedDrafter
 from ..records.digests import digest_of
 from ..records.records import RecordKey
 from ..results.attempts import PairKey
@@ -33,25 +34,12 @@ class Method:
     @property
     def sources(self) -> tuple[str, ...]:
         """The drafter's sources; empty unless it is merged."""
-        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedProposer) else ()
+        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedDrafter) else ()
 
     @property
     def pace(self) -> str | None:
         """The drafter's pace; None unless it is merged."""
-        return str(self.drafter.config.pace) if isinstance(self.drafter, MergedProposer) else None
-
-
-@runtime_checkable
-class MergedProposer(Protocol):
-    """A drafter that merges the proposals of several sources."""
-
-    @property
-    def sources(self) -> Mapping[str, Any]:
-        """Return the sources by name, in the order of the bits of `DraftTree.origins`."""
-
-    @property
-    def config(self) -> Any:
-        """Return its options, with the `pace`: `expected` if its trees depend on the clock."""
+        return self.drafter.config.pace if isinstance(self.drafter, MergedDrafter) else None
 
 
 def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:

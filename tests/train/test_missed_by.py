@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from outrider.data.collate import collate
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from outrider.models.decoding import DraftTree, Prompts
-from outrider.models.drafters import build_drafter, load_drafter, make_training_free, parse_drafter, save_drafter
+from outrider.models.drafters import build_drafter, make_training_free, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import LEAST_WEIGHT
 from outrider.models.drafters.objective import Labels, Objective
+from outrider.models.drafters.prompt_lookup import PromptLookup
+from outrider.models.drafters.registry import TRAINING_FREE
+from outrider.models.drafters.saved.loading import load_trained
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import missed_by as missed_by_module
 from outrider.train.batches import target_reads, with_hidden_states
@@ -35,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 3},
 }
-TEXT_KINDS = ["prompt_lookup"]
+TEXT_KINDS = ["prompt_lookup", "suffix"]
 """Training-free drafters that read nothing but the text."""
 
 
@@ -82,7 +85,7 @@ def test_the_other_drafter_covers_what_it_proposes_in_decoding(
         drafter = make_training_free(kind, {}, target)
     else:
         drafter = trained_a_little(kind, target, make_batch(texts, packing=False))
-    other = OtherDrafter(drafter, target)
+    other = OtherDrafter([drafter], target)
     batch = make_batch(texts, packing=packing, max_positions=20)
     redrafter = build_drafter(parse_drafter({"kind": "redrafter"}), target)
     marked = with_hidden_states(batch, target, target_reads(redrafter, Objective(), other), other)
@@ -99,17 +102,24 @@ def test_the_other_drafter_covers_what_it_proposes_in_decoding(
         tree, _ = drafter.propose(state, torch.tensor([chosen]))
         counts.append(longest_path(tree, labels))
     assert marked.num_covered[batch.positions].tolist() == counts
-    again = other.mark(marked).num_covered
-    assert again is not None
-    assert torch.equal(again, marked.num_covered)
-    # The drafter remembers counts of training-free drafters: more positions of the same texts are right, too.
-    whole = with_hidden_states(make_batch(texts, packing=packing), target, target_reads(redrafter, Objective(), other))
-    more, fresh = (drafter.mark(whole).num_covered for drafter in (other, OtherDrafter(other.drafter, target)))
-    assert more is not None
-    assert fresh is not None
-    assert torch.equal(more, fresh)
     assert len(set(counts)) > 1, "a constant would also pass"
     assert other.seconds > 0
+
+
+def test_several_drafters_cover_what_the_best_of_them_covers(target: HFTarget, examples: list[DistilledExample]) -> None:
+    batch = make_batch(examples[:3], packing=False)
+    trained = trained_a_little("medusa", target, batch)
+    lookup = make_training_free("prompt_lookup", {}, target)
+    batch = with_hidden_states(batch, target, TargetReads(hidden_states=True))
+    first, second, both = (
+        OtherDrafter(parts, target).mark(batch).num_covered for parts in ([trained], [lookup], [trained, lookup])
+    )
+    assert first is not None
+    assert second is not None
+    assert both is not None
+    assert torch.equal(both, first.maximum(second))
+    assert (first > second).any()
+    assert (first < second).any()
 
 
 def test_padding_of_a_tree_is_no_unknown_label() -> None:
@@ -130,7 +140,7 @@ def other(run_train: RunTrain, target: HFTarget, examples: list[DistilledExample
 def covered(drafter_dir: Path, target: HFTarget, examples: list[DistilledExample]) -> tuple[DrafterBatch, torch.Tensor]:
     """Return all positions, and the number of draft tokens that a trained drafter has right at each."""
     batch = with_hidden_states(make_batch(examples, packing=False), target, TargetReads(hidden_states=True))
-    marked = OtherDrafter(load_drafter(drafter_dir, target), target).mark(batch)
+    marked = OtherDrafter([load_trained(drafter_dir, target)], target).mark(batch)
     assert marked.num_covered is not None
     return batch, marked.num_covered[batch.positions]
 
@@ -179,11 +189,8 @@ def test_accumulation_resuming_and_a_moved_folder_change_nothing(run_train: RunT
 def test_a_training_free_drafter_can_be_the_other_one(run_train: RunTrain) -> None:
     run = run_train(label_weights="missed_by:prompt_lookup")
     description = json.loads((run.train_dir / "summary.json").read_text())["run"]["train"]["label_weights"]
-    assert description["missed_by"]["kind"] == "prompt_lookup"
+    assert description["missed_by"]["parts"].keys() == {"prompt_lookup"}
     assert not torch.equal(*(weights(each)["head.weight"] for each in (run, run_train("uniform"))))
-    again = run_train("twice", label_weights="missed_by:prompt_lookup", max_positions=40)
-    third = run_train("third", label_weights="missed_by:prompt_lookup", max_positions=40)
-    assert all(torch.equal(weight, weights(third)[name]) for name, weight in weights(again).items())
 
 
 def test_validation_measures_the_weighted_loss(run_train: RunTrain, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,7 @@ def test_weights_that_do_not_exist_are_refused(value: str) -> None:
 
 
 def test_drafters_that_cannot_be_the_other_one_are_refused(
-    run_train: RunTrain, target: HFTarget, other: Path, tmp_path: Path
+    run_train: RunTrain, target: HFTarget, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(drafter_dir: Path, text: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=rf"train\.label_weights is missed_by:{drafter_dir}.*{text}"):
@@ -210,12 +217,18 @@ def test_drafters_that_cannot_be_the_other_one_are_refused(
         assert not list((tmp_path / "run").rglob("*.jsonl"))
 
     refused(tmp_path / "nowhere", "holds no drafter")
+    with pytest.raises(ValueError, match=r"missed_by:sufix.*prompt_lookup, .*did you mean suffix"):
+        run_train(label_weights="missed_by:sufix")
     refused(tmp_path / "run" / "drafter", "to be trained")
+    reads_logits = type("ReadsLogits", (PromptLookup,), {"entries": lambda self, *args: ()})
+    monkeypatch.setitem(TRAINING_FREE, "recycling", reads_logits)
+    with pytest.raises(ValueError, match=r"missed_by:recycling.*logits"):
+        run_train(label_weights="missed_by:recycling")
     drawn = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 0.7}), target)
     save_drafter(drawn, tmp_path / "drawn", target.identity)
     refused(tmp_path / "drawn", r"temperature 0\.7")
     foreign = replace(target.identity, vocab_size=7)
-    save_drafter(load_drafter(other, target), tmp_path / "foreign", foreign)
+    save_drafter(load_trained(other, target), tmp_path / "foreign", foreign)
     refused(tmp_path / "foreign", "vocab_size")
     eagle = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [1]}), target)
     save_drafter(eagle, tmp_path / "eagle3", target.identity)
