@@ -16,7 +16,7 @@ from outrider.eval.records.method_names import TITLES
 from outrider.models.drafters.merged import MergedConfig
 from outrider.models.drafters.saved.folder import read_drafter_config
 
-PARTS = DEMO, SAMPLED, BATCH, GROWN, PACE, BOOST = "demo", "sampled", "batch", "grown", "pace", "boost"
+PARTS = DEMO, SAMPLED, BATCH, GROWN, PACE = "demo", "sampled", "batch", "grown", "pace"
 EXPECTED = {"pace": "expected"}
 BATCH_SIZE = 4
 GROWN_NEW_TOKENS = SUITE_NEW_TOKENS = 64
@@ -128,9 +128,6 @@ def cells_of(args: argparse.Namespace, others: Sequence[DrafterSetting]) -> list
             )
             for suite in (suite_of(text, args.suite_prompts) for text in args.suites)
         ],
-        BOOST: [Cell(part=BOOST, name=BOOST, config=config(args, stdlib), arms=boost_arms(args, default))]
-        if args.boosted
-        else [],
     }
     return [cell for part in args.parts for cell in parts[part]]
 
@@ -148,24 +145,10 @@ def trained_arm(drafter: DrafterSetting) -> Arm:
     return Arm(name=drafter.name, kind=TRAINED, folders=(drafter.folder,), setting=drafter.setting)
 
 
-def merged_arm(words: str, args: argparse.Namespace, setting: dict[str, Any], folder: Path | None = None) -> Arm:
+def merged_arm(words: str, args: argparse.Namespace, setting: dict[str, Any]) -> Arm:
     """Return the trained drafter merged with those without training."""
     setting = {**setting, **yaml.safe_load(args.search)}
-    return Arm(name=f"merged, {words}", kind=MERGED, folders=(folder or args.drafter,), free=tuple(args.free), setting=setting)
-
-
-def boost_arms(args: argparse.Namespace, nodes: int) -> tuple[Arm, ...]:
-    """Return both sides of the merge alone, merged, and merged with the boosted drafter."""
-    setting = fixed_setting(nodes)
-    trained = {**setting, **yaml.safe_load(args.search)}
-    words = f"fixed, {nodes} nodes"
-    return (
-        Arm(name=f"{SEPARATOR.join(args.free)}, {words}", kind=FREE, free=tuple(args.free), setting=setting),
-        Arm(name=f"trained, {words}", kind=TRAINED, folders=(args.drafter,), setting=trained),
-        Arm(name=f"boosted alone, {words}", kind=TRAINED, folders=(args.boosted,), setting=trained),
-        merged_arm(words, args, setting),
-        merged_arm(f"boosted, {words}", args, setting, args.boosted),
-    )
+    return Arm(name=f"merged, {words}", kind=MERGED, folders=(args.drafter,), free=tuple(args.free), setting=setting)
 
 
 def grouped(arms: Sequence[Arm]) -> tuple[Arm, ...]:

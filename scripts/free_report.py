@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from free_cells import BATCH, BOOST, DEMO, GROWN, KINDS, PACE, SAMPLED
+from free_cells import BATCH, DEMO, GROWN, KINDS, PACE, SAMPLED
 from free_figures import Pair, StudyRow, has_speed
 from free_marks import case_of, is_expected
 from transformers_methods import PLAIN
@@ -21,7 +21,7 @@ DEMO_COLUMNS = ("slowest prompt", "least repeating third")
 def tables(rows: Sequence[StudyRow], pairs: Sequence[Pair]) -> str:
     """Format a table for each cell, and one that compares paces."""
     parts = []
-    for part in (DEMO, SAMPLED, BATCH, GROWN, BOOST):
+    for part in (DEMO, SAMPLED, BATCH, GROWN):
         cases = dict.fromkeys(case_of(row) for row in rows if row["part"] == part)
         for case in cases:
             of_case = [row for row in rows if row["part"] == part and case_of(row) == case]

@@ -9,9 +9,7 @@ Parts:
 - `demo`: every method on held-out code, greedy, a prompt at a time;
 - `sampled`: the merged trees at temperature 1; `batch`: four prompts at a time;
 - `grown`: the demo's target grown to 400 million parameters (`grow_target.py`), in both types;
-- `pace`: drafting by expected gain against fixed numbers of nodes, on each suite;
-- `boost`: the drafter alone, merged, and merged with one that was trained where the others are
-  wrong (`train.label_weights=missed_by:...`), with equal nodes (needs --boosted).
+- `pace`: drafting by expected gain against fixed numbers of nodes, on each suite.
 
 Each part's evaluations are in OUTPUT/cells. The same command resumes after a kill, and measures
 disturbed answers again. OUTPUT gets the record `free_study.json`, `table.md` with the marks, and
@@ -76,9 +74,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--search", default="{}", help="options of the trained drafter in merged trees, as {beam_width: 8}")
     parser.add_argument("--others", nargs="+", default=[], metavar="NAME=FOLDER[:SETTING]", help="more trained drafters")
     parser.add_argument("--assistant", type=Path, help="folder of a draft_model, for transformers' assisted generation")
-    parser.add_argument("--boosted", type=Path, help="folder of a drafter trained with train.label_weights=missed_by:...")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=30, help="prompts of demo, sampled, batch and boost")
+    parser.add_argument("--prompts", type=int, default=30, help="prompts of demo, sampled and batch")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2, help="repeats of the part demo; the other parts have one")
     parser.add_argument("--size", default="400M", help="parameters of the grown target")
@@ -118,7 +115,7 @@ def checked_cells(args: argparse.Namespace) -> list[Cell]:
     if min(args.widths) < 1:
         raise ValueError(f"--widths has {min(args.widths)}; a tree has at least 1 node")
     parse_parameters(args.size)
-    for folder in filter(None, (args.drafter, args.assistant, args.boosted)):
+    for folder in filter(None, (args.drafter, args.assistant)):
         read_drafter_config(folder)
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(f"{folder / WEIGHTS_FILE} is missing; give the `drafter/` folder of a finished training")

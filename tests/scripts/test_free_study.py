@@ -17,11 +17,11 @@ from outrider.models.target.loading import load_target
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 KINDS: dict[str, dict[str, Any]] = {
     "drafter": {"kind": "redrafter", "beam_width": 2, "beam_length": 3},
-    "boosted": {"kind": "redrafter", "beam_width": 2, "beam_length": 3},
     "assistant": {"kind": "draft_model", "num_layers": 1},
 }
 THEIRS = ["transformers generate", "transformers prompt lookup", "transformers assisted generation"]
-PARTS = ["demo", "sampled", "batch", "grown", "pace", "boost"]
+FREE = ["prompt_lookup", "suffix", "recycling"]
+PARTS = ("demo", "sampled", "batch", "grown", "pace")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save two ReDrafters and a draft model with random weights."""
+    """Save a ReDrafter and a draft model with random weights."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     root = tmp_path_factory.mktemp("drafters")
     for seed, (name, options) in enumerate(KINDS.items()):
@@ -51,6 +51,93 @@ def run(study: Any, tiny_target_dir: Path, folders: dict[str, Path], tmp_path: P
         return tmp_path / "study"
 
     return call
+
+
+def test_every_method_of_the_demo_is_measured(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    output = run(parts=("demo",))
+    record = json.loads((output / "free_study.json").read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    assert list(rows) == [
+        *("plain", *FREE, "suffix+recycling, expected", "ReDrafter, 5 nodes", "ReDrafter, 40 nodes"),
+        *(*merged(record), *THEIRS),
+    ]
+    for name, row in rows.items():
+        assert row["fault"] == "", name
+        assert row["num_identical"] == row["num_prompts"] == len(row["by_prompt"]) == 4, name
+        assert row["least_repeating"]["num_compared"] == 1, name
+    against = {(pair["method"], pair["against"]) for pair in record["pairs"]}
+    assert against == {
+        *(("merged, expected", name) for name in (*THEIRS, "best fixed", "default fixed")),
+        ("prompt_lookup", "transformers prompt lookup"),
+    }
+    for name in ("speedup.png", "prompts.png"):
+        assert (output / name).read_bytes()[:4] == b"\x89PNG"
+    text = (output / "table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert text.count("Mark: ") == len(record["marks"]) > 5
+
+
+@pytest.mark.slow
+def test_every_part_is_measured_once(run: Callable[..., Path]) -> None:
+    output = run(parts=PARTS)
+    record = json.loads((output / "free_study.json").read_text())
+    methods = {part: list(dict.fromkeys(row["method"] for row in record["rows"] if row["part"] == part)) for part in PARTS}
+    assert methods["sampled"] == methods["batch"] == ["plain", *FREE, "ReDrafter, 40 nodes", *merged(record)]
+    assert set(THEIRS) < set(methods["grown"])
+    assert methods["pace"] == ["plain", "merged, fixed, 2 nodes", *merged(record)]
+    for row in record["rows"]:
+        assert row["fault"] == "", row["method"]
+        if row["dtype"] == "float32":
+            assert row["num_identical"] == row["num_prompts"] > 0, row["method"]
+        if row["part"] == "grown":
+            assert (row["size"], row["num_prompts"]) == ("60K", 3)
+    assert len({(row["temperature"], row["batch_size"]) for row in record["rows"] if row["part"] == "pace"}) == 4
+    assert {pair["against"] for pair in record["pairs"] if pair["part"] == "grown"} == {*THEIRS, "best fixed", "default fixed"}
+    assert not (output / "targets").exists()
+    assert (output / "pace.png").read_bytes()[:4] == b"\x89PNG"
+    # The same command measures nothing again.
+    before = {path: path.stat().st_mtime_ns for path in output.glob("cells/*/records.jsonl")}
+    assert len(before) == 6
+    run(parts=PARTS)
+    assert {path: path.stat().st_mtime_ns for path in output.glob("cells/*/records.jsonl")} == before
+
+
+def merged(record: dict[str, Any]) -> list[str]:
+    return [f"merged, fixed, {record['default_nodes']} nodes", "merged, expected"]
+
+
+def test_later_parts_join_the_record(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run(parts=("sampled",))
+    output = run(parts=("batch",))
+    record = json.loads((output / "free_study.json").read_text())
+    assert {row["part"] for row in record["rows"]} == {"sampled", "batch"}
+    with pytest.raises(ValueError, match=r"max_new_tokens.*--output"):
+        run("--new-tokens", "7", parts=("sampled",))
+
+
+def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run("--plan", parts=("demo", "pace")).exists()
+    printed = capsys.readouterr().out
+    assert "2 cells, 0 of them done" in printed
+    assert "demo: 12 methods, about" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--prompts", "0"], "--prompts"),
+        (["--widths", "0"], "--widths"),
+        (["--size", "big"], "'big'"),
+        (["--free", "sufix"], "sufix"),
+        (["--drafter", "none"], "none holds no drafter"),
+        (["--suites", "mt_bnch"], "mt_bnch"),
+        (["--others", "nothing"], "NAME=FOLDER"),
+    ],
+)
+def test_wrong_options_raise_errors(run: Callable[..., Path], tmp_path: Path, changes: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(*changes, parts=("demo", "pace"))
+    assert not (tmp_path / "study").exists()
 
 
 def test_how_much_an_answer_repeats_itself(study: Any) -> None:
@@ -173,6 +260,10 @@ def test_the_pages_have_the_study_once_there_is_a_record(study: Any, tmp_path: P
     assert "least repeating third" in page.free_methods(records, page.FREE_STUDY)
     assert "| demo, float32, stdlib | 0 | 1 | best fixed | 1.10x | 1.40x |" in page.free_pace(records, page.FREE_STUDY)
     assert page.free_notes(records, page.FREE_STUDY) == "- Mark: a: reached, 1."
+    rows = [{"name": "suffix", "nodes": 10, "tokens_per_step": 2.0, "interval": [1.9, 2.1]}]
+    rows.append({"name": "boosted merge / uniform merge", "nodes": 10, "ratio": 1.01, "interval": [1.0, 1.02]})
+    (tmp_path / "boost_study.json").write_text(json.dumps({"rows": rows}))
+    assert "| suffix | 10 | 2.00 [1.90, 2.10] |" in page.boosted(records, "boost_study.json")
     values = {"megabytes": 8.25, "prompt_seconds": 0.5, "add_microseconds_per_token": 6, "draft_microseconds": 30}
     texts = {"one token": {**values, "draft_microseconds_99th_percentile": 90}}
     (tmp_path / "suffix.json").write_text(json.dumps({"texts": texts, "prompt_tokens": 3, "tokens": 1000}))
