@@ -37,7 +37,7 @@ def main() -> None:
     args = parse_args()
     texts = {
         "standard library": library_tokens(args.tokenizer, args.tokens),
-        "random tokens": [random.Random(0).randrange(RANDOM_VOCABULARY) for _ in range(args.tokens)],
+        "random tokens": random.Random(0).choices(range(RANDOM_VOCABULARY), k=args.tokens),
         "one token": [7] * args.tokens,
         "two tokens in turns": [7, 8] * (args.tokens // 2),
     }

@@ -21,7 +21,8 @@ class Journal:
     """Entries in order, and the store that they built."""
 
     def __init__(self, make_store: Callable[[], Store], entries: Sequence[Any]) -> None:
-        self.make_store, self.store = make_store, make_store()
+        self.make_store = make_store
+        self.store: Any = make_store()
         self.entries: list[Any] = []
         for entry in entries:
             self.add(entry)

@@ -17,6 +17,7 @@ from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
 from .prompt_lookup import PromptLookup
+from .recycling import Recycling
 from .redrafter import Redrafter
 from .suffix import Suffix
 from .training_free import TrainingFreeDrafter
@@ -30,6 +31,7 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 }
 TRAINING_FREE: dict[str, type[TrainingFreeDrafter]] = {
     "prompt_lookup": PromptLookup,
+    "recycling": Recycling,
     "suffix": Suffix,
 }
 

@@ -20,18 +20,17 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, Share
-from ..decoding.prompts import Prompts
-from ..decoding.types import NO_NODE, TargetOutput
+from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
 from .journal import Journal
 from .ngrams import NOWHERE, SEPARATOR, NgramIndex, ngram_keys
 from .prompt_lookup import continuation
-from .training_free import State, TrainingFreeDrafter, read_references
+from .training_free import TrainingFreeDrafter, read_references
 
 INDEXED_NGRAM = 4
 """Longest n-gram that is indexed. The places of longer ones are filtered from its places."""
-MAX_PLACES = 64
+MAX_PLACES = 16
 """Most places of an n-gram whose continuations are counted: the latest ones."""
 PRIOR = (
     (0.07, 0.13, 0.26, 0.26, 0.54),
@@ -113,23 +112,21 @@ class Suffix(TrainingFreeDrafter):
         for reference in references:
             self.references.add([*reference, SEPARATOR])
         self.memory = AnswerMemory(config.shared_tokens)
-        self.last_batch: list[Journal] = []
 
     @classmethod
     def for_target(cls, config: SuffixConfig, target: HFTarget) -> "Suffix":
         return cls(config, read_references(config.references, target))
 
     def store_factory(self) -> Callable[[], SuffixStore]:
-        indexes = [self.references, *(self.memory.indexes if self.config.share_answers else ())]
+        indexes = [self.references, *self.memory.indexes]
         return partial(SuffixStore, [Source(index, len(index.text)) for index in indexes if index.text])
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
-        if self.config.share_answers:
-            for journal in self.last_batch:
-                self.memory.add([token for tokens in journal.entries[1:] for token in tokens])
-        state = super().init_state(prompts, prefill, max_new_tokens=max_new_tokens)
-        self.last_batch = [row.journal for row in state] if self.config.share_answers else []
-        return state
+    @property
+    def shares_answers(self) -> bool:
+        return self.config.share_answers
+
+    def remember(self, answer: Journal) -> None:
+        self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
 
     def candidates_of(self, store: SuffixStore, last_token: int) -> Candidates:
         query = [*store.text[-self.config.depth :], last_token][-self.config.depth :]

@@ -42,6 +42,8 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
     config: Any
     num_bins: int
     """Number of kinds of evidence that candidates have (`Candidates.bins`)."""
+    last_batch: Sequence[Journal] = ()
+    """The answers that the next batch remembers."""
 
     @classmethod
     @abstractmethod
@@ -67,6 +69,14 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         return [[last_token, *tokens] for last_token, tokens in zip(last_tokens, accepted.tokens, strict=True)]
 
     @property
+    def shares_answers(self) -> bool:
+        """Whether earlier answers help: a draft then depends on the order of requests."""
+        return False
+
+    def remember(self, answer: Journal) -> None:
+        """Add an earlier answer to what the stores of later batches start with."""
+
+    @property
     def max_nodes(self) -> int:
         return int(self.config.tree_nodes)
 
@@ -85,9 +95,12 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
-        first = self.first_entries(texts, prefill)
+        for journal in self.last_batch:
+            self.remember(journal)
         make_store = self.store_factory()
-        return tuple(Snapshot(Journal(make_store, [entry]), 1) for entry in first)
+        journals = [Journal(make_store, [entry]) for entry in self.first_entries(texts, prefill)]
+        self.last_batch = journals if self.shares_answers else ()
+        return tuple(Snapshot(journal, 1) for journal in journals)
 
     def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""

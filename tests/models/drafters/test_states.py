@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 FREE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"tree_nodes": 4},
+    "recycling": {"tree_nodes": 8},
     "suffix": {"tree_nodes": 8},
 }
 MERGES: dict[str, list[str]] = {

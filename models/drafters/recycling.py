@@ -1,0 +1,208 @@
+"""Token Recycling: trees of the target's latest choices after each token.
+
+Paper: Token Recycling (arXiv 2408.08696, section 3). Verification computes the target's logits at
+every entry of a tree: the last token and all nodes. The likeliest tokens there are kept in a table,
+as the successors of the entry's token; later entries replace earlier ones. The children of a node
+are its token's successors. Ours differs from the paper in four ways:
+
+- A row of the table belongs to the last tokens of a path, up to `context` of them. The longest
+  context in the table decides. `context: 1` is the paper's.
+- The tree isn't fixed: the likeliest node is next, by PRIOR. So known contexts are drafted deeper.
+- Accepted entries count as the latest of a step, and the prompt's tokens as successors, too.
+- The table is empty before each prompt, unless `share_answers` is set. The paper keeps it. But a
+  benchmark that repeats a prompt would then draft from the answer itself.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Annotated, NamedTuple
+
+import torch
+from jaxtyping import Int
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt
+from ..decoding.tree import DraftTree
+from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
+from ..target.hf_target import HFTarget
+from .candidates import Candidates
+from .journal import Journal
+from .ngrams import TOKEN_BITS
+from .ranking import largest
+from .training_free import TrainingFreeDrafter
+
+PRIOR = (
+    (0.40, 0.12, 0.07, 0.05, 0.03, 0.02, 0.02, 0.02),
+    (0.70, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01),
+    (0.85, 0.05, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01),
+)
+"""Estimates that a successor is accepted, by the number of tokens in its context and by its rank;
+later ranks have the last one. Measured on answers of the demo's target."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class RecyclingConfig:
+    """Options of Token Recycling."""
+
+    tree_nodes: PositiveInt = 40
+    """Nodes of the tree."""
+    depth: PositiveInt = 10
+    """Most tokens on a path."""
+    top_k: PositiveInt = 8
+    """Successors that are kept for each context."""
+    context: Annotated[int, Field(ge=1, le=len(PRIOR))] = 3
+    """Most tokens of a context."""
+    share_answers: bool = False
+    """Whether a new text starts with the table of earlier ones. A draft then depends on the order of
+    requests; tokens don't. A table is passed on when the next batch begins."""
+    shared_rows: PositiveInt = 100_000
+    """Most rows of the shared table; the oldest contexts are forgotten first."""
+
+
+Table = dict[int, list[int]]
+"""The successors after each context, likeliest first."""
+
+
+class Verified(NamedTuple):
+    """What a table learns from a step, or from a prompt, which is read as one accepted path."""
+
+    tokens: Sequence[int]
+    """The token of each entry: the last token, then the nodes."""
+    parents: Sequence[int]
+    """The entry before each entry; NO_NODE is the text before."""
+    successors: Int[torch.Tensor, "entry rank"]
+    """The likeliest tokens after each entry; NO_NODE if there is none."""
+    path: Sequence[int]
+    """The accepted entries."""
+
+
+class SuccessorTable:
+    """The successors after the contexts of one text, and the table that it started with."""
+
+    def __init__(self, context: int, top_k: int, shared: Table) -> None:
+        self.context, self.top_k, self.shared = context, top_k, shared
+        self.rows: Table = {}
+        self.keys: list[int] = []
+        """The contexts at the end of the text, the shortest first."""
+
+    def add(self, entry: Verified) -> None:
+        """Store the successors of all entries, those of the accepted path last."""
+        rows = entry.successors.tolist()
+        keys: list[list[int]] = []
+        for token, parent in zip(entry.tokens, entry.parents, strict=True):
+            keys.append(self.keys_after(self.keys if parent == NO_NODE else keys[parent], token))
+        refused = [place for place in range(len(rows)) if place not in entry.path]
+        for place in (*refused, *entry.path):
+            row = rows[place]
+            for key in keys[place] if row[0] != NO_NODE else ():
+                self.rows[key] = row if len(row) == self.top_k else self.extended(row, key)
+        self.keys = keys[entry.path[-1]]
+
+    def extended(self, row: list[int], key: int) -> list[int]:
+        """Return a short row with the successors before it, as far as there is room."""
+        return [*row, *[token for token in self.rows.get(key, ()) if token not in row]][: self.top_k]
+
+    def keys_after(self, keys: Sequence[int], token: int) -> list[int]:
+        """Return the contexts that end with a token, the shortest first, given those before it."""
+        # As digits of a number, the last token first. No digit is 0, so lengths differ, too.
+        return [token + 1 << TOKEN_BITS * n | key for n, key in enumerate((0, *keys[: self.context - 1]))]
+
+    def find(self, keys: Sequence[int]) -> tuple[list[int], int]:
+        """Return the successors after the longest known context, and its number of tokens."""
+        for n in range(len(keys), 0, -1):
+            if row := self.rows.get(keys[n - 1]) or self.shared.get(keys[n - 1]):
+                return row, n
+        return [], 0
+
+
+class Recycling(TrainingFreeDrafter):
+    """Proposes the likeliest nodes of the tree that the table describes."""
+
+    Config = RecyclingConfig
+    config: RecyclingConfig
+    num_bins = len(PRIOR) * len(PRIOR[0])
+
+    def __init__(self, config: RecyclingConfig) -> None:
+        self.config = config
+        self.shared: Table = {}
+
+    @classmethod
+    def for_target(cls, config: RecyclingConfig, target: HFTarget) -> "Recycling":
+        if config.top_k > target.vocab_size:
+            raise ValueError(f"recycling.top_k={config.top_k}: the target has only {target.vocab_size} tokens; lower it")
+        return cls(config)
+
+    @property
+    def shares_answers(self) -> bool:
+        return self.config.share_answers
+
+    def store_factory(self) -> Callable[[], SuccessorTable]:
+        return partial(SuccessorTable, self.config.context, self.config.top_k, self.shared)
+
+    def remember(self, answer: Journal) -> None:
+        # A new dict, since earlier states read the one before.
+        table = {**self.shared, **answer.store.rows}
+        self.shared = dict(islice(table.items(), max(0, len(table) - self.config.shared_rows), None))
+
+    def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> list[Verified]:
+        return [
+            Verified(
+                tokens=prompt,
+                parents=range(NO_NODE, len(prompt) - 1),
+                successors=torch.tensor([*prompt[1:], NO_NODE], dtype=torch.int32)[:, None],
+                path=range(len(prompt)),
+            )
+            for prompt in prompts
+        ]
+
+    def entries(
+        self, last_tokens: Sequence[int], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> list[Verified]:
+        top = largest(output.logits, self.config.top_k)[1].to("cpu", torch.int32)  # [batch, entry, rank]
+        links = torch.stack([tree.tokens, tree.parents]).tolist()
+        verified = []
+        for row, (last_token, tokens, parents) in enumerate(zip(last_tokens, *links, strict=True)):
+            num_nodes = tokens.index(NO_NODE) if NO_NODE in tokens else len(tokens)
+            verified.append(
+                Verified(
+                    tokens=[last_token, *tokens[:num_nodes]],
+                    parents=[NO_NODE, *[parent + 1 for parent in parents[:num_nodes]]],
+                    successors=top[row, : 1 + num_nodes],
+                    path=(0, *[node + 1 for node in accepted.host_nodes[row]]),
+                )
+            )
+        return verified
+
+    def candidates_of(self, store: SuccessorTable, last_token: int) -> Candidates:
+        tokens: list[int] = []
+        parents: list[int] = []
+        bins: list[int] = []
+        depths: list[int] = []
+        node, keys, prob = NO_NODE, store.keys_after(store.keys, last_token), 1.0
+        # The best open node of each parent: minus its probability, its parent, its rank, and the
+        # parent's successors, context, keys and probability.
+        heap: list[tuple[float, int, int, list[int], int, list[int], float]] = []
+        while len(tokens) < self.config.tree_nodes:
+            # 1. Open the first child of the newest node.
+            row, n = store.find(keys)
+            if row and (node == NO_NODE or depths[node] < self.config.depth):
+                heapq.heappush(heap, (-prob * PRIOR[n - 1][0], node, 0, row, n, keys, prob))
+            # 2. The likeliest open node joins the tree, and its next sibling opens.
+            if not heap:
+                break
+            negative, parent, rank, row, n, above, parent_prob = heap[0]
+            if rank + 1 < len(row):
+                weight = PRIOR[n - 1][min(rank + 1, len(PRIOR[0]) - 1)]
+                heapq.heapreplace(heap, (-parent_prob * weight, parent, rank + 1, row, n, above, parent_prob))
+            else:
+                heapq.heappop(heap)
+            tokens.append(row[rank])
+            parents.append(parent)
+            bins.append((n - 1) * len(PRIOR[0]) + min(rank, len(PRIOR[0]) - 1))
+            depths.append(1 if parent == NO_NODE else depths[parent] + 1)
+            node, keys, prob = len(tokens) - 1, store.keys_after(above, row[rank]), -negative
+        scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
+        return Candidates(tokens=tokens, parents=parents, scores=scores, bins=bins)
