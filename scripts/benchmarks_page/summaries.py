@@ -110,7 +110,10 @@ def drafters_table(records: Records) -> str:
     environment = record["environment"]
     machine = f"{environment['cpu']}, {count(environment['num_cpus'], 'core')}, {device_name(environment['device'])}"
     columns = ["method", "tokens per step", *(f"{size} parameters" for size in sizes)]
-    return table(columns, cells) + f"\n\n{machine}; {dtype}, greedy, batch size 1, {count(threads, 'thread')}."
+    return (
+        table(columns, cells)
+        + f"\n\n{machine}; {dtype}, greedy, batch size 1, {count(threads, 'thread')}; all drafters trained alike."
+    )
 
 
 def _rows(records: Records, name: str, temperature: float, suite: str | None) -> list[dict[str, Any]]:
