@@ -11,7 +11,7 @@ from ..models.drafters.losses import MISSED_BY
 DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
 DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
-ANY_DRAFTER = f"{DRAFTER}, or {', '.join(TRAINING_FREE_NAMES)}, or several of these joined by +"
+ANY_DRAFTER = f"a drafter's folder, its name on the Hub (user/name), {', '.join(TRAINING_FREE_NAMES)}, or several joined by +"
 
 
 def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:

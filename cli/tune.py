@@ -128,11 +128,14 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
     """Return a table of the fastest settings for a batch size, and of plain decoding.
 
-    It has predicted speeds, and measured speeds of the settings that were measured.
+    It has predicted speeds, if there are any, and measured speeds of the settings that were
+    measured.
     """
-    table = Table(title=f"Batches of {batch_size}: decoded tokens/s; drafter ms is a step's time without the target")
+    of_prediction = ("nodes", "drafter ms", "predicted") if tuning.predictions else ()
+    note = "; drafter ms is a step's time without the target" if of_prediction else ""
+    table = Table(title=f"Batches of {batch_size}: decoded tokens/s{note}")
     table.add_column("setting", overflow="fold", min_width=15)
-    for column in ("tok/step", "nodes", "drafter ms", "predicted", "measured", "speedup"):
+    for column in ("tok/step", *of_prediction, "measured", "speedup"):
         table.add_column(column, justify="right")
 
     # 1. Plain decoding first, then measured settings by speed, then predicted ones by speed.
@@ -154,7 +157,7 @@ def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
         table.add_row(
             name_of(either.setting),
             f"{either.tokens_per_step:.2f}",
-            *_predicted_cells(predicted.get(key)),
+            *(_predicted_cells(predicted.get(key)) if of_prediction else ()),
             *(["-", "-"] if speed is None else [f"{speed:,.1f}", f"{speed / plain:.2f}x"]),
         )
     if len(order) > table.row_count:

@@ -16,10 +16,13 @@ from typer.testing import CliRunner
 from outrider.cli.eval import eval_command
 from outrider.cli.hub import package_command
 from outrider.data.files import sha256_file
+from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.report.card import model_card
 from outrider.eval.report.card_options import CardOptions
+from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.registry import DRAFTERS
+from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.export.registry import programs_for
 from outrider.models.target.hf_target import HFTarget
 
@@ -465,3 +468,34 @@ def test_names_write_no_html_into_a_card(tiny_drafter_dir: Path, evaluation: Pat
     card = model_card(drafter, CardOptions(evaluations=[measured], run=tmp_path))
     text = re.sub(r"`[^`\n]*`", "", card)  # code is shown as it is
     assert not re.search(r"(?<!\\)<", text)
+
+
+def test_the_card_of_a_merge_names_all_parts_in_its_command(tiny_drafter_dir: Path) -> None:
+    card = model_card(parse_drafter_name(f"{tiny_drafter_dir}+suffix"), CardOptions(repo="user/drafter"))
+    assert "# ReDrafter + Suffix for" in card
+    assert '--drafter "user/drafter+suffix"' in card
+    assert "together with suffix (training-free" in card
+
+
+def test_the_card_of_training_free_drafters_has_code_and_no_figures(tmp_path: Path) -> None:
+    parts = parse_drafter_name("prompt_lookup+suffix")
+    card = model_card(parts, CardOptions(base_model="user/target", repo="user/drafter"))
+    assert "# Prompt lookup + Suffix" in card
+    assert "--drafter prompt_lookup+suffix" in card
+    with pytest.raises(ValueError, match="has no weights that an evaluation could belong to"):
+        model_card(parts, CardOptions(evaluations=[tmp_path]))
+
+
+def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    config = EvalConfig(
+        suites=[SuiteConfig(name="mt_bench", path=str(questions))],
+        merge=["prompt_lookup"],
+        max_new_tokens=4,
+        profile_prompts=0,
+        memory_bandwidth_gbs=10.0,
+    )
+    evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
+    options = CardOptions(evaluations=[tmp_path / "eval"], disturbed="omit")
+    assert "with Prompt lookup, 40 nodes, paced" in model_card(tiny_drafter_dir, options)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cli.tune import setting_namer, tune_command, verdict
+from outrider.cli.tune import setting_namer, tune_command, tuning_table, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.tune import run as tune_module
 from outrider.eval.tune import search as tuning_module
-from outrider.eval.tune.grids import GRIDS, candidates, extended
+from outrider.eval.tune.grids import GRIDS, MERGED_NODES, candidates, extended, measured_settings
 from outrider.eval.tune.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.tune.run import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
 from outrider.eval.tune.search import (
@@ -39,6 +40,7 @@ from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
@@ -516,3 +518,45 @@ def test_sampled_drafts_cannot_be_replayed(tiny_target: HFTarget, questions: Pat
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
     with pytest.raises(ValueError, match="samples its drafts at random"):
         tune(config, tiny_target, tmp_path / "drawn", tmp_path)
+
+
+def test_all_settings_of_a_merge_are_measured_and_expected_gain_is_one_of_them(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    """Replays can't predict them: Recycling reads logits, and paced trees depend on times."""
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    parts = parse_drafter_name(f"{drafter}+prompt_lookup")
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=4)
+    tuning = tune(config, tiny_target, parts, tmp_path / "out", batch_sizes=[2])
+    settings = [None, {"pace": "expected"}, *({"tree_nodes": size, "pace": "fixed"} for size in MERGED_NODES)]
+    assert [speed.setting for speed in tuning.finals] == settings
+    assert (tuning.predictions, tuning.step_times) == ([], None)
+    name_of = setting_namer(parts)
+    assert "Drafting by expected gain has" in verdict(tuning, 2, name_of)
+    assert [name_of(setting) for setting in settings[:3]] == ["plain decoding", "40 nodes, paced", f"{MERGED_NODES[0]} nodes"]
+    headers = [str(column.header) for column in tuning_table(tuning, 2, name_of).columns]
+    assert headers == ["setting", "tok/step", "measured", "speedup"]
+    # The choice holds for the merge, not for the drafter alone.
+    assert tuned_choice(parts, tiny_target, batch_size=2) == tuning.choices[2]
+    with pytest.raises(ValueError, match="it is tuned only for another setup: drafter .*[+]prompt_lookup"):
+        tuned_choice(drafter, tiny_target, batch_size=2)
+    rows = tuned_settings(replace(config, batch_sizes=[2]), tiny_target, [parts])
+    assert rows == {parts: {(0.0, 2): tuning.choices[2].setting}}
+
+
+def test_tuning_of_a_training_free_drafter_has_no_folder_to_write_to(
+    tiny_target: HFTarget, questions: Path, tmp_path: Path
+) -> None:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=4)
+    parts = parse_drafter_name("prompt_lookup")
+    with pytest.raises(ValueError, match="prompt_lookup has no folder.*--no-write"):
+        tune(config, tiny_target, parts, tmp_path)
+    tuning = tune(config, tiny_target, parts, tmp_path, settings=[{"tree_nodes": 2}], write=False)
+    assert [speed.setting for speed in tuning.finals] == [None, {"tree_nodes": 2}]
+
+
+def test_every_training_free_drafter_has_settings_to_measure() -> None:
+    for name in TRAINING_FREE:
+        parts = parse_drafter_name(name)
+        for setting in measured_settings(parts):
+            parts.configs(setting)

@@ -116,6 +116,9 @@ def test_a_trained_drafter_from_a_folder_changes_no_token(
     )
     with open_engine(accelerated, target, limits) as engine:
         assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain
+    for name in ("prompt_lookup", f"{tmp_path / 'drafter'}+prompt_lookup"):
+        with open_engine(DistillConfig(mode="regenerate", drafter=name), target, limits) as engine:
+            assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain, name
     with (
         pytest.raises(ValueError, match="elsewhere"),
         open_engine(DistillConfig(mode="regenerate", drafter="elsewhere"), target, limits),
