@@ -198,7 +198,8 @@ def transformers_methods(target: HFTarget, folder: Path, cell: Cell, args: argpa
 def write_results(args: argparse.Namespace) -> None:
     """Write and print tables, marks, record and plots of all cells that OUTPUT holds."""
     # 1. The figures of all cells.
-    folders = sorted(path.parent for path in args.output.glob(f"cells/*/{SETTINGS_FILE}"))
+    folders = [path.parent for path in args.output.glob(f"cells/*/{SETTINGS_FILE}")]
+    folders.sort(key=lambda folder: (PARTS.index(folder.name.split("-")[0]), folder.name))
     results = [read_cell(folder) for folder in folders]
     rows = [row for result in results for row in result.rows]
     pairs = [pair for result in results for pair in result.pairs]
