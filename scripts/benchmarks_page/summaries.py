@@ -1,5 +1,6 @@
 """Tables of evaluations: folders with a summary.json."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -126,10 +127,23 @@ def _verdict(row: dict[str, Any]) -> str:
     return str(row.get("lossless_label") or ("yes" if row["lossless"] else "NO"))
 
 
+def boosting(records: Records, name: str) -> str:
+    """Return tokens per step of two drafters and their merges, by the number of nodes."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    columns = []
+    for row in records.read(name)["rows"]:
+        if (column := f"{row['nodes']} nodes [95 %]") not in columns:
+            columns.append(column)
+        value = row["ratio"] if "ratio" in row else row["tokens_per_step"]
+        by_name[row["name"]].append(with_interval(value, row["interval"], "x" if "ratio" in row else ""))
+    return table(["tokens per step", *columns], [[method, *values] for method, values in by_name.items()])
+
+
 SUMMARIES: dict[str, Callable[..., str]] = {
     "speeds": speeds,
     "conditions": conditions,
     "tokens_per_step": tokens_per_step,
     "speedup_by_batch_size": speedup_by_batch_size,
     "trainings": trainings,
+    "boosting": boosting,
 }
