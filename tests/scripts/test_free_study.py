@@ -131,6 +131,8 @@ def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureF
         (["--free", "sufix"], "sufix"),
         (["--drafter", "none"], "none holds no drafter"),
         (["--suites", "mt_bnch"], "mt_bnch"),
+        (["--search", "5"], "--search is no mapping"),
+        (["--search", "{beams: 5}"], "beams"),
         (["--others", "nothing"], "NAME=FOLDER"),
     ],
 )
