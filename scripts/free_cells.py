@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from drafter_settings import DrafterSetting, settings_of
+from drafter_settings import DrafterSetting, parse_setting, settings_of
 from transformers_methods import ASSISTED, LOOKUP, TRANSFORMERS
 
 from outrider.data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
@@ -83,10 +82,12 @@ def cells_of(args: argparse.Namespace, others: Sequence[DrafterSetting]) -> list
     trained = [trained_arm(setting) for setting in settings_of(title, args.drafter, None)]
     more = [trained_arm(setting) for setting in others]
     free = [Arm(name=name, kind=FREE, free=(name,)) for name in TRAINING_FREE_NAMES]
-    default = fixed_nodes()
     expected = merged_arm("expected", args, EXPECTED)
-    fixed = [merged_arm(f"fixed, {nodes} nodes", args, fixed_setting(nodes)) for nodes in sorted({*args.widths, default})]
-    at_default = fixed[[arm.setting["tree_nodes"] for arm in fixed].index(default)]
+    fixed = [
+        merged_arm(f"fixed, {nodes} nodes", args, fixed_setting(nodes))
+        for nodes in [*sorted({*args.widths} - {fixed_nodes()}), fixed_nodes()]
+    ]
+    at_default = fixed[-1]
     untrained = Arm(name=f"{SEPARATOR.join(args.free)}, expected", kind=FREE, free=tuple(args.free), setting=EXPECTED)
     # 2. The cells of each part.
     demo = [*free, untrained, *trained, *more, at_default, expected]
@@ -147,7 +148,7 @@ def trained_arm(drafter: DrafterSetting) -> Arm:
 
 def merged_arm(words: str, args: argparse.Namespace, setting: dict[str, Any]) -> Arm:
     """Return the trained drafter merged with those without training."""
-    setting = {**setting, **yaml.safe_load(args.search)}
+    setting = {**setting, **parse_setting(args.search, "--search")}
     return Arm(name=f"merged, {words}", kind=MERGED, folders=(args.drafter,), free=tuple(args.free), setting=setting)
 
 

@@ -47,6 +47,7 @@ from outrider.eval.measure.turns import Method
 from outrider.eval.records.names import RUN_FILE
 from outrider.eval.records.run_files import read_info
 from outrider.eval.run import cpu_threads, evaluate, load_suites
+from outrider.models.drafters.calibration import read_prior, write_prior
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from outrider.models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from outrider.models.target.config import TargetConfig
@@ -176,6 +177,8 @@ def measure_cells(
         with cpu_threads(args.threads):
             target = load_target(TargetConfig(name_or_path=str(folder), dtype=cell.dtype, device="cpu"))
             others = transformers_methods(target, folder, cell, args)
+            for original, copy in (copies or {}).items():
+                copy_calibration(original, copy, target)
             settings: dict[Path | DrafterParts, list[dict[str, Any]]] = {}
             for arm in cell.arms:
                 settings.setdefault(parse_drafter_name(arm.drafter(copies or {})), []).append(arm.setting)
@@ -184,6 +187,12 @@ def measure_cells(
             write_json(output / SETTINGS_FILE, settings_of(cell, args))
         del target, others
         gc.collect()  # the target of the next cell takes this one's memory
+
+
+def copy_calibration(original: Path, copy: Path, target: HFTarget) -> None:
+    """Write a drafter's calibration for the grown target too: both generate the same text."""
+    if (prior := read_prior(original, read_drafter_config(original).target)) is not None:
+        write_prior(copy, target.identity, prior)
 
 
 def transformers_methods(target: HFTarget, folder: Path, cell: Cell, args: argparse.Namespace) -> list[Method]:
@@ -198,7 +207,8 @@ def transformers_methods(target: HFTarget, folder: Path, cell: Cell, args: argpa
 def write_results(args: argparse.Namespace) -> None:
     """Write and print tables, marks, record and plots of all cells that OUTPUT holds."""
     # 1. The figures of all cells.
-    folders = sorted(path.parent for path in args.output.glob(f"cells/*/{SETTINGS_FILE}"))
+    folders = [path.parent for path in args.output.glob(f"cells/*/{SETTINGS_FILE}")]
+    folders.sort(key=lambda folder: (PARTS.index(folder.name.split("-")[0]), folder.name))
     results = [read_cell(folder) for folder in folders]
     rows = [row for result in results for row in result.rows]
     pairs = [pair for result in results for pair in result.pairs]

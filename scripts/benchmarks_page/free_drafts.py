@@ -102,16 +102,6 @@ def suffix_index(records: Records, name: str) -> str:
     return f"{lengths}\n\n{table(columns, rows)}"
 
 
-def boosted(records: Records, name: str) -> str:
-    """Return tokens per step of drafters trained on all labels, and on those that another misses."""
-    record = records.read(name)
-    rows = [
-        [row["name"], row["nodes"], with_interval(row.get("tokens_per_step", row.get("ratio")), row["interval"])]
-        for row in record["rows"]
-    ]
-    return table(["drafter", "nodes", "tokens per step, or ratio [95 %]"], rows)
-
-
 def free_table(records: Records, name: str = FREE_STUDY) -> str:
     """Return the table of README and docs: all methods on the demo, and beside the grown target."""
     record = records.read(name)
@@ -146,5 +136,4 @@ FREE_DRAFTS: dict[str, Callable[..., str]] = {
     "free_pace": free_pace,
     "free_notes": free_notes,
     "suffix_index": suffix_index,
-    "boosted": boosted,
 }

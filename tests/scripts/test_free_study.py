@@ -131,6 +131,8 @@ def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureF
         (["--free", "sufix"], "sufix"),
         (["--drafter", "none"], "none holds no drafter"),
         (["--suites", "mt_bnch"], "mt_bnch"),
+        (["--search", "5"], "--search is no mapping"),
+        (["--search", "{beams: 5}"], "beams"),
         (["--others", "nothing"], "NAME=FOLDER"),
     ],
 )
@@ -260,10 +262,6 @@ def test_the_pages_have_the_study_once_there_is_a_record(study: Any, tmp_path: P
     assert "least repeating third" in page.free_methods(records, page.FREE_STUDY)
     assert "| demo, float32, stdlib | 0 | 1 | best fixed | 1.10x | 1.40x |" in page.free_pace(records, page.FREE_STUDY)
     assert page.free_notes(records, page.FREE_STUDY) == "- Mark: a: reached, 1."
-    rows = [{"name": "suffix", "nodes": 10, "tokens_per_step": 2.0, "interval": [1.9, 2.1]}]
-    rows.append({"name": "boosted merge / uniform merge", "nodes": 10, "ratio": 1.01, "interval": [1.0, 1.02]})
-    (tmp_path / "boost_study.json").write_text(json.dumps({"rows": rows}))
-    assert "| suffix | 10 | 2.00 [1.90, 2.10] |" in page.boosted(records, "boost_study.json")
     values = {"megabytes": 8.25, "prompt_seconds": 0.5, "add_microseconds_per_token": 6, "draft_microseconds": 30}
     texts = {"one token": {**values, "draft_microseconds_99th_percentile": 90}}
     (tmp_path / "suffix.json").write_text(json.dumps({"texts": texts, "prompt_tokens": 3, "tokens": 1000}))
