@@ -89,7 +89,7 @@ def measure(text: Sequence[int], prompt_tokens: int) -> dict[str, float]:
     draft_seconds, add_seconds = [], 0.0
     for begin in range(prompt_tokens, len(text), STEP_TOKENS):
         before = time.process_time()
-        drafter.candidates([state], [text[begin]])
+        drafter.candidates((state,), [text[begin]])
         drafted = time.process_time()
         state = state.after(list(text[begin : begin + STEP_TOKENS]))
         draft_seconds.append(drafted - before)

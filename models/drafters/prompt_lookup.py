@@ -1,6 +1,6 @@
 """Prompt lookup: the last tokens of the text, found again earlier in it, and what followed there.
 
-Papers: LLMA (arXiv 2304.04487, section 3), which copies from references, and prompt lookup decoding
+Papers: LLMA (arXiv 2304.04487), which copies from references, and prompt lookup decoding
 (github.com/apoorvumang/prompt-lookup-decoding; `prompt_lookup_num_tokens` in transformers), which
 copies from the prompt and the answer so far. Ours differs from transformers' in three ways. It takes
 the latest occurrence, since near text is more alike. A copy that reaches the end of the text

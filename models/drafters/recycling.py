@@ -1,6 +1,6 @@
 """Token Recycling: trees of the target's latest choices after each token.
 
-Paper: Token Recycling (arXiv 2408.08696, section 3). Verification computes the target's logits at
+Paper: Token Recycling (arXiv 2408.08696). Verification computes the target's logits at
 every entry of a tree: the last token and all nodes. The likeliest tokens there are kept in a table,
 as the successors of the entry's token; later entries replace earlier ones. The children of a node
 are its token's successors. Ours differs from the paper in four ways:

@@ -1,6 +1,6 @@
 """SuffixDecoding: trees of what followed the last tokens wherever they occurred before.
 
-Paper: SuffixDecoding (arXiv 2411.04975, section 3). For each length n of a match, the continuations
+Paper: SuffixDecoding (arXiv 2411.04975). For each length n of a match, the continuations
 of all places of the last n tokens are counted. A tree is grown from the likeliest continuations:
 the longer the match, the more nodes. Of these trees, the one with the most expected tokens is
 drafted.
@@ -53,7 +53,7 @@ class SuffixConfig:
     depth: PositiveInt = 24
     """Most tokens of a match, and of a path."""
     max_spec_factor: PositiveFloat = 4.0
-    """Most nodes for each token of the match. The paper has 1 to 4."""
+    """Most nodes for each token of the match."""
     min_prob: Share = 0.1
     """Least probability of a path: the product of its tokens' shares of the places."""
     references: list[str] = field(default_factory=list)
@@ -198,7 +198,7 @@ def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> 
     """Grow a tree from the tokens that followed each place, the likeliest node next.
 
     A child's probability is its parent's, times the child's share of those places of the parent
-    that have a next token (paper, algorithm 1).
+    that have a next token.
     """
     growth = Growth(match)
     # Of equal probability the one that was pushed first comes first.

@@ -1,4 +1,14 @@
-"""The base class of drafters that need no training: they look for the next tokens in the text."""
+"""The base class of drafters that need no training: they look for the next tokens in the text.
+
+Two known methods are not here. Lookahead decoding (arXiv 2402.02057) guesses tokens by Jacobi
+iteration, in a window that each verification computes besides the tree. Token Recycling collects
+its n-grams from logits that verification computes anyway. On Spec-Bench (Vicuna-7B, greedy, A100)
+lookahead has 1.64 tokens per step and 1.34x, recycling 2.73 and 2.22x.
+
+REST (arXiv 2311.08252) copies from a datastore of many texts by a suffix array. There it has 1.82
+tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66x. `references` copy
+from a few files that fit the task.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -9,6 +9,7 @@ from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
 from .scheduling import SCHEDULING
+from .suffix import suffix_index
 from .tables import Records, count, method_name, number, table, with_interval
 
 
@@ -375,6 +376,7 @@ STUDIES: dict[str, Callable[..., str]] = {
             plain_decoding,
             sizes,
             step_parts,
+            suffix_index,
             batches,
             overhead,
             certificate,
