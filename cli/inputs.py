@@ -55,7 +55,7 @@ def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:
 def _other_paths(section: str, train: Any) -> Iterator[NamedPath]:
     """Yield the folders of the drafter that `label_weights` names."""
     weights = train.get("label_weights") if isinstance(train, Mapping) else None
-    if isinstance(weights, str) and weights.startswith(MISSED_BY):
+    if isinstance(weights, str) and weights.startswith(MISSED_BY) and weights != MISSED_BY:
         yield from named_folders(f"{section}.label_weights", weights.removeprefix(MISSED_BY))
 
 

@@ -45,16 +45,20 @@ def parse_drafters(items: Sequence[str]) -> list[DrafterSetting]:
         folder, _, text = rest.partition(":")
         if not (separator and name and folder):
             raise ValueError(f"--drafters has {item!r}; give NAME=FOLDER or NAME=FOLDER:'{{tree_nodes: 5}}'")
-        try:
-            setting = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            raise ValueError(
-                f"the setting in --drafters {item!r} is no YAML ({error}); give one like '{{tree_nodes: 5}}'"
-            ) from error
-        if setting is not None and not isinstance(setting, Mapping):
-            raise ValueError(f"the setting in --drafters {item!r} is no mapping; give one like '{{tree_nodes: 5}}'")
-        drafters += settings_of(name, Path(folder), None if setting is None else dict(setting))
+        setting = parse_setting(text, f"--drafters {item!r}") if text else None
+        drafters += settings_of(name, Path(folder), setting)
     return unique(drafters)
+
+
+def parse_setting(text: str, option: str) -> dict[str, Any]:
+    """Parse a setting as a mapping in YAML. Raises ValueError that names the option."""
+    try:
+        setting = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the setting in {option} is no YAML ({error}); give one like '{{tree_nodes: 5}}'") from error
+    if not isinstance(setting, Mapping):
+        raise ValueError(f"the setting in {option} is no mapping; give one like '{{tree_nodes: 5}}'")
+    return dict(setting)
 
 
 def settings_of(name: str, folder: Path, setting: dict[str, Any] | None) -> list[DrafterSetting]:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...models.drafters.saved.folder import DrafterFile
-from ..records.method_names import MethodFacts, setting_words
+from ..records.method_names import MethodFacts, setting_words, title_of
 from ..results.rows import Row
-from ..results.sources import source_title
 from .runs import Run
 
 
@@ -41,5 +40,5 @@ def _describe_merge(parts: list[str], config: Mapping[str, Any], setting: Mappin
         if name in of_tree or name in setting or name in setting.get(saved.kind, {}) or saved.drafter.get(name) != value
     }
     words = setting_words(saved.kind, used, changed)
-    partners = " + ".join(source_title(part) for part in parts if part != saved.kind)
+    partners = " + ".join(title_of(part) for part in parts if part != saved.kind)
     return ", ".join(filter(None, (f"merged with {partners}" if partners else "", words)))

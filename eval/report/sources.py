@@ -6,9 +6,10 @@ A table has a suite's merged methods over all prompts, and then by category.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..records.method_names import title_of
 from ..results.plots import COLORS
 from ..results.rows import method_name
-from ..results.sources import BONUS, PACE_NOTE, SEVERAL, depends_on_clock, source_shares, source_title
+from ..results.sources import BONUS, PACE_NOTE, SEVERAL, depends_on_clock, source_shares
 from .page_tables import Column, Line, Table, Value, number, table
 from .runs import Entry, Group
 
@@ -77,5 +78,5 @@ def _colors(names: Sequence[str]) -> dict[str, str]:
 
 
 def _title(name: str) -> str:
-    title = source_title(name)
+    title = title_of(name)
     return f"{title} tokens" if name == BONUS else title

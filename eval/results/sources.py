@@ -7,7 +7,7 @@ them alone, or by several together. The last token of each step is the target's:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..records.method_names import TITLES
+from ..records.method_names import title_of
 from .rows import Row
 
 SEVERAL, BONUS = "several", "bonus"
@@ -17,8 +17,8 @@ SOURCES_NOTE = (
     f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
 )
 PACE_NOTE = (
-    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run, while the "
-    "answers don't. With pace: fixed tokens per step can be reproduced."
+    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run. The answers "
+    "don't, apart from rounding noise. With pace: fixed tokens per step can be reproduced."
 )
 
 
@@ -39,15 +39,10 @@ def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
     return {**alone, **shared, BONUS: num_steps / total}
 
 
-def source_title(name: str) -> str:
-    """Name a source as tables show it."""
-    return TITLES.get(name, name)
-
-
 def shares_text(row: Row) -> str:
     """Format the shares of a row: `ReDrafter 31 %, suffix 20 %, several 9 %, bonus 40 %`."""
     shares = source_shares(row) or {}
-    return ", ".join(f"{source_title(name)} {100 * share:.0f} %" for name, share in shares.items())
+    return ", ".join(f"{title_of(name)} {100 * share:.0f} %" for name, share in shares.items())
 
 
 def merged_rows(rows: Sequence[Row]) -> list[Row]:

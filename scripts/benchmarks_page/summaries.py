@@ -1,5 +1,6 @@
 """Tables of evaluations: folders with a summary.json."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,10 @@ def drafters_table(records: Records) -> str:
     environment = record["environment"]
     machine = f"{environment['cpu']}, {count(environment['num_cpus'], 'core')}, {device_name(environment['device'])}"
     columns = ["method", "tokens per step", *(f"{size} parameters" for size in sizes)]
-    return table(columns, cells) + f"\n\n{machine}; {dtype}, greedy, batch size 1, {count(threads, 'thread')}."
+    return (
+        table(columns, cells)
+        + f"\n\n{machine}; {dtype}, greedy, batch size 1, {count(threads, 'thread')}; all drafters trained alike."
+    )
 
 
 def _rows(records: Records, name: str, temperature: float, suite: str | None) -> list[dict[str, Any]]:
@@ -123,10 +127,23 @@ def _verdict(row: dict[str, Any]) -> str:
     return str(row.get("lossless_label") or ("yes" if row["lossless"] else "NO"))
 
 
+def boosting(records: Records, name: str) -> str:
+    """Return tokens per step of two drafters and their merges, by the number of nodes."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    columns = []
+    for row in records.read(name)["rows"]:
+        if (column := f"{row['nodes']} nodes [95 %]") not in columns:
+            columns.append(column)
+        value = row["ratio"] if "ratio" in row else row["tokens_per_step"]
+        by_name[row["name"]].append(with_interval(value, row["interval"], "x" if "ratio" in row else ""))
+    return table(["tokens per step", *columns], [[method, *values] for method, values in by_name.items()])
+
+
 SUMMARIES: dict[str, Callable[..., str]] = {
     "speeds": speeds,
     "conditions": conditions,
     "tokens_per_step": tokens_per_step,
     "speedup_by_batch_size": speedup_by_batch_size,
     "trainings": trainings,
+    "boosting": boosting,
 }

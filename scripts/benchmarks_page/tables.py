@@ -21,6 +21,10 @@ class Records:
         """Return a record's content."""
         return json.loads((self.folder / name).read_text(encoding="utf-8"))
 
+    def has(self, name: str) -> bool:
+        """Return whether a record was measured."""
+        return (self.folder / name).is_file()
+
     def bound(self, function: Callable[..., str]) -> Callable[..., str]:
         """Return a function that makes a table from these records, for the page's template."""
         return functools.partial(function, self)

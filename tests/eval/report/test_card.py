@@ -121,8 +121,8 @@ def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
     lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
     assert len(lines) == 3
     assert "merged with" not in lines[0]
-    assert "| merged with suffix + recycling, 7 beams of 3, 31 nodes" in lines[1]
-    assert "| merged with suffix, 5 beams of 3, 31 nodes" in lines[2]
+    assert "| merged with Suffix + Recycling, 7 beams of 3, 31 nodes" in lines[1]
+    assert "| merged with Suffix, 5 beams of 3, 31 nodes" in lines[2]
     assert "max_depth" not in card
     assert "depend on the clock" in card
     assert "depend on the clock" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))

@@ -200,8 +200,8 @@ def test_a_merged_method_has_its_tokens_by_source_over_all_prompts_and_by_catego
     key = "redrafter+suffix"
     one = report(tmp_path / "one", write_run("merged", {key: {}}, drafted=MERGED))
     head, *lines = one.tables[caption]
-    assert head == ["Method", "Tokens per step", "ReDrafter", "suffix", "several", "bonus tokens"]
-    assert [line[0].split()[0] for line in lines] == ["redrafter+suffix", "writing", "math"]
+    assert head == ["Method", "Tokens per step", "ReDrafter", "Suffix", "several", "bonus tokens"]
+    assert [line[0].split()[0] for line in lines] == ["ReDrafter", "writing", "math"]
     assert {tuple(line[1:]) for line in lines} == {("2.00", "0%", "25%", "25%", "50%")}
     assert "1 prompt" in lines[1][0]
     assert one.text.count("depend on the clock") == 2, "notes of the results and of the sources"

@@ -49,10 +49,10 @@ def test_rows_of_older_versions_have_no_shares(rows: list[Row]) -> None:
 
 
 def test_the_table_and_the_terminal_note_the_sources_and_the_pace(rows: list[Row]) -> None:
-    text = "ReDrafter 30 %, suffix 20 %, several 10 %, bonus 40 %"
+    text = "ReDrafter 30 %, Suffix 20 %, several 10 %, bonus 40 %"
     assert shares_text(rows[1]) == text
     notes = footnotes(rows)
-    assert [note for note in notes if text in note] == [f"Sources of redrafter+suffix on mt_bench (greedy): {text}."]
+    assert [note for note in notes if text in note] == [f"Sources of ReDrafter + Suffix on mt_bench (greedy): {text}."]
     assert sum("depend on the clock" in note for note in notes) == 1
     assert text in markdown(rows)
     assert text in " ".join(" ".join(note_lines(rows, 80)).split())
