@@ -48,6 +48,7 @@ from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
+from .calibration_stage import calibrate
 from .config import RunConfig
 from .errors import command_line
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
@@ -141,6 +142,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
     settings, folders = _settings(config), [drafter.drafter_dir for drafter in config.drafter_runs()]
     set_aside_evaluation(folder / "eval", folders)
+    calibrate(config, target, folder)
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings, command=command_line())
     print_table(rows, console)
     print_measure_again(rows, console)

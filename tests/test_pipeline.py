@@ -106,6 +106,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "drafter/config.json",
         "drafter/model.safetensors",
         "drafter/training.json",
+        "drafter/calibration.json",
         "eval/records.jsonl",
         "eval/summary.json",
         "eval/table.md",
@@ -120,7 +121,11 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     ]
     assert [name for name in promised if not (folder / name).is_file()] == []
     assert list(folder.rglob("*.tmp")) == []
-    baseline, drafter = summary(folder)
+    baseline, *training_free, drafter, merged = summary(folder)
+    assert [row["name"] for row in (*training_free, merged)] == [
+        *("Prompt lookup, 10 nodes", "Recycling, 40 nodes", "ReDrafter + Suffix + Recycling, 40 nodes, paced"),
+    ]
+    assert merged["lossless"] is True
     assert baseline.keys() >= ROW_KEYS
     assert drafter.keys() >= ROW_KEYS
     assert baseline["tokens_per_step"] == 1.0
@@ -206,7 +211,7 @@ def test_a_disturbed_speed_is_left_out_of_the_card_and_the_run_goes_on(
     copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
     rows = json.loads((copy / "eval/summary.json").read_text())
     stall = {"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 27.0}
-    stalled = {**rows[1], "speedup": 1.23, "speedup_ci95": None, "exceeds": "", "disturbed": [stall]}
+    stalled = {**rows[3], "speedup": 1.23, "speedup_ci95": None, "exceeds": "", "disturbed": [stall]}
     (copy / "eval/summary.json").write_text(json.dumps([rows[0], stalled]))
     export = [f"output_dir={copy}", *overrides[1:], "stages=[export]", "export.overwrite=true"]
     with caplog.at_level("WARNING", "outrider"):
@@ -241,7 +246,7 @@ def test_a_finished_drafter_is_pushed_with_export_push(
         summary_file, pushed = copy / "eval/summary.json", dict(repository.branches)
         rows = json.loads(summary_file.read_text())
         (copy / "eval" / "records.jsonl").unlink()
-        summary_file.write_text(json.dumps([rows[0], {**rows[1], "speedup": None, "lossless": False}]))
+        summary_file.write_text(json.dumps([rows[0], {**rows[3], "speedup": None, "lossless": False}]))
         with pytest.raises(ValueError, match="isn't pushed: its drafter isn't lossless"):
             run_here("conf=demo", *overrides[1:], *push, "export.overwrite=true")
         assert repository.branches == pushed

@@ -15,6 +15,7 @@ from ..data.files import read_dataclass, replacing_directory, sha256_file, write
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.calibration import CALIBRATION_FILE
 from ..models.drafters.saved.build import DrafterSpec, starting_weights
 from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
 from ..models.drafters.saved.loading import change_options
@@ -174,6 +175,7 @@ def save_results(
     with replacing_directory(drafter_dir) as folder:
         if drafter_dir.is_dir():  # a user's files beside the drafter's stay
             shutil.copytree(drafter_dir, folder, symlinks=True, dirs_exist_ok=True)
+            (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # it was measured with the weights before
         if kept is None:
             save_drafter(drafter, folder, target)
         else:

@@ -111,6 +111,7 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
             "config": spec.parts.described(spec.setting or {}),
             "setting": spec.setting,
             "weights": spec.parts.weights,
+            **({"calibration": prior} if (prior := spec.parts.prior_digest(spec.setting or {})) else {}),
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
         }
         for name, spec in specs.items()

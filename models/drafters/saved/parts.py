@@ -12,6 +12,7 @@ from typing import Any
 
 from ....data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES, nearest_name, repeated_names, split_name
 from ....data.files import read_dataclass, sha256_file
+from ..calibration import CALIBRATION_FILE
 from ..merged import MergedConfig
 from ..registry import TRAINING_FREE, checked_options
 from .build import saved_spec
@@ -61,6 +62,11 @@ class DrafterParts:
     def weights(self) -> str:
         """Digests of the trained parts' weights, joined by `+`; empty without a trained part."""
         return SEPARATOR.join(sha256_file(folder / WEIGHTS_FILE) for folder in self.folders)
+
+    def prior_digest(self, options: Mapping[str, Any]) -> str | None:
+        """Digest of the calibration that a merge starts from; None without one."""
+        path = self.folders[0] / CALIBRATION_FILE if self.folders and self.is_merged(options) else None
+        return sha256_file(path) if path is not None and path.is_file() else None
 
     def merged_with(self, names: Iterable[str]) -> "DrafterParts":
         """Return this drafter merged with training-free ones, except those that it has already."""
