@@ -103,7 +103,7 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
     config = composed_of(*small, *SMALL_RUN, *overrides)
     run(config)
     rows = json.loads((tmp_path / "eval" / "summary.json").read_text())
-    assert len(rows) == 1 + len(config.eval.settings)
+    assert len(rows) == 1 + len(config.eval.baselines) + len(config.eval.settings) + bool(config.eval.merge)
     return [row["method"] for row in rows]
 
 

@@ -11,7 +11,7 @@ import typer
 
 from outrider.cli.main import app
 from outrider.models.decoding import acceptance
-from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters import DRAFTERS, TRAINING_FREE
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 
 from .conformance.test_architectures import CASES
@@ -58,14 +58,15 @@ def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, A
 
 
 def kinds(cases: Iterable[dict[str, Any]]) -> set[str]:
-    return {OPTIONS[case["kind"]].get("kind", case["kind"]) for case in cases}
+    names = [case.get("name", case.get("kind")) for case in cases]
+    return {OPTIONS.get(name, {}).get("kind", name) for name in names}
 
 
 def test_every_rule_decodes_with_every_kind(collected: list[pytest.Item]) -> None:
     names = {name for name, value in vars(acceptance).items() if hasattr(value, "lossless")}
     assert names == RULES.keys()
     for rule, test in RULES.items():
-        assert kinds(quick_cases(collected, test)) == DRAFTERS.keys(), rule
+        assert kinds(quick_cases(collected, test)) == DRAFTERS.keys() | TRAINING_FREE.keys(), rule
 
 
 def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...data.drafter_names import SEPARATOR
+from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
 from .names import BASELINE
 
 TITLES = {
@@ -151,6 +151,8 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
     """
     if setting is None:
         return "turned off by tuning"
+    if kind in TRAINING_FREE_NAMES:  # only the size of the tree, and what was set
+        options = {name: value for name, value in options.items() if name in setting or name in ("tree_nodes", "pace")}
     words = [*_shape_words(kind, options)]
     if "tree_nodes" in setting and setting["tree_nodes"] is None:
         words.append("all nodes")

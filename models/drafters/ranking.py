@@ -7,7 +7,8 @@ from torch.nn.functional import pad
 BLOCK_SIZE = 64
 """Number of neighbouring values in a block."""
 MIN_VALUES = 2**15
-"""Fewest values of which blocks are ranked first: of fewer, `topk` alone is faster on a CPU."""
+"""Fewest values, of the whole batch, of which blocks are ranked first: of fewer, `topk` alone is
+faster on a CPU."""
 
 
 def largest(
@@ -20,7 +21,7 @@ def largest(
     largest values. Equal values may come in another order than from `topk`.
     """
     num_values = values.shape[-1]
-    if values.device.type != "cpu" or num_values < max(MIN_VALUES, BLOCK_SIZE * count):
+    if values.device.type != "cpu" or values.numel() < MIN_VALUES or num_values < BLOCK_SIZE * count:
         return values.topk(count, dim=-1)
     if missing := -num_values % BLOCK_SIZE:
         values = pad(values, (0, missing), value=-torch.inf)

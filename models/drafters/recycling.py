@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Int
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from torch.nn.functional import pad
 
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.tree import DraftTree
@@ -161,17 +162,20 @@ class Recycling(TrainingFreeDrafter):
     def entries(
         self, last_tokens: Sequence[int], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> list[Verified]:
-        top = largest(output.logits, self.config.top_k)[1].to("cpu", torch.int32)  # [batch, entry, rank]
-        links = torch.stack([tree.tokens, tree.parents]).tolist()
+        top = largest(output.logits, self.config.top_k)[1]
+        links = pad(torch.stack([tree.tokens, tree.parents], dim=-1), (0, 0, 1, 0))
+        # The only read from the device: token, parent and successors of each entry.
+        entries = torch.cat([links, top], dim=-1).to("cpu", torch.int32)  # [batch, entry, 2 + rank]
         verified = []
-        for row, (last_token, tokens, parents) in enumerate(zip(last_tokens, *links, strict=True)):
-            num_nodes = tokens.index(NO_NODE) if NO_NODE in tokens else len(tokens)
+        for last_token, rows, path in zip(last_tokens, entries, accepted.host_nodes, strict=True):
+            _, *nodes = rows[:, :2].tolist()
+            real = [(token, parent + 1) for token, parent in nodes if token != NO_NODE]
             verified.append(
                 Verified(
-                    tokens=[last_token, *tokens[:num_nodes]],
-                    parents=[NO_NODE, *[parent + 1 for parent in parents[:num_nodes]]],
-                    successors=top[row, : 1 + num_nodes],
-                    path=(0, *[node + 1 for node in accepted.host_nodes[row]]),
+                    tokens=[last_token, *[token for token, _ in real]],
+                    parents=[NO_NODE, *[parent for _, parent in real]],
+                    successors=rows[: 1 + len(real), 2:],
+                    path=(0, *[node + 1 for node in path]),
                 )
             )
         return verified

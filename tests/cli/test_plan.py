@@ -116,8 +116,8 @@ def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.
     assert eval_estimate.MEASURED_TOKENS > eval_estimate.WARMUP_TOKENS
     changes = ["eval.batch_sizes=[1,3]", "eval.temperatures=[0.0,1.0]", "eval.repeats=2"]
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
-    answers = 3 * 2 * 2 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
-    assert f"{answers}: 3 prompts x 2 methods" in capsys.readouterr().out
+    answers = 3 * 2 * 5 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
+    assert f"{answers}: 3 prompts x 5 methods" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(

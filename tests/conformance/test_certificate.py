@@ -5,6 +5,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from outrider.models.decoding import (
 from outrider.models.decoding import acceptance as acceptance_module
 from outrider.models.decoding import sampling as sampling_module
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import NullDrafter
+from outrider.models.drafters import TRAINING_FREE, NullDrafter
 
 GREEDY = Sampling(temperature=0.0)
 ALPHA = 1e-6
@@ -175,9 +176,12 @@ class ToyTarget:
             rows = self.counts == count
             base = [*self.committed[rows, :count].T, last_token[rows]]
             logits[rows, 0] = self._logits(base)
-            for node in range(tree.num_nodes):
-                path = [other for other in reversed(tree.lineage[0, node].tolist()) if other != -1]
-                logits[rows, node + 1] = self._logits([*base, *(tree.tokens[rows, other] for other in path)])
+            for node, depth in itertools.product(range(tree.num_nodes), range(1, tree.max_depth + 1)):
+                alike = tree.depths[rows, node] == depth  # trees of rows may have different shapes
+                path = tree.lineage[rows, node, :depth][alike].flip(1)
+                tokens = tree.tokens[rows][alike].gather(1, path).T
+                here = rows.nonzero().squeeze(1)[alike]
+                logits[here, node + 1] = self._logits([*(part[alike] for part in base), *tokens])
         return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
     def commit(self, tree, accepted) -> None:
@@ -215,9 +219,46 @@ class ToyDrafter:
         return None
 
 
-LOOPS = list(itertools.product((*DRAWINGS, "nothing"), ("one generator", "row seeds")))
-QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator")]
+FREE: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree_nodes": 2},
+    "recycling": {"tree_nodes": 3, "top_k": 2, "depth": 2},
+    "suffix": {"tree_nodes": 3, "min_prob": 0.3},
+}
+"""Options of training-free drafters, for trees of all shapes."""
+LOOPS = list(itertools.product((*DRAWINGS, "nothing", *FREE), ("one generator", "row seeds")))
+QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator"), *((name, "one generator") for name in FREE)]
 """Quick pairs with fewer texts, one for each source of randomness; slow tests have all pairs."""
+
+
+def loop_drafter(drawing: str, sampling: Sampling) -> Any:
+    if drawing in FREE:
+        drafter_class: Any = TRAINING_FREE[drawing]
+        return drafter_class(drafter_class.Config(**FREE[drawing]))
+    if drawing == "nothing":
+        return NullDrafter()
+    return ToyDrafter(TreeShape(parents=(-1, -1, 0), drawing=drawing), random_tables(3, 3, seed=5), sampling)
+
+
+def test_every_training_free_drafter_is_certified():
+    assert FREE.keys() == TRAINING_FREE.keys()
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_greedy_texts_with_a_training_free_drafter_are_those_of_plain_decoding(name):
+    def decode(drafter: Any) -> tuple[list[list[int]], int]:
+        texts: list[list[int]] = [[] for _ in range(3)]
+        target = ToyTarget(random_tables(3, 9, seed=4))
+        accepted = 0
+        for step in generate(target, drafter, GreedyAcceptance(), torch.arange(3)[:, None], max_new_tokens=9):
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                texts[row] += tokens
+            accepted += sum(step.num_accepted)
+        return texts, accepted
+
+    plain, _ = decode(NullDrafter())
+    texts, accepted = decode(loop_drafter(name, GREEDY))
+    assert texts == plain
+    assert accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -231,11 +272,7 @@ def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, c
     length = 4
     sampling = Sampling(temperature=0.8)
     target = ToyTarget(random_tables(3, length, seed=4))
-    drafter = (
-        NullDrafter()
-        if drawing == "nothing"
-        else ToyDrafter(TreeShape(parents=(-1, -1, 0), drawing=drawing), random_tables(3, 3, seed=5), sampling)
-    )
+    drafter = loop_drafter(drawing, sampling)
     texts = torch.zeros(num_rows, length, dtype=torch.long)
     filled = [0] * num_rows
     prompts = Prompts.of(torch.zeros(num_rows, 1, dtype=torch.long))

@@ -1,7 +1,9 @@
 """Properties of every registered drafter, trained on a few texts, saved and loaded."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,16 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import (
+    DRAFTERS,
+    TRAINING_FREE,
+    NullDrafter,
+    build_drafter,
+    load_drafter,
+    make_training_free,
+    parse_drafter,
+    save_drafter,
+)
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 from outrider.models.drafters.objective import Loss, Objective
@@ -42,6 +53,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
+FREE: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree_nodes": 5},
+    "recycling": {"tree_nodes": 12, "top_k": 3},
+    "suffix": {"tree_nodes": 8},
+}
+"""Small options of each training-free drafter."""
 VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
@@ -55,6 +72,7 @@ PROMPTS = [*MEMORISED, *UNSEEN]
 
 def test_every_registered_kind_is_tested_here():
     assert {options.get("kind", name) for name, options in OPTIONS.items()} == DRAFTERS.keys()
+    assert FREE.keys() == TRAINING_FREE.keys()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +167,17 @@ def kind(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(kind, target, batch, tmp_path_factory) -> Trained:
+def trained(kind, train) -> Trained:
+    return train(kind)
+
+
+@pytest.fixture(scope="module")
+def train(target, batch, tmp_path_factory) -> Callable[[str], Trained]:
+    """Return a function that trains each kind once."""
+    return cache(lambda kind: train_one(kind, target, batch, tmp_path_factory.mktemp(kind)))
+
+
+def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) -> Trained:
     drafter, batch = make(kind, target, batch)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in drafter.parameters() if parameter.requires_grad], lr=LEARNING_RATE
@@ -164,22 +192,31 @@ def trained(kind, target, batch, tmp_path_factory) -> Trained:
     with torch.no_grad():
         loss = drafter.loss(batch, Objective())
     drafter.calibrate(loss)
-    folder = tmp_path_factory.mktemp(kind)
     save_drafter(drafter, folder, target.identity)
     return Trained(drafter.to(target.dtype), folder, loss)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE})],
+)
+def name(request) -> str:
+    """Return a trainable kind, or the name of a training-free drafter."""
+    return request.param
+
+
 @pytest.fixture
-def drafter(trained, target) -> Any:
-    return trained.load(target)
+def drafter(name, train, target) -> Any:
+    """Return a training-free drafter, or one trained on the memorised prompts."""
+    return make_training_free(name, FREE[name], target) if name in FREE else train(name).load(target)
 
 
-@pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
-def either(request, kind, trained, target, batch) -> Any:
-    """Return a fresh drafter, mostly wrong, or one trained on the memorised prompts."""
-    if request.param == "trained":
-        return trained.load(target)
-    return make(kind, target, batch)[0].to(target.dtype).eval()
+@pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])
+def either(request, name, target, batch) -> Any:
+    """Return a fresh drafter, mostly wrong, or the one of `drafter`."""
+    if request.param == "ready" or name in FREE:
+        return request.getfixturevalue("drafter")
+    return make(name, target, batch)[0].to(target.dtype).eval()
 
 
 # --- training
@@ -253,11 +290,11 @@ def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(drafter, targ
         assert sampled(order) == [alone[row] for row in order]
 
 
-def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, kind):
+def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, name):
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
     plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
     actual = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
-    drawn = OPTIONS[kind].get("temperature", 0.0) > 0
+    drawn = OPTIONS.get(name, {}).get("temperature", 0.0) > 0
     assert (actual.tokens == plain.tokens) != drawn, "only sampled drafts change the sample"
 
 
@@ -268,7 +305,13 @@ def test_typical_acceptance_gives_complete_answers(drafter, target):
     assert any(map(any, actual.num_accepted))
 
 
-def test_a_step_of_every_kind_has_one_host_read(drafter, target):
+def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name, target):
+    """A training-free drafter reads the last token.
+
+    Token Recycling reads logits, too, by `to`. What it lists then, twice for each of two rows, is on
+    the host.
+    """
+    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": 2 + 2 * len(UNSEEN)}.get(name, 1)
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)
@@ -276,7 +319,7 @@ def test_a_step_of_every_kind_has_one_host_read(drafter, target):
     for _ in range(3):
         with HostReads() as reads, ScalarReads() as scalars:
             next(steps)
-        assert [name for name in reads.names if name != "item"] == ["tolist"]
+        assert [read for read in reads.names if read != "item"] == ["tolist"] * num_reads
         assert scalars.count == 0
         num_steps += 1
     assert num_steps == 3

@@ -74,6 +74,12 @@ def test_a_merge_is_named_by_its_parts_its_nodes_and_its_pace():
     ]
 
 
+def test_a_training_free_drafter_shows_its_nodes_and_what_was_set():
+    options = {"tree_nodes": 40, "depth": 10, "top_k": 8}
+    assert setting_words("recycling", options, {}) == "40 nodes"
+    assert setting_words("recycling", options, {"depth": 10}) == "depth 10, 40 nodes"
+
+
 def test_two_drafters_of_a_kind_are_named_by_the_options_that_differ() -> None:
     names = shown(method("redrafter a", weights="1"), method("redrafter b", weights="2", rnn=False), method("medusa c"))
     assert names == ["ReDrafter (rnn true), 4 beams of 5", "ReDrafter (rnn false), 4 beams of 5", "Medusa, 4 beams of 5"]

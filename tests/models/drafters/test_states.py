@@ -47,6 +47,7 @@ MERGES: dict[str, list[str]] = {
     "merged": ["redrafter", "prompt_lookup"],
     "merged draft model": ["draft_tree", "prompt_lookup"],
     "merged eagles": ["eagle3", "eagle"],
+    "merged training-free": ["recycling", "suffix"],
 }
 KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
 
