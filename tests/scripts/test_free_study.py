@@ -133,12 +133,17 @@ def test_a_plan_writes_nothing(run: Callable[..., Path], capsys: pytest.CaptureF
         (["--free", "sufix"], "sufix"),
         (["--drafter", "none"], "none holds no drafter"),
         (["--suites", "mt_bnch"], "mt_bnch"),
+        (["--suite-prompts", "2"], "--suite-prompts"),
+        (["--assistant", "DRAFTER"], "holds a redrafter"),
         (["--search", "5"], "--search is no mapping"),
         (["--search", "{beams: 5}"], "beams"),
         (["--others", "nothing"], "NAME=FOLDER"),
     ],
 )
-def test_wrong_options_raise_errors(run: Callable[..., Path], tmp_path: Path, changes: list[str], words: str) -> None:
+def test_wrong_options_raise_errors(
+    run: Callable[..., Path], folders: dict[str, Path], tmp_path: Path, changes: list[str], words: str
+) -> None:
+    changes = [str(folders["drafter"]) if change == "DRAFTER" else change for change in changes]
     with pytest.raises(ValueError, match=words):
         run(*changes, parts=("demo", "pace"))
     assert not (tmp_path / "study").exists()
