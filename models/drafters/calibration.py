@@ -34,11 +34,11 @@ MAX_DEPTH = 4
 """Deeper draft tokens are counted as if they were at this depth."""
 MAX_SOURCES = 8
 
-SCORE_WEIGHT = 4.0
+SCORE_WEIGHT = 8.0
 """How many observations a source's own score counts for."""
-AGREEMENT_WEIGHT = 6.0
+AGREEMENT_WEIGHT = 8.0
 """How many observations the estimate from the single sources counts for, where several spoke."""
-MAX_PRIOR = 40.0
+MAX_PRIOR = 30.0
 """Most observations that a cell of a prior counts for, so that a text can correct it."""
 MAX_TOTAL = 120.0
 """Cells with more observations are halved, so that the recent text counts most."""

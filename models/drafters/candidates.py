@@ -35,9 +35,13 @@ def tree_of(
     device: torch.device,
     *,
     num_nodes: int | None = None,
+    max_depth: int | None = None,
     origins: tuple[tuple[int, ...], ...] | None = None,
 ) -> DraftTree:
-    """Return the tree of all candidates of each row, padded to `num_nodes`, or to the fullest row."""
+    """Return the tree of all candidates of each row, padded to the fullest row.
+
+    A larger number of nodes, and a larger bound of the depth, may be given.
+    """
     num_nodes = max(len(row.tokens) for row in rows) if num_nodes is None else num_nodes
     depth = max((max(depths_of(row.parents), default=0) for row in rows), default=0)
 
@@ -48,7 +52,7 @@ def tree_of(
         torch.tensor([padded(values) for values in columns], dtype=torch.long, device=device).view(len(rows), num_nodes)
         for columns in ([row.tokens for row in rows], [row.parents for row in rows])
     )
-    return DraftTree(tokens=tokens, parents=parents, max_depth=depth, origins=origins)
+    return DraftTree(tokens=tokens, parents=parents, max_depth=max_depth or depth, origins=origins)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

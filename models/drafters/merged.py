@@ -10,8 +10,10 @@ So the tokens are those of plain decoding, greedy or sampled, whatever the clock
 """
 
 import time
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Annotated, Any
 
 import torch
@@ -19,6 +21,7 @@ from jaxtyping import Int
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
+from ..decoding.pacing import Pacer, widths_up_to
 from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
@@ -26,11 +29,18 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from .base import TrainableDrafter
 from .calibration import MAX_SOURCES, Counts, Prior
-from .candidates import NO_CANDIDATES, Candidates, tree_of
-from .merging import Child, MergedRow, Proposals, grow, rows_of_search, teach_children
+from .candidates import tree_of
+from .merging import MergedRow, Proposals, Walk, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
 
 PACES = ("expected", "fixed")
+
+EXPECTED_BOUNDS = (0.1, 0.3, 0.6, 1.0, 1.5, 2.5)
+"""Bounds of what the sources asked before expect, in draft tokens: gains are counted by it."""
+ACCEPTED_BOUNDS = (0.5, 1.5, 3.5)
+"""Bounds of the draft tokens accepted in the step before: gains are counted by it, too."""
+DEPTH_STEP = 8
+"""Trees of few sizes have a multiple of this as the bound of their depth."""
 
 Source = TrainableDrafter | TrainingFreeDrafter
 
@@ -53,8 +63,10 @@ class MergedState:
 
     sources: tuple[Any, ...]
     counts: tuple[Counts, ...]
-    open_children: tuple[Sequence[Child], ...]
-    """What was proposed after each row's last accepted token. The next token is the answer."""
+    walks: tuple[tuple[Walk, ...], ...]
+    """The proposals that each row's text has followed so far, up to its last accepted token."""
+    num_accepted: tuple[int, ...]
+    """Accepted draft tokens of the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +75,33 @@ class MergedDraft:
 
     drafted: tuple[Any, ...]
     counts: tuple[Counts, ...]
-    rows: tuple[MergedRow, ...]
+    walks: tuple[tuple[Walk, ...], ...]
+    """The proposals that the text has followed up to its last token, this one included."""
+    draft_seconds: float
+    drafted_at: float
+    """The clock when the tree was begun: its size costs time from here on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A proposal in the making."""
+
+    state: MergedState
+    last_token: Int[torch.Tensor, " batch"]
+    last_tokens: Sequence[int]
+    counts: tuple[Counts, ...]
+    drafted: dict[int, Any] = field(default_factory=dict)
+    """What each source needs to advance, by its index."""
+    proposals: list[list[Proposals]]
+    """The candidates so far, by row."""
 
 
 class MergedDrafter(Drafter[MergedState, MergedDraft]):
     """Drafter that merges the candidates of several sources into one tree.
 
-    `prior` is the calibration that each text starts from. Costs in seconds are measured as decoding
-    goes on and kept in the drafter, never in a state.
+    `prior` is the calibration that each text starts from. Seconds are measured while decoding and
+    kept in the drafter, for all its texts; they are no part of a state. With `few_sizes` trees are
+    padded to few shapes, for targets whose passes are compiled or recorded.
     """
 
     def __init__(
@@ -79,19 +110,29 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         config: MergedConfig,
         prior: Prior | None = None,
         *,
+        few_sizes: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ValueError for sources that can't be merged."""
         require_mergeable(sources)
-        self.sources, self.config, self.clock = dict(sources), config, clock
-        self.prior = prior
+        self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
         self._sources = tuple(sources.values())
         self._prior_counts = {} if prior is None else prior.counts(list(sources))
         self._layers = tuple(source.feature_layers for source in self._sources)
+        # Sources are asked in groups: all training-free ones first, which cost little.
+        trained = [index for index, source in enumerate(self._sources) if isinstance(source, TrainableDrafter)]
+        free = [index for index in range(len(self._sources)) if index not in trained]
+        self._groups = [group for group in (free, *([index] for index in trained)) if group]
+        self._pacers: dict[int, Pacer] = {}
 
     @property
     def max_nodes(self) -> int:
         return self.config.tree_nodes
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return the sizes of trees with `few_sizes`."""
+        return (self.max_nodes,) if self.config.pace == "fixed" else widths_up_to(self.max_nodes)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -118,7 +159,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 for index, source in enumerate(self._sources)
             ),
             counts=(self._prior_counts,) * batch,
-            open_children=((),) * batch,
+            walks=((),) * batch,
+            num_accepted=(0,) * batch,
         )
 
     def propose(
@@ -126,62 +168,126 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     ) -> tuple[DraftTree, MergedDraft]:
         # 1. Learn from the tokens that the target chose after the last trees.
         last_tokens: list[int] = last_token.tolist()
-        counts = tuple(map(_taught, state.counts, state.open_children, last_tokens))
-        # 2. Ask the sources, and merge their candidates.
-        drafted, candidates = zip(
-            *(self._ask(index, state.sources[index], last_token, last_tokens) for index in range(len(self._sources))),
-            strict=True,
+        started = self.clock()
+        counts, walks = zip(*map(_followed, state.counts, state.walks, [[token] for token in last_tokens]), strict=True)
+        draft = Draft(
+            state=state, last_token=last_token, last_tokens=last_tokens, counts=counts, proposals=[[] for _ in last_tokens]
         )
-        rows = tuple(
-            grow([Proposals(index, row) for index, row in enumerate(by_source) if row.tokens], row_counts, self.max_nodes)
-            for by_source, row_counts in zip(zip(*candidates, strict=True), counts, strict=True)
+        # 2. Ask the sources, merge their candidates, and choose the number of nodes.
+        if self.config.pace == "fixed":
+            for index in range(len(self._sources)):
+                self._ask(draft, index)
+            rows, num_nodes = self._merged(draft), self.max_nodes
+        else:
+            rows, num_nodes = self._paced(draft, self._pacer(len(last_tokens)))
+        # 3. Make the tree.
+        drafted_at = self.clock()
+        return self._tree(rows, num_nodes, last_token.device), MergedDraft(
+            drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
+            counts=counts,
+            walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
+            draft_seconds=drafted_at - started,
+            drafted_at=drafted_at,
         )
-        tree = tree_of_rows(rows, self.max_nodes, last_token.device)
-        return tree, MergedDraft(drafted=drafted, counts=counts, rows=rows)
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        # 1. The sources' states.
         states = tuple(
             source.advance(drafted.drafted[index], tree, accepted, self._output_for(index, output))
             for index, source in enumerate(self._sources)
         )
-        counts, open_children = [], []
-        for row, row_counts, path, tokens in zip(
-            drafted.rows, drafted.counts, accepted.host_nodes, accepted.tokens, strict=True
-        ):
-            row_counts = dict(row_counts) if path else row_counts
-            entries = [NO_NODE, *path]
-            for entry, token in zip(entries, tokens, strict=False):
-                teach_children(row_counts, row.children[entry], token)
-            counts.append(row_counts)
-            open_children.append(row.children.get(entries[-1], ()))
-        return MergedState(sources=states, counts=tuple(counts), open_children=tuple(open_children))
+        # 2. Learn which tokens were accepted. The token after the last one comes with `propose`.
+        counts, walks = zip(*map(_followed, drafted.counts, drafted.walks, accepted.tokens), strict=True)
+        # 3. Learn what the step took.
+        num_accepted = accepted.num_accepted.host
+        if self.config.pace == "expected":
+            tokens_per_row = 1 + sum(num_accepted) / len(num_accepted)
+            seconds = self.clock() - drafted.drafted_at
+            self._pacer(len(num_accepted)).add_step(tree.num_nodes, tokens_per_row, drafted.draft_seconds, seconds)
+        return MergedState(sources=states, counts=counts, walks=walks, num_accepted=num_accepted)
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
             counts=tuple(state.counts[row] for row in rows),
-            open_children=tuple(state.open_children[row] for row in rows),
+            walks=tuple(state.walks[row] for row in rows),
+            num_accepted=tuple(state.num_accepted[row] for row in rows),
         )
 
-    def _ask(
-        self, index: int, state: Any, last_token: Int[torch.Tensor, " batch"], last_tokens: Sequence[int]
-    ) -> tuple[Any, Sequence[Candidates]]:
-        """Return what a source needs to advance, and its candidates for each row."""
-        source = self._sources[index]
-        if isinstance(source, TrainableDrafter):
-            search, drafted = source.search(state, last_token)
-            return drafted, rows_of_search(search, self.max_nodes)
-        return TextState(state, last_tokens), source.candidates(state, last_tokens)
+    # --- drafting
 
-    def _skip(
-        self, index: int, state: Any, last_token: Int[torch.Tensor, " batch"], last_tokens: Sequence[int]
-    ) -> tuple[Any, Sequence[Candidates]]:
-        """Return what a source needs to advance without drafts."""
-        source = self._sources[index]
-        nothing = [NO_CANDIDATES] * len(last_tokens)
+    def _paced(self, draft: Draft, pacer: Pacer) -> tuple[tuple[MergedRow, ...], int]:
+        """Return the merged rows, and the number of nodes to verify, as the pacer chooses.
+
+        The groups of sources are asked one after another, each only if it is worth its time.
+        """
+        floors = None if pacer.is_trial else pacer.floors()
+        rows = self._merged(draft, floors)
+        gains = expected_tokens(rows)
+        accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
+        for group, indexes in enumerate(self._groups):
+            # 1. Skip a group that costs more than it is expected to gain.
+            situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
+            if not pacer.is_trial and not pacer.is_worth(group, situation):
+                for index in indexes:
+                    self._skip(draft, index)
+                continue
+            # 2. Merge its candidates.
+            started = self.clock()
+            for index in indexes:
+                self._ask(draft, index)
+            rows = self._merged(draft, floors)
+            before, gains = gains, expected_tokens(rows)
+            pacer.draft[group].add(self.clock() - started)
+            # 3. Learn what it has added.
+            if not pacer.is_trial:
+                pacer.add_gain(group, situation, pacer.best(gains)[1] - pacer.best(before)[1])
+        return rows, pacer.width(gains)
+
+    def _pacer(self, batch: int) -> Pacer:
+        """Return the costs of batches of about this size: up to twice as large."""
+        size = (batch - 1).bit_length()
+        if size not in self._pacers:
+            self._pacers[size] = Pacer(self.max_nodes, len(self._groups))
+        return self._pacers[size]
+
+    def _ask(self, draft: Draft, index: int) -> None:
+        """Let a source draft."""
+        source, state = self._sources[index], draft.state.sources[index]
         if isinstance(source, TrainableDrafter):
-            return source.skip(state, last_token), nothing
-        return TextState(state, last_tokens), nothing
+            search, draft.drafted[index] = source.search(state, draft.last_token)
+            candidates = rows_of_search(search, self.max_nodes)
+        else:
+            draft.drafted[index] = TextState(state, draft.last_tokens)
+            candidates = source.candidates(state, draft.last_tokens)
+        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
+            if row_candidates.tokens:
+                row.append(Proposals(index, row_candidates))
+
+    def _skip(self, draft: Draft, index: int) -> None:
+        """Let a source's state follow the text without drafts."""
+        source, state = self._sources[index], draft.state.sources[index]
+        if isinstance(source, TrainableDrafter):
+            draft.drafted[index] = source.skip(state, draft.last_token)
+        else:
+            draft.drafted[index] = TextState(state, draft.last_tokens)
+
+    def _merged(self, draft: Draft, floors: Sequence[float] | None = None) -> tuple[MergedRow, ...]:
+        """Merge the candidates so far, row by row."""
+        return tuple(
+            grow(proposals, counts, self.max_nodes, floors)
+            for proposals, counts in zip(draft.proposals, draft.counts, strict=True)
+        )
+
+    def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
+        """Return the tree of the likeliest nodes of each row, with their sources."""
+        origins = tuple(tuple(row.origins[:num_nodes]) for row in rows)
+        first = [row.first(num_nodes) for row in rows]
+        if not self.few_sizes:
+            return tree_of(first, device, origins=origins)
+        size = self.tree_sizes[bisect_left(self.tree_sizes, max(len(row.tokens) for row in first))]
+        depth = max((max(row.depths[:num_nodes], default=0) for row in rows), default=0)
+        return tree_of(first, device, num_nodes=size, max_depth=-(-depth // DEPTH_STEP) * DEPTH_STEP, origins=origins)
 
     def _output_for(self, index: int, output: TargetOutput) -> TargetOutput:
         """Return the target's output with the features that this source reads."""
@@ -208,16 +314,20 @@ def require_mergeable(sources: Mapping[str, Source]) -> None:
         raise ValueError(f"merged drafters need one vocabulary, and these have different sizes ({listed}); drop one")
 
 
-def tree_of_rows(rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
-    """Return the tree of the likeliest nodes of each row, with their sources."""
-    origins = tuple(tuple(row.origins[:num_nodes]) for row in rows)
-    return tree_of([row.first(num_nodes) for row in rows], device, origins=origins)
+def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
+    """Return the tokens that a row emits on average with the n likeliest nodes, n = 0, 1, ..."""
+    sums = [list(accumulate(row.probs, initial=1.0)) for row in rows]
+    if len(sums) == 1:
+        return sums[0]
+    longest = max(map(len, sums))
+    return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
 
 
-def _taught(counts: Counts, learned: Sequence[Child], token: int) -> Counts:
-    """Return the counts after the target has chosen this token among an entry's children."""
-    if not learned:
-        return counts
+def _followed(counts: Counts, walks: Sequence[Walk], tokens: Sequence[int]) -> tuple[Counts, tuple[Walk, ...]]:
+    """Return a row's calibration and proposals after these tokens of its text."""
+    if not walks or not tokens:
+        return counts, tuple(walks)
     counts = dict(counts)
-    teach_children(counts, learned, token)
-    return counts
+    for token in tokens:
+        walks = follow(counts, walks, token)
+    return counts, tuple(walks)

@@ -28,6 +28,10 @@ from .calibration import (
 )
 from .candidates import Candidates
 
+DISSENT = 0.65
+"""Share of the best single estimate that a token keeps if a source proposes only other tokens there.
+
+Measured with the demo's target and drafters, like all constants of calibration."""
 MAX_ESTIMATE = 0.995
 """No token is sure to be accepted."""
 
@@ -63,6 +67,13 @@ class MergedRow:
     depths: list[int]
     children: dict[int, list[Child]]
     """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
+
+    def child(self, entry: int, token: int) -> int | None:
+        """Return the child of an entry with this token, if it is a node."""
+        for node in range(entry + 1, len(self.tokens)):
+            if self.parents[node] == entry and self.tokens[node] == token:
+                return node
+        return None
 
     def first(self, num_nodes: int) -> Candidates:
         """Return the likeliest nodes as a tree."""
@@ -144,22 +155,34 @@ def children(
     # 3. Several: corrected by how often they were right together.
     merged, learned = [], []
     for token, (estimates, proposed_by, keys, own) in found.items():
-        missed = 1.0
-        for estimate in estimates:
-            missed *= 1.0 - estimate
-        both = min(1.0 - missed, MAX_ESTIMATE)
-        key = agreement_key(proposed_by, present, max(estimates))
+        best = max(estimates)
+        key = agreement_key(proposed_by, present, best)
         hits, total = counts.get(key, NO_COUNTS)
-        estimate = (hits + AGREEMENT_WEIGHT * both) / (total + AGREEMENT_WEIGHT)
+        start = best if proposed_by == present else DISSENT * best
+        estimate = (hits + AGREEMENT_WEIGHT * start) / (total + AGREEMENT_WEIGHT)
         merged.append((min(estimate, MAX_ESTIMATE), token, proposed_by, own))
         learned.append(Child(token, (*keys, key)))
     return merged, learned
 
 
-def teach_children(counts: Counts, learned: Sequence[Child], token: int) -> None:
-    """Count which of an entry's children is the token that the target chose there."""
-    for child in learned:
-        teach(counts, child.keys, child.token == token)
+Walk = tuple[MergedRow, int]
+"""A proposal, and the node that the text has reached in it; NO_NODE at its root."""
+
+
+def follow(counts: Counts, walks: Sequence[Walk], token: int) -> tuple[Walk, ...]:
+    """Learn from the token that the target chose, and return the proposals that it follows.
+
+    Nodes that weren't verified teach as well: whether a proposal was right shows in the text. Else
+    estimates that were too low by chance would never be corrected.
+    """
+    kept = []
+    for row, entry in walks:
+        for child in row.children.get(entry, ()):
+            teach(counts, child.keys, child.token == token)
+        node = row.child(entry, token)
+        if node is not None:
+            kept.append((row, node))
+    return tuple(kept)
 
 
 def rows_of_search(search: SearchTree, max_nodes: int) -> list[Candidates]:

@@ -26,7 +26,7 @@ NAMES = ["redrafter", "suffix", "recycling"]
 COUNTS = {
     source_key(0, 1) + 5: (3.0, 8.0),
     source_key(2, 9) + 63: (1.0, 2.0),
-    agreement_key(0b101, 0b111, 0.9): (30.0, 31.0),
+    agreement_key(0b101, 0b111, 0.9): (20.0, 21.0),
 }
 
 
@@ -44,7 +44,7 @@ def test_a_prior_follows_the_names_of_the_sources():
     assert counts == {
         source_key(3, 1) + 5: (3.0, 8.0),
         source_key(0, 9) + 63: (1.0, 2.0),
-        agreement_key(0b1001, 0b1011, 0.9): (30.0, 31.0),
+        agreement_key(0b1001, 0b1011, 0.9): (20.0, 21.0),
     }
     assert prior.counts(["suffix", "redrafter"]) == {source_key(1, 1) + 5: (3.0, 8.0)}
     assert Prior.of({}, NAMES).counts(NAMES) == {}

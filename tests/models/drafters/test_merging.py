@@ -10,7 +10,7 @@ from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
 from outrider.models.drafters.calibration import MAX_DEPTH, agreement_key, source_key
 from outrider.models.drafters.candidates import Candidates
-from outrider.models.drafters.merging import MergedRow, Proposals, grow, rows_of_search, teach_children
+from outrider.models.drafters.merging import MergedRow, Proposals, follow, grow, rows_of_search
 
 A, B, C, D, E = range(10, 15)
 
@@ -48,7 +48,8 @@ def test_equal_prefixes_are_one_node_with_both_sources():
         (A, B, D): 0b10,
         (E,): 0b10,
     }
-    assert merged[(A,)][1] > 0.9, "agreement is evidence"
+    assert merged[(A,)][1] == 0.9, "agreement: the best estimate"
+    assert merged[(E,)][1] < 0.2, "dissent: less than its own"
 
 
 def test_a_single_sources_tree_is_its_likeliest_nodes_with_falling_probabilities():
@@ -71,12 +72,12 @@ def test_hits_and_misses_move_the_estimates_of_their_cells_only():
     source = candidates((A, -1, 0.5), (B, 0, 0.5))
     for _ in range(50):
         row = merge(source, counts=counts)
-        teach_children(counts, row.children[NO_NODE], A)
-        teach_children(counts, row.children[0], C)
+        walks = follow(counts, follow(counts, [(row, NO_NODE)], A), C)
+        assert walks == ()
     assert counts == {source_key(0, 1): (50, 50), source_key(0, 2): (0, 50)}
     merged = paths(merge(source, counts=counts))
-    assert merged[(A,)][1] > 0.95
-    assert merged[(A, B)][1] < 0.05
+    assert merged[(A,)][1] > 0.9
+    assert merged[(A, B)][1] < 0.1
 
 
 def test_sources_that_agree_without_being_right_lose_their_credit():
@@ -84,11 +85,11 @@ def test_sources_that_agree_without_being_right_lose_their_credit():
     first, second = candidates((A, -1, 0.5)), candidates((A, -1, 0.5), (B, -1, 0.3))
     before = paths(merge(first, second))
     for _ in range(60):
-        teach_children(counts, merge(first, second, counts=counts).children[NO_NODE], B)
+        follow(counts, [(merge(first, second, counts=counts), NO_NODE)], B)
     after = paths(merge(first, second, counts=counts))
-    assert before[(A,)][1] > 0.7 > 0.5 > before[(B,)][1]
+    assert before[(A,)][1] > 2 * before[(B,)][1]
     assert after[(A,)][1] < 0.1
-    assert after[(B,)][1] > 0.9
+    assert after[(B,)][1] > 0.8
     assert agreement_key(0b11, 0b11, 0.02) > source_key(7, MAX_DEPTH) + 63, "the tables don't overlap"
 
 
@@ -115,3 +116,16 @@ def test_scores_without_probability_are_zero_and_nan_is_an_error():
     assert row.scores == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="not numbers"):
         rows_of_search(search(0.0, math.nan, -1.0), 9)
+
+
+def test_a_proposal_teaches_as_long_as_the_text_follows_it():
+    """The walk goes from the root over A to its child B; C after B was never proposed."""
+    counts: dict[int, tuple[float, float]] = {}
+    row = merge(candidates((A, -1, 0.5), (D, -1, 0.4), (B, 0, 0.5)))
+    walks = follow(counts, [(row, NO_NODE)], A)
+    assert walks == ((row, 0),)
+    assert counts == {source_key(0, 1): (1, 2)}
+    walks = follow(counts, walks, B)
+    assert counts[source_key(0, 2)] == (1, 1)
+    assert follow(counts, walks, C) == ()
+    assert counts == {source_key(0, 1): (1, 2), source_key(0, 2): (1, 1)}

@@ -1,0 +1,263 @@
+"""Drafting by expected gain: how much of a draft is worth its time, decided at each step.
+
+Decoding is a series of steps, each of which takes D seconds of drafting and T(n) seconds for a tree
+of n nodes, and emits 1 + sum of q tokens on average, where q is a node's probability of acceptance.
+The most tokens per second, R, are reached by the choices that maximise
+
+    tokens - R * seconds                                    (Dinkelbach's rule for a ratio of means)
+
+at each step: the n likeliest nodes are verified where n maximises 1 + sum of q - R * T(n), and a
+source drafts if the tokens that it adds are expected to exceed R times its seconds. R is the mean of
+the steps so far, which the rule improves until no choice is better.
+
+All costs are running medians of measured seconds, so that a stall moves nothing. Nothing here
+changes tokens, and nothing reads random numbers.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import sqrt
+from statistics import median_low
+
+WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255, 383, 511)
+"""Numbers of nodes that are considered, besides the largest.
+
+A pass reads one token more, and the costs of kernels jump after powers of two.
+"""
+WINDOW = 5
+"""Measurements that a median is taken of."""
+NUM_TRIALS = 2
+"""How often each width of the first steps is tried."""
+RATE_MEMORY = 50
+"""Steps that the mean of tokens per second remembers. What a token is worth depends on how hard the
+text is here, so the memory is short."""
+UNCERTAINTY = 1.0
+"""Tokens by which a gain that was observed once may be too low; it falls with the count."""
+GAIN_MEMORY = 60
+"""Observations that a mean gain remembers."""
+REVISIT_STEPS = 48
+"""After so many steps a width next to the best one is measured again."""
+PATIENCE, MAX_PATIENCE = 40.0, 160.0
+"""A source that isn't worth its time is asked again after so many steps per token that it costs, so
+that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
+STALL = 3.0
+"""A step that takes more than this times its expected seconds counts as this much."""
+
+
+def widths_up_to(max_nodes: int) -> tuple[int, ...]:
+    """Return the numbers of nodes that are considered."""
+    return (*(width for width in WIDTHS if width < max_nodes), max_nodes)
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Running median of one cost."""
+
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    median: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.samples.append(seconds)
+        self.median = median_low(self.samples)
+
+
+class StepSeconds:
+    """T(n): seconds of a step after drafting, by the number of nodes that are verified."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.widths = widths_up_to(max_nodes)
+        self.measured = [Seconds() for _ in self.widths]
+        self.nodes = [Seconds() for _ in self.widths]
+        """The number of nodes of the measurements: between the width below and this one."""
+        self.last_steps = [-1] * len(self.widths)
+        self.table = [0.0] * (max_nodes + 1)
+
+    def index(self, num_nodes: int) -> int:
+        """Return the index of the smallest width of at least so many nodes."""
+        return next(index for index, width in enumerate(self.widths) if width >= num_nodes)
+
+    def add(self, num_nodes: int, seconds: float, step: int) -> None:
+        """Add a measurement, and compute the table anew if a median has changed."""
+        index = self.index(num_nodes)
+        before = self.measured[index].median, self.nodes[index].median
+        self.measured[index].add(seconds)
+        self.nodes[index].add(float(num_nodes))
+        self.last_steps[index] = step
+        if before != (self.measured[index].median, self.nodes[index].median):
+            pairs = zip(self.nodes, self.measured, strict=True)
+            points = [(int(nodes.median), cost.median) for nodes, cost in pairs if cost.samples]
+            self.table = interpolated(points, len(self.table))
+
+
+def interpolated(points: Sequence[tuple[int, float]], length: int) -> list[float]:
+    """Return the costs of 0, 1, ... nodes from measured points (nodes, seconds), in order.
+
+    More nodes never cost less: a point above a later one was disturbed and is lowered to it. Behind
+    the last point the costs rise as before it.
+    """
+    # 1. Lower the points that are above a later one.
+    lowest, falling = points[-1][1], []
+    for nodes, seconds in reversed(points):
+        lowest = min(lowest, seconds)
+        falling.append((nodes, lowest))
+    points = falling[::-1]
+    # 2. Interpolate between the points.
+    table = [points[0][1]] * min(points[0][0] + 1, length)
+    slope = 0.0
+    for (left, low), (right, high) in pairwise(points):
+        if right > left:
+            slope = (high - low) / (right - left)
+            table += [low + slope * step for step in range(1, right - left + 1)]
+    # 3. Extrapolate.
+    table += [table[-1] + slope * step for step in range(1, length - len(table) + 1)]
+    return table[:length]
+
+
+def lowest_slopes(table: Sequence[float]) -> list[float]:
+    """Return, for each number of nodes, the least seconds per further node of any larger tree.
+
+    The last number has no larger tree: infinity.
+    """
+    slopes = [float("inf")] * len(table)
+    # The lower convex hull from the right: its first edge from each point is the lowest slope.
+    hull: list[int] = []
+    for n in range(len(table) - 1, -1, -1):
+        while len(hull) > 1 and _slope(table, n, hull[-1]) >= _slope(table, hull[-1], hull[-2]):
+            hull.pop()
+        if hull:
+            slopes[n] = _slope(table, n, hull[-1])
+        hull.append(n)
+    return slopes
+
+
+def _slope(table: Sequence[float], left: int, right: int) -> float:
+    return (table[right] - table[left]) / (right - left)
+
+
+def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widths: Sequence[int]) -> tuple[int, float]:
+    """Return the number of nodes that maximises tokens - rate x seconds, and the maximum.
+
+    `gains[n]` are the expected tokens of the n likeliest nodes; the last entry is all there is.
+    """
+    most = len(gains) - 1
+    best, value = 0, gains[0] - rate * table[0]
+    for width in widths:
+        nodes = min(width, most)
+        if gains[nodes] - rate * table[nodes] > value:
+            best, value = nodes, gains[nodes] - rate * table[nodes]
+        if width >= most:
+            break
+    return best, value
+
+
+@dataclass(slots=True)
+class MeanGain:
+    """Mean of the tokens that a source added, in one kind of situation."""
+
+    count: int = 0
+    mean: float = 0.0
+    skipped: int = 0
+    """Steps since it was asked last."""
+    patience: float = PATIENCE
+    """Skipped steps per token of its cost after which it is asked again."""
+
+    def add(self, gain: float) -> None:
+        self.count += 1
+        self.mean += (gain - self.mean) / min(self.count, GAIN_MEMORY)
+        self.skipped = 0
+
+    def is_worth(self, cost: float) -> bool:
+        """Return whether to ask, at a cost in tokens."""
+        # Few observations may be too low by chance: a source that costs little is asked anyway.
+        if not self.count or self.mean + UNCERTAINTY / sqrt(self.count) > cost:
+            self.patience = PATIENCE
+            return True
+        self.skipped += 1
+        if self.skipped > self.patience * cost:
+            self.patience = min(2 * self.patience, MAX_PATIENCE)
+            return True
+        return False
+
+
+class Pacer:
+    """Costs and gains of the steps of batches of about one size, and the choices they lead to.
+
+    `num_groups` groups of sources are asked one after another. All tokens are per row.
+    """
+
+    def __init__(self, max_nodes: int, num_groups: int) -> None:
+        self.verify = StepSeconds(max_nodes)
+        self.draft = [Seconds() for _ in range(num_groups)]
+        self.gains: list[dict[tuple[int, ...], MeanGain]] = [{} for _ in range(num_groups)]
+        widths = self.verify.widths
+        self._trials = [*widths[::-2], 0] * NUM_TRIALS  # the last one first: they are popped
+        self.step = 0
+        self._tokens = self._seconds = 0.0
+        self._floors: tuple[float, list[float]] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second so far; at first those of plain decoding."""
+        if self._seconds:
+            return self._tokens / self._seconds
+        return 1.0 / self.verify.table[0] if self.verify.table[0] else 0.0
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next step only measures."""
+        return bool(self._trials)
+
+    def floors(self) -> list[float]:
+        """Return the least probability that makes a further node worth its time, by number."""
+        rate = self.rate
+        # The slopes change slowly, and so does the rate: compute them anew now and then.
+        if self._floors is None or self.step % 8 == 0 or not 0.97 < rate / self._floors[0] < 1.03:
+            self._floors = rate, [rate * slope for slope in lowest_slopes(self.verify.table)]
+        return self._floors[1]
+
+    def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
+        """Return whether a group of sources is worth its time in this situation."""
+        return self.gains[group].setdefault(situation, MeanGain()).is_worth(self.rate * self.draft[group].median)
+
+    def add_gain(self, group: int, situation: tuple[int, ...], gain: float) -> None:
+        """Learn what a group that was asked has added, in tokens less what their time is worth."""
+        self.gains[group].setdefault(situation, MeanGain()).add(gain)
+
+    def width(self, gains: Sequence[float]) -> int:
+        """Return how many nodes to verify; in a trial the width to be tried."""
+        if self._trials:
+            return min(self._trials[-1], len(gains) - 1)
+        best, _ = self.best(gains)
+        if self.step % (REVISIT_STEPS // 3) == 0:
+            return self._revisited(best, len(gains) - 1)
+        return best
+
+    def best(self, gains: Sequence[float]) -> tuple[int, float]:
+        """Return the best number of nodes, and its tokens less what its time is worth."""
+        return best_width(gains, self.verify.table, self.rate, self.verify.widths)
+
+    def add_step(self, num_nodes: int, tokens: float, draft_seconds: float, verify_seconds: float) -> None:
+        """Learn from a step that is over."""
+        num_nodes = min(num_nodes, len(self.verify.table) - 1)
+        expected = self.verify.table[num_nodes]
+        self.verify.add(num_nodes, verify_seconds, self.step)
+        self.step += 1
+        if self._trials:
+            self._trials.pop()
+            return
+        self._tokens += tokens
+        self._seconds += min(draft_seconds, STALL * sum(cost.median for cost in self.draft)) + min(
+            verify_seconds, STALL * expected
+        )
+        kept = 1 - 1 / RATE_MEMORY
+        self._tokens, self._seconds = kept * self._tokens, kept * self._seconds
+
+    def _revisited(self, best: int, most: int) -> int:
+        """Return a width next to the best that wasn't measured for long; else the best."""
+        index = self.verify.index(best)
+        for other in (index + 1, index - 1):
+            if 0 <= other < len(self.verify.widths) and self.step - self.verify.last_steps[other] > REVISIT_STEPS:
+                return min(self.verify.widths[other], most)
+        return best

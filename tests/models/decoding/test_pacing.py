@@ -1,0 +1,144 @@
+"""The rules of pacing on small tables: costs, the best number of nodes, and what is worth its time."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from outrider.models.decoding.pacing import (
+    MAX_PATIENCE,
+    NUM_TRIALS,
+    REVISIT_STEPS,
+    MeanGain,
+    Pacer,
+    StepSeconds,
+    best_width,
+    interpolated,
+    lowest_slopes,
+    widths_up_to,
+)
+
+
+def test_widths_end_with_the_largest():
+    assert widths_up_to(1) == (0, 1)
+    assert widths_up_to(40) == (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 40)
+    assert widths_up_to(15) == (0, 1, 2, 3, 5, 7, 11, 15)
+
+
+def test_costs_between_measurements_are_interpolated_and_never_fall():
+    """The point at 3 nodes was disturbed: 9 seconds for what costs less than 5 with more nodes."""
+    table = interpolated([(0, 1.0), (1, 2.0), (3, 9.0), (5, 5.0)], 9)
+    assert table == pytest.approx([1, 2, 3.5, 5, 5, 5, 5, 5, 5])
+    assert interpolated([(2, 3.0), (4, 5.0)], 8) == pytest.approx([3, 3, 3, 4, 5, 6, 7, 8])
+    assert interpolated([(5, 2.0)], 3) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_lowest_slope_is_that_of_the_best_larger_tree(seed):
+    rng = random.Random(seed)
+    table = [0.0]
+    for _ in range(12):
+        table.append(table[-1] + rng.choice([0.0, 0.1, 1.0, 3.0]))
+    slopes = lowest_slopes(table)
+    for n in range(12):
+        assert slopes[n] == pytest.approx(min((table[m] - table[n]) / (m - n) for m in range(n + 1, 13)))
+    assert slopes[12] == float("inf")
+
+
+def test_the_best_width_jumps_over_a_step_of_the_costs():
+    """A tree of 3 costs as much as one of 2, and 4 nodes cost far more."""
+    table = [1.0, 1.5, 1.9, 1.9, 4.0]
+    widths = (0, 1, 2, 3, 4)
+    assert best_width([1.0, 1.6, 2.1, 2.5, 2.6], table, 1.0, widths)[0] == 3
+    assert best_width([1.0, 1.1, 1.2, 1.3, 1.4], table, 1.0, widths)[0] == 0, "nothing is worth its time"
+    assert best_width([1.0, 1.9], table, 1.0, widths) == (1, pytest.approx(0.4))
+    assert best_width([1.0], table, 1.0, widths)[0] == 0
+
+
+def test_a_stall_moves_no_cost():
+    seconds = StepSeconds(7)
+    for step in range(5):
+        seconds.add(0, 1.0, step)
+        seconds.add(7, 2.0, step)
+    before = list(seconds.table)
+    seconds.add(7, 500.0, 6)
+    seconds.add(0, 300.0, 7)
+    assert seconds.table == before
+
+
+def run_trials(pacer: Pacer, cost=lambda n: 1.0 + 0.1 * n, tokens: float = 2.0) -> list[int]:
+    widths = []
+    while pacer.is_trial:
+        width = pacer.width([1.0 + 0.1 * n for n in range(41)])
+        widths.append(width)
+        pacer.add_step(width, tokens, 0.1, cost(width))
+    return widths
+
+
+def test_the_first_dozen_steps_measure_small_and_large_trees():
+    pacer = Pacer(40, 1)
+    widths = run_trials(pacer)
+    assert len(widths) <= 14
+    assert {0, 40} < set(widths)
+    assert len(set(widths)) * NUM_TRIALS >= len(widths) - NUM_TRIALS
+    assert pacer.verify.table == pytest.approx([1.0 + 0.1 * n for n in range(41)])
+
+
+def test_the_rate_begins_with_plain_decoding_and_follows_the_steps():
+    pacer = Pacer(40, 1)
+    assert pacer.rate == 0.0
+    run_trials(pacer)
+    assert pacer.rate == pytest.approx(1.0)
+    for _ in range(20):
+        pacer.draft[0].add(0.5)
+        pacer.add_step(10, 4.0, 0.5, 2.0)
+    assert pacer.rate == pytest.approx(1.6)
+    pacer.add_step(10, 4.0, 50.0, 300.0)
+    assert 1.3 < pacer.rate < 1.6, "a stall counts as a slow step"
+
+
+def test_a_source_that_gains_less_than_it_costs_is_asked_ever_more_seldom():
+    gain, asked = MeanGain(), []
+    for step in range(2000):
+        if gain.is_worth(1.0):
+            asked.append(step)
+            gain.add(0.0)
+    pauses = [after - before for before, after in pairwise(asked)]
+    assert pauses[:2] == sorted(pauses[:2])
+    assert MAX_PATIENCE <= pauses[-1] <= MAX_PATIENCE + 2
+    assert len(asked) < 0.02 * 2000
+
+
+def test_a_source_that_became_worth_its_time_is_asked_again():
+    gain = MeanGain()
+    for _ in range(10):
+        gain.is_worth(1.0)
+        gain.add(0.0)
+    assert not gain.is_worth(1.0)
+    asked = 0
+    for _ in range(1000):
+        if gain.is_worth(1.0):
+            gain.add(9.0)
+            asked += 1
+    assert asked > 500
+
+
+def test_a_cheap_source_is_asked_even_if_it_failed_a_few_times():
+    gain = MeanGain()
+    for _ in range(10):
+        assert gain.is_worth(0.05)
+        gain.add(0.0)
+
+
+def test_neighbours_of_the_best_width_are_measured_again_now_and_then():
+    """Else a cost that was measured too high would never be corrected."""
+    pacer = Pacer(40, 1)
+    run_trials(pacer)
+    gains = [1.0 + min(n, 7) * 0.6 for n in range(41)]
+    widths = []
+    for _ in range(10 * REVISIT_STEPS):
+        widths.append(pacer.width(gains))
+        pacer.add_step(widths[-1], gains[widths[-1]], 0.1, 1.0 + 0.1 * widths[-1])
+    assert max(set(widths), key=widths.count) == 7
+    assert {5, 11} <= set(widths)
+    assert widths.count(7) > 0.95 * len(widths)
