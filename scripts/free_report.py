@@ -19,14 +19,18 @@ DEMO_COLUMNS = ("slowest prompt", "least repeating third")
 
 
 def tables(rows: Sequence[StudyRow], pairs: Sequence[Pair]) -> str:
-    """Format a table for each cell, and one that compares paces."""
+    """Format a table for each cell, one that compares paces, and one of sources."""
     parts = []
     for part in (DEMO, SAMPLED, BATCH, GROWN):
         cases = dict.fromkeys(case_of(row) for row in rows if row["part"] == part)
         for case in cases:
             of_case = [row for row in rows if row["part"] == part and case_of(row) == case]
             parts.append(cell_table(f"{part}: {case}", of_case, is_demo=part == DEMO))
-    return "\n".join([*parts, *([pace_table(pairs)] if any(pair["part"] in (PACE, GROWN) for pair in pairs) else [])])
+    if any(pair["part"] in (PACE, GROWN) for pair in pairs):
+        parts.append(pace_table(pairs))
+    if any(is_expected(row) for row in rows):
+        parts.append(sources_table(rows))
+    return "\n".join(parts)
 
 
 def cell_table(title: str, rows: Sequence[StudyRow], *, is_demo: bool) -> str:
@@ -56,6 +60,13 @@ def pace_table(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sources_table(rows: Sequence[StudyRow]) -> str:
+    """Format which source's drafts were accepted in the merged tree, by case."""
+    lines = ["| sources of the tokens of merged, expected | |", "|---|---|"]
+    shares = {f"{row['part']}: {case_of(row)}": row["sources"] for row in rows if is_expected(row) and row["batch_size"] == 1}
+    return "\n".join([*lines, *(f"| {case} | {text} |" for case, text in shares.items())]) + "\n"
+
+
 def speed_text(row: Mapping[str, Any]) -> str:
     """Format a speedup with its interval and its marks; a fault or an error has no speed."""
     if row.get("speedup") is None:
@@ -83,9 +94,8 @@ def notes(rows: Sequence[StudyRow]) -> list[str]:
         rule = f"Disturbed: an answer, or plain decoding's beside it, took over {MAX_RATIO:g} times its usual time"
         lines.append(f"{rule}. The same command measures only these answers again.")
     lines += [f"No speedup for {row['method']} ({case_of(row)}): it is {row['fault']}." for row in rows if row["fault"]]
-    for row in rows:
-        if row["sources"] and is_expected(row):
-            lines.append(f"Tokens of {row['method']} ({case_of(row)}) by their source: {row['sources']}.")
+    if any(row["num_identical"] < row["num_prompts"] and not row["fault"] for row in rows):
+        lines.append("Answers in 16 bits that aren't identical were audited: they differ within the noise of the arithmetic.")
     return lines
 
 

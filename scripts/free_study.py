@@ -25,7 +25,7 @@ from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
 from drafter_settings import parse_drafters
-from free_cells import PARTS, Cell, cells_of
+from free_cells import BATCH, BATCH_SIZE, PACE, PARTS, Cell, cells_of
 from free_figures import fixed_nodes, read_cell
 from free_marks import judge
 from free_report import notes, plot_all, tables
@@ -120,6 +120,13 @@ def checked_cells(args: argparse.Namespace) -> list[Cell]:
         read_drafter_config(folder)
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(f"{folder / WEIGHTS_FILE} is missing; give the `drafter/` folder of a finished training")
+    if args.assistant and (kind := read_drafter_config(args.assistant).kind) != "draft_model":
+        raise ValueError(f"--assistant {args.assistant} holds a {kind}; transformers' assisted generation needs a draft_model")
+    for part, name in ((BATCH, "prompts"), (PACE, "suite_prompts")):
+        if part in args.parts and getattr(args, name) < BATCH_SIZE:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; the part {part} has batches of {BATCH_SIZE}"
+            )
     cells = cells_of(args, parse_drafters(args.others))
     for cell in cells:
         load_suites(cell.config)
