@@ -26,7 +26,7 @@ class _Accumulating(MergedDrafter):
 def measure_prior(
     target: Target,
     sources: Mapping[str, Source],
-    prompts: Iterable[Int[torch.Tensor, " seq"]],
+    prompts: Iterable[Int[torch.Tensor, " _"]],
     *,
     max_new_tokens: int = 128,
     tree_nodes: int = 64,
