@@ -8,7 +8,9 @@ The most tokens per second, R, are reached by the choices that maximise
 
 at each step: the n likeliest nodes are verified where n maximises 1 + sum of q - R * T(n), and a
 source drafts if the tokens that it adds are expected to exceed R times its seconds. R is the mean of
-the steps so far, which the rule improves until no choice is better.
+the steps so far, which the rule improves until no choice is better, and at least that of plain
+decoding, which is always a choice. The likeliest nodes are those whose q is most often too high. So
+the expected drafts are scaled by the share of them that came in the steps before.
 
 All costs are running medians of measured seconds, so that a stall moves nothing. Nothing here
 changes tokens, and nothing reads random numbers.
@@ -42,6 +44,8 @@ REVISIT_STEPS = 48
 PATIENCE, MAX_PATIENCE = 40.0, 160.0
 """A source that isn't worth its time is asked again after so many steps per token that it costs, so
 that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
+TRUST_WEIGHT = 4.0
+"""Draft tokens for which the expectation is taken as right before any step."""
 STALL = 3.0
 """A step that takes more than this times its expected seconds counts as this much."""
 
@@ -195,14 +199,19 @@ class Pacer:
         self._trials = [*widths[::-2], 0] * NUM_TRIALS  # the last one first: they are popped
         self.step = 0
         self._tokens = self._seconds = 0.0
+        self._expected = self._accepted = TRUST_WEIGHT
         self._floors: tuple[float, list[float]] | None = None
 
     @property
     def rate(self) -> float:
-        """Tokens per second so far; at first those of plain decoding."""
-        if self._seconds:
-            return self._tokens / self._seconds
-        return 1.0 / self.verify.table[0] if self.verify.table[0] else 0.0
+        """Tokens per second so far, and at least those of plain decoding."""
+        plain = 1.0 / self.verify.table[0] if self.verify.table[0] > 0.0 else 0.0
+        return max(self._tokens / self._seconds, plain) if self._seconds > 0.0 else plain
+
+    def trusted(self, gains: Sequence[float]) -> list[float]:
+        """Scale expected tokens by the share of the expected drafts that came so far."""
+        share = self._accepted / self._expected
+        return [1.0 + share * (gain - 1.0) for gain in gains]
 
     @property
     def is_trial(self) -> bool:
@@ -213,8 +222,9 @@ class Pacer:
         """Return the least probability that makes a further node worth its time, by number."""
         rate = self.rate
         # The slopes change slowly, and so does the rate: compute them anew now and then.
-        if self._floors is None or self.step % 8 == 0 or not 0.97 < rate / self._floors[0] < 1.03:
-            self._floors = rate, [rate * slope for slope in lowest_slopes(self.verify.table)]
+        if self._floors is None or self.step % 8 == 0 or abs(rate - self._floors[0]) > 0.03 * rate:
+            cost = rate * self._expected / self._accepted
+            self._floors = rate, [cost * slope for slope in lowest_slopes(self.verify.table)]
         return self._floors[1]
 
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
@@ -238,10 +248,10 @@ class Pacer:
         """Return the best number of nodes, and its tokens less what its time is worth."""
         return best_width(gains, self.verify.table, self.rate, self.verify.widths)
 
-    def add_step(self, num_nodes: int, tokens: float, draft_seconds: float, verify_seconds: float) -> None:
-        """Learn from a step that is over."""
+    def add_step(self, num_nodes: int, tokens: float, expected: float, draft_seconds: float, verify_seconds: float) -> None:
+        """Learn from a step that is over; `expected` are its tokens before scaling."""
         num_nodes = min(num_nodes, len(self.verify.table) - 1)
-        expected = self.verify.table[num_nodes]
+        usual_seconds = self.verify.table[num_nodes]
         self.verify.add(num_nodes, verify_seconds, self.step)
         self.step += 1
         if self._trials:
@@ -249,10 +259,12 @@ class Pacer:
             return
         self._tokens += tokens
         self._seconds += min(draft_seconds, STALL * sum(cost.median for cost in self.draft)) + min(
-            verify_seconds, STALL * expected
+            verify_seconds, STALL * usual_seconds
         )
         kept = 1 - 1 / RATE_MEMORY
         self._tokens, self._seconds = kept * self._tokens, kept * self._seconds
+        self._expected = kept * (self._expected + expected - 1.0) + (1.0 - kept) * TRUST_WEIGHT
+        self._accepted = kept * (self._accepted + tokens - 1.0) + (1.0 - kept) * TRUST_WEIGHT
 
     def _revisited(self, best: int, most: int) -> int:
         """Return a width next to the best that wasn't measured for long; else the best."""

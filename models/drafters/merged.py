@@ -77,6 +77,8 @@ class MergedDraft:
     counts: tuple[Counts, ...]
     walks: tuple[tuple[Walk, ...], ...]
     """The proposals that the text has followed up to its last token, this one included."""
+    expected: float
+    """Tokens that the step is expected to emit in each row."""
     draft_seconds: float
     drafted_at: float
     """The clock when the tree was begun: its size costs time from here on."""
@@ -180,12 +182,14 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             rows, num_nodes = self._merged(draft), self.max_nodes
         else:
             rows, num_nodes = self._paced(draft, self._pacer(len(last_tokens)))
+        expected = expected_tokens(rows)
         # 3. Make the tree.
         drafted_at = self.clock()
         return self._tree(rows, num_nodes, last_token.device), MergedDraft(
             drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
             counts=counts,
             walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
+            expected=expected[min(num_nodes, len(expected) - 1)],
             draft_seconds=drafted_at - started,
             drafted_at=drafted_at,
         )
@@ -203,7 +207,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         if self.config.pace == "expected":
             tokens_per_row = 1 + sum(num_accepted) / len(num_accepted)
             seconds = self.clock() - drafted.drafted_at
-            self._pacer(len(num_accepted)).add_step(tree.num_nodes, tokens_per_row, drafted.draft_seconds, seconds)
+            pacer = self._pacer(len(num_accepted))
+            pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
         return MergedState(sources=states, counts=counts, walks=walks, num_accepted=num_accepted)
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
@@ -223,7 +228,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         """
         floors = None if pacer.is_trial else pacer.floors()
         rows = self._merged(draft, floors)
-        gains = expected_tokens(rows)
+        gains = pacer.trusted(expected_tokens(rows))
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
             # 1. Skip a group that costs more than it is expected to gain.
@@ -237,7 +242,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             for index in indexes:
                 self._ask(draft, index)
             rows = self._merged(draft, floors)
-            before, gains = gains, expected_tokens(rows)
+            before, gains = gains, pacer.trusted(expected_tokens(rows))
             pacer.draft[group].add(self.clock() - started)
             # 3. Learn what it has added.
             if not pacer.is_trial:

@@ -71,7 +71,7 @@ def run_trials(pacer: Pacer, cost=lambda n: 1.0 + 0.1 * n, tokens: float = 2.0) 
     while pacer.is_trial:
         width = pacer.width([1.0 + 0.1 * n for n in range(41)])
         widths.append(width)
-        pacer.add_step(width, tokens, 0.1, cost(width))
+        pacer.add_step(width, tokens, tokens, 0.1, cost(width))
     return widths
 
 
@@ -91,10 +91,23 @@ def test_the_rate_begins_with_plain_decoding_and_follows_the_steps():
     assert pacer.rate == pytest.approx(1.0)
     for _ in range(20):
         pacer.draft[0].add(0.5)
-        pacer.add_step(10, 4.0, 0.5, 2.0)
+        pacer.add_step(10, 4.0, 4.0, 0.5, 2.0)
     assert pacer.rate == pytest.approx(1.6)
-    pacer.add_step(10, 4.0, 50.0, 300.0)
+    pacer.add_step(10, 4.0, 4.0, 50.0, 300.0)
     assert 1.3 < pacer.rate < 1.6, "a stall counts as a slow step"
+
+
+def test_expectations_that_never_come_true_end_in_plain_steps():
+    pacer = Pacer(40, 1)
+    run_trials(pacer)
+    gains = [1.0 + 0.3 * min(n, 10) for n in range(41)]
+    widths = []
+    for _ in range(60):
+        widths.append(pacer.width(pacer.trusted(gains)))
+        pacer.add_step(widths[-1], 1.0, gains[widths[-1]], 0.1, 1.0 + 0.1 * widths[-1])
+    assert widths[0] > 0, "before any step they are taken as right"
+    assert widths[-40:].count(0) > 30
+    assert pacer.rate == pytest.approx(1.0), "plain decoding is always a choice"
 
 
 def test_a_source_that_gains_less_than_it_costs_is_asked_ever_more_seldom():
@@ -138,7 +151,7 @@ def test_neighbours_of_the_best_width_are_measured_again_now_and_then():
     widths = []
     for _ in range(10 * REVISIT_STEPS):
         widths.append(pacer.width(gains))
-        pacer.add_step(widths[-1], gains[widths[-1]], 0.1, 1.0 + 0.1 * widths[-1])
+        pacer.add_step(widths[-1], gains[widths[-1]], gains[widths[-1]], 0.1, 1.0 + 0.1 * widths[-1])
     assert max(set(widths), key=widths.count) == 7
     assert {5, 11} <= set(widths)
     assert widths.count(7) > 0.95 * len(widths)

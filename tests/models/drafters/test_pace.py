@@ -12,7 +12,7 @@ from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, Specu
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, NullDrafter
 from outrider.models.drafters.candidates import Candidates
-from outrider.models.drafters.merged import Draft, MergedConfig, MergedDrafter, MergedState
+from outrider.models.drafters.merged import Draft, MergedConfig, MergedDrafter, MergedState, expected_tokens
 from outrider.models.drafters.merging import follow
 from outrider.models.drafters.training_free import TrainingFreeDrafter
 
@@ -128,7 +128,8 @@ class Simulation:
                 break
             length += 1
         self.position, self.walks, self.num_accepted = self.position + length + 1, walks, length
-        pacer.add_step(num_nodes, 1.0 + length, drafted_at - started, self.clock() - drafted_at)
+        expected = expected_tokens((row,))[num_nodes]
+        pacer.add_step(num_nodes, 1.0 + length, expected, drafted_at - started, self.clock() - drafted_at)
         return num_nodes
 
     def run(self, num_tokens: int) -> tuple[int, float, list[int]]:
