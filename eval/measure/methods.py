@@ -3,6 +3,7 @@
 A method is a drafter in one setting, under the name that the tables show.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,8 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...data.files import read_dataclass
 from ...models.decoding.protocols import Drafter
 from ...models.drafters import NullDrafter, load_drafter
+from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
 from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
@@ -21,6 +24,8 @@ from ..config import EvalConfig
 from ..records.names import BASELINE
 from ..records.run_files import Place
 from .turns import Method
+
+logger = logging.getLogger(__name__)
 
 Drafters = Sequence[Path | DrafterParts]
 """The drafters to evaluate; a path is the folder of a trained drafter."""
@@ -172,6 +177,29 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
 def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, LoadedDrafter]:
     """Load the drafters, by method, without those that tuning turned off."""
     return {name: load_drafter(spec.parts, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
+
+
+def is_calibrated(spec: MethodSpec, target: HFTarget) -> bool | None:
+    """Return whether a merge has a calibration for this target; None for other drafters.
+
+    Logs how to get one, if it has a trained part.
+    """
+    setting = spec.setting or {}
+    if not spec.parts.is_merged(setting):
+        return None
+    if spec.parts.prior_digest(setting) is not None:
+        path = spec.parts.folders[0] / CALIBRATION_FILE
+        return not read_dataclass(CalibrationFile, path).target.differences(target.identity)
+    if names := [part.name for part in spec.parts.parts if part.folder is None] if spec.parts.folders else []:
+        logger.info(
+            "%s starts uncalibrated, because %s has no %s; the recipe that trained it writes one with stages=[eval] "
+            "eval.merge=[%s]",
+            spec.parts.name,
+            spec.parts.folders[0],
+            CALIBRATION_FILE,
+            ",".join(names),
+        )
+    return False
 
 
 def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:

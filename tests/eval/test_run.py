@@ -839,9 +839,14 @@ def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
 
 
 def test_baselines_and_merges_are_rows_of_the_table(
-    run_tiny: Evaluate, tiny_drafter_dir: Path, tmp_path: Path, generated: list[dict[str, Any]]
+    run_tiny: Evaluate,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    generated: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Baselines come first and merges last, all with the trained drafter's weights in the records."""
+    caplog.set_level("INFO")
     options: dict[str, Any] = {"settings": [{"beam_width": 1}], "baselines": ["prompt_lookup"], "merge": ["prompt_lookup"]}
     rows = run_tiny(tmp_path / "out", **options)
     names = ["baseline", "prompt_lookup", "redrafter beam_width=1", "redrafter+prompt_lookup beam_width=1"]
@@ -860,6 +865,9 @@ def test_baselines_and_merges_are_rows_of_the_table(
     digest = hashlib.sha256((tiny_drafter_dir / "model.safetensors").read_bytes()).hexdigest()
     assert [described[name]["weights"] for name in names[1:]] == ["", digest, digest]
     assert described[names[-1]]["config"]["prompt_lookup"]["tree_nodes"] == 10
+    facts = json.loads((tmp_path / "out" / "facts.json").read_text())["drafters"]
+    assert [facts[name]["calibrated"] for name in names[1:]] == [None, None, False]
+    assert "stages=[eval] eval.merge=[prompt_lookup]" in caplog.text, "the log says how to calibrate"
     # A repeated command measures nothing.
     generated.clear()
     assert [row["method"] for row in run_tiny(tmp_path / "out", **options)] == names
