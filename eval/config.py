@@ -75,7 +75,8 @@ class EvalConfig:
     """Drafters without training that are compared too: prompt_lookup, suffix, recycling."""
     merge: TrainingFree = field(default_factory=list)
     """Training-free drafters that each trained drafter is merged with, as a further method: [suffix,
-    recycling]. It drafts by expected gain, with the drafter's options as saved."""
+    recycling]. It drafts by expected gain, with the first of the drafter's settings, except
+    tree_nodes (after tuning, with the options as saved)."""
     max_new_tokens: PositiveInt = 128
     """Tokens per answer, at most; a stop token ends it earlier."""
     temperatures: Distinct[NonNegativeFloat] = field(default_factory=lambda: [0.0])

@@ -31,6 +31,7 @@ from .measure.methods import (
     MethodSpec,
     Settings,
     TunedSettings,
+    is_calibrated,
     load_drafters,
     method_specs,
     methods_by_place,
@@ -89,6 +90,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         loaded = load_drafters(specs, target)
+        calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
         target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
         # 2. Start or resume the run's folder.
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,7 @@ def evaluate(
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
-        by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
+        by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
     # 5. Write facts, tables, plots and answers.
     write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
@@ -151,11 +153,12 @@ def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | No
             read_training_facts(folder)
 
 
-def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts) -> DrafterFacts:
+def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts, calibrated: bool | None) -> DrafterFacts:
     """Collect the facts about a drafter that tables show: its size, and its (first) training."""
     parameters = sum(parameter.numel() for part in trained_parts(drafter) for parameter in part.parameters())
     training = read_training_facts(parts.folders[0]) if parts.folders else None
-    return DrafterFacts(parameters=parameters, training=None if training is None else dataclasses.asdict(training))
+    facts = None if training is None else dataclasses.asdict(training)
+    return DrafterFacts(parameters=parameters, training=facts, calibrated=calibrated)
 
 
 def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:

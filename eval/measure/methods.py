@@ -3,16 +3,20 @@
 A method is a drafter in one setting, under the name that the tables show.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...data.files import read_dataclass
 from ...models.decoding.protocols import Drafter
 from ...models.drafters import NullDrafter, load_drafter
+from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
 from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.target.hf_target import HFTarget
@@ -20,6 +24,8 @@ from ..config import EvalConfig
 from ..records.names import BASELINE
 from ..records.run_files import Place
 from .turns import Method
+
+logger = logging.getLogger(__name__)
 
 Drafters = Sequence[Path | DrafterParts]
 """The drafters to evaluate; a path is the folder of a trained drafter."""
@@ -40,6 +46,8 @@ class MethodSpec:
     """None where tuning has turned the drafter off: plain decoding replaces it."""
     places: tuple[Place, ...] | None = None
     """Temperatures and batch sizes at which it decodes; None means all."""
+    option: str = "drafter"
+    """The option that asks for it: `drafter`, `baselines` or `merge`."""
 
 
 def method_specs(
@@ -48,33 +56,81 @@ def method_specs(
     """Collect the methods besides plain decoding, by the name that the table shows.
 
     The training-free baselines come first, and the merges of trained drafters (`config.merge`)
-    last. A name has up to four parts: the drafter's kind; the part of its directory that differs
+    last. A merge has the first requested setting of its trained drafter; after tuning, the options
+    as saved. A name has up to four parts: the drafter's kind; the part of its directory that differs
     from the others', unless it equals the kind; "tuned" for a tuned setting; and the setting.
     Raises ValueError for a directory without a drafter, for an option that the drafter doesn't
-    have, and for a drafter that is named twice.
+    have, for a drafter that is named twice, and for merges without a trained drafter.
     """
     # 1. The drafters, with their settings: the requested ones, or those that tuning chose.
-    chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}) for name in config.baselines]
+    chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}, option="baselines") for name in config.baselines]
     all_parts = [parse_drafter_name(drafter) for drafter in drafters]
+    merges = []
     for drafter, parts in zip(drafters, all_parts, strict=True):
-        if tuned is None:
-            chosen += [MethodSpec(parts=parts, setting=setting) for setting in (settings or {}).get(drafter, config.settings)]
-        else:
-            chosen += _by_setting(parts, tuned[drafter])
-    if config.merge:
-        chosen += [MethodSpec(parts=parts.merged_with(config.merge), setting={}) for parts in all_parts if parts.folders]
+        requested = [{}] if tuned is not None else (settings or {}).get(drafter, config.settings)
+        chosen += _by_setting(parts, tuned[drafter]) if tuned is not None else [_spec(parts, setting) for setting in requested]
+        if config.merge and parts.folders:
+            merged = parts.merged_with(config.merge)
+            merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0]), option="merge"))
+    if config.merge and not merges:
+        names = ", ".join(parts.name for parts in all_parts)
+        raise ValueError(
+            f"merge is {', '.join(config.merge)}, which trained drafters are merged with, and {names} has no trained part; "
+            f"leave merge out, and write the parts of a merge as the drafter: {'+'.join([all_parts[0].name, *config.merge])}"
+        )
     # 2. Check each setting, and name the method.
     specs: dict[str, MethodSpec] = {}
     distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in parts.folders}))
-    for spec in chosen:
-        spec.parts.configs(spec.setting or {})
+    for spec in [*chosen, *merges]:
+        _check_options(spec, several=len(all_parts) > 1)
         folders = "+".join(filter(None, (distinct_parts[folder] for folder in spec.parts.folders)))
         name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
         label = " ".join([*name, *(["tuned"] if spec.places is not None else []), *_words(spec.setting)])
         if label in specs:
-            raise ValueError(f"{label} would be evaluated twice; give each drafter and each setting once")
+            raise ValueError(f"{label} would be evaluated twice; {_remedy(spec, specs[label])}")
         specs[label] = spec
     return specs
+
+
+def _spec(parts: DrafterParts, setting: dict[str, Any]) -> MethodSpec:
+    return MethodSpec(parts=parts, setting=setting)
+
+
+def _as_part(parts: DrafterParts, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of a drafter as one of a merge that it is part of.
+
+    Options that the merged tree has too, such as `tree_nodes`, stay those of the merge, which
+    chooses among all nodes that the drafter has searched.
+    """
+    merged = {field.name for field in fields(MergedConfig)}
+    return {name: value for name, value in setting.items() if parts.is_merged(setting) or name not in merged}
+
+
+def _check_options(spec: MethodSpec, *, several: bool) -> None:
+    """Raise ValueError for options that the drafter doesn't have, and that can't be measured."""
+    try:
+        configs = spec.parts.configs(spec.setting or {})
+    except ValueError as error:
+        if not several or not spec.setting:
+            raise
+        raise ValueError(
+            f"{error}. Settings hold for each drafter: evaluate {spec.parts.name} without them, in an evaluation without the "
+            "others, or as a baseline"
+        ) from None
+    for name, config in configs.items():
+        if getattr(config, "share_answers", False):
+            raise ValueError(
+                f"{name} has share_answers, and an evaluation decodes answers several times (warm-up, repetitions, profile): "
+                "drafts would come from the same answer, and look too good; evaluate without share_answers"
+            )
+
+
+def _remedy(spec: MethodSpec, first: MethodSpec) -> str:
+    """Name the option that one of two equal methods can be left out of."""
+    if spec.option == first.option:
+        return "give each drafter and each setting once"
+    option = spec.option if spec.option == "merge" else first.option
+    return f"{first.option} and {spec.option} both name it: leave it out of {option} (--{option.removesuffix('s')})"
 
 
 def _by_setting(parts: DrafterParts, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
@@ -121,6 +177,29 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
 def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, LoadedDrafter]:
     """Load the drafters, by method, without those that tuning turned off."""
     return {name: load_drafter(spec.parts, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
+
+
+def is_calibrated(spec: MethodSpec, target: HFTarget) -> bool | None:
+    """Return whether a merge has a calibration for this target; None for other drafters.
+
+    Logs how to get one, if it has a trained part.
+    """
+    setting = spec.setting or {}
+    if not spec.parts.is_merged(setting):
+        return None
+    if spec.parts.prior_digest(setting) is not None:
+        path = spec.parts.folders[0] / CALIBRATION_FILE
+        return not read_dataclass(CalibrationFile, path).target.differences(target.identity)
+    if names := [part.name for part in spec.parts.parts if part.folder is None] if spec.parts.folders else []:
+        logger.info(
+            "%s starts uncalibrated, because %s has no %s; the recipe that trained it writes one with stages=[eval] "
+            "eval.merge=[%s]",
+            spec.parts.name,
+            spec.parts.folders[0],
+            CALIBRATION_FILE,
+            ",".join(names),
+        )
+    return False
 
 
 def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 TYPES = (torch.float32, torch.bfloat16)
 """Types with fast kernels on some CPUs."""
 FORMAT = 2
-"""Version of the measurement; a file of another version is another machine's."""
+"""Version of the measurement. It is part of the file's name, as are ROWS and WAYS, so that several
+versions on one machine don't rewrite each other's files."""
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 128)
 """Numbers of rows that are measured: 1 is plain decoding, the others are draft trees and batches.
 
@@ -198,9 +199,9 @@ def _measure(shape: Shape, num_matrices: int, max_seconds: float) -> Times:
 
 
 def _machine() -> dict[str, Any]:
-    """Describe all that the times depend on, besides shape and type."""
+    """Describe all that the file depends on: the machine, and what is measured on it."""
     return {
-        "format": FORMAT,
+        "format": [FORMAT, [*ROWS], [*WAYS]],
         "cpu": cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "instructions": _digest(cpu_details()),

@@ -839,18 +839,23 @@ def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
 
 
 def test_baselines_and_merges_are_rows_of_the_table(
-    run_tiny: Evaluate, tiny_drafter_dir: Path, tmp_path: Path, generated: list[dict[str, Any]]
+    run_tiny: Evaluate,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    generated: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Baselines come first and merges last, all with the trained drafter's weights in the records."""
+    caplog.set_level("INFO")
     options: dict[str, Any] = {"settings": [{"beam_width": 1}], "baselines": ["prompt_lookup"], "merge": ["prompt_lookup"]}
     rows = run_tiny(tmp_path / "out", **options)
-    names = ["baseline", "prompt_lookup", "redrafter beam_width=1", "redrafter+prompt_lookup"]
+    names = ["baseline", "prompt_lookup", "redrafter beam_width=1", "redrafter+prompt_lookup beam_width=1"]
     assert [row["method"] for row in rows] == names
     shown = [
         "plain decoding",
         "Prompt lookup, 10 nodes",
         "ReDrafter, 1 beam of 3",
-        "ReDrafter + Prompt lookup, 40 nodes, paced",
+        "ReDrafter + Prompt lookup, 1 beam, 40 nodes, paced",
     ]
     assert [row["name"] for row in rows] == shown
     assert not any(map(is_broken, rows))
@@ -859,7 +864,10 @@ def test_baselines_and_merges_are_rows_of_the_table(
     described = read_info(tmp_path / "out" / "run.json").config["methods"]
     digest = hashlib.sha256((tiny_drafter_dir / "model.safetensors").read_bytes()).hexdigest()
     assert [described[name]["weights"] for name in names[1:]] == ["", digest, digest]
-    assert described["redrafter+prompt_lookup"]["config"]["prompt_lookup"]["tree_nodes"] == 10
+    assert described[names[-1]]["config"]["prompt_lookup"]["tree_nodes"] == 10
+    facts = json.loads((tmp_path / "out" / "facts.json").read_text())["drafters"]
+    assert [facts[name]["calibrated"] for name in names[1:]] == [None, None, False]
+    assert "stages=[eval] eval.merge=[prompt_lookup]" in caplog.text, "the log says how to calibrate"
     # A repeated command measures nothing.
     generated.clear()
     assert [row["method"] for row in run_tiny(tmp_path / "out", **options)] == names
@@ -881,8 +889,29 @@ def test_training_free_drafters_are_evaluated_without_a_folder(
     assert not any(map(is_broken, rows))
     with pytest.raises(ValueError, match="prompt_lookup has no option beam_width; it has: max_ngram"):
         check_inputs(replace(config, settings=[{"beam_width": 2}]), parts)
-    with pytest.raises(ValueError, match="prompt_lookup would be evaluated twice"):
+    with pytest.raises(ValueError, match=r"prompt_lookup would be evaluated twice.*out of baselines \(--baseline\)"):
         check_inputs(replace(config, settings=[{}], baselines=["prompt_lookup"]), parts)
+    with pytest.raises(ValueError, match=r"merge is suffix.*no trained part.*prompt_lookup\+suffix"):
+        check_inputs(replace(config, settings=[{}], merge=["suffix"]), parts)
+    with pytest.raises(ValueError, match="suffix has share_answers"):
+        check_inputs(replace(config, settings=[{"share_answers": True}]), [parse_drafter_name("suffix")])
+
+
+def test_a_merge_has_the_first_setting_of_its_trained_drafter(tiny_drafter_dir: Path, config: EvalConfig) -> None:
+    settings = [{"beam_width": 1, "tree_nodes": 2}, {"beam_width": 2}]
+    merging = replace(config, settings=settings, merge=["suffix"])
+    (*_, merged) = methods.method_specs(merging, [tiny_drafter_dir]).values()
+    configs = merged.parts.configs(merged.setting or {})
+    assert configs["redrafter"].beam_width == 1
+    assert configs[""].tree_nodes == 40, "the merge chooses among all nodes"
+    paced = replace(merging, settings=[{"pace": "fixed", "tree_nodes": 7}])
+    (*_, merged) = methods.method_specs(paced, [tiny_drafter_dir]).values()
+    assert merged.setting == {"pace": "fixed", "tree_nodes": 7}
+    both = [parse_drafter_name(f"{tiny_drafter_dir}+suffix")]
+    with pytest.raises(ValueError, match=r"evaluated twice.*out of merge \(--merge\)"):
+        methods.method_specs(replace(merging, settings=[{}]), both)
+    with pytest.raises(ValueError, match=r"suffix has no option beam_width.*Settings hold for each drafter"):
+        methods.method_specs(replace(merging, settings=[{"beam_width": 2}]), [tiny_drafter_dir, parse_drafter_name("suffix")])
 
 
 def test_a_wrong_name_of_a_baseline_is_an_error() -> None:

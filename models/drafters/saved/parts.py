@@ -1,6 +1,7 @@
 """Drafters by name: folders of trained drafters, training-free drafters, and merges of both.
 
-The parts of a merge are joined by `+`, as in `outputs/demo/drafter+suffix+recycling`.
+The parts of a merge are joined by `+`, as in `outputs/demo/drafter+suffix+recycling`. The drafters'
+modules are imported where options are checked: finding the parts of a name needs no transformers.
 """
 
 from collections import Counter
@@ -13,15 +14,11 @@ from typing import Any
 from ....data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES, nearest_name, repeated_names, split_name
 from ....data.files import read_dataclass, sha256_file
 from ..calibration import CALIBRATION_FILE
-from ..merged import MergedConfig
-from ..registry import TRAINING_FREE, checked_options
-from .build import saved_spec
 from .download import resolve_drafter
 from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config
 
 MERGE = ""
 """Key of the merged tree's options, beside those of the parts."""
-MERGE_OPTIONS = frozenset(field.name for field in fields(MergedConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +32,9 @@ class Part:
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """Return the configuration with these options. Raises ValueError for wrong ones."""
+        from ..registry import TRAINING_FREE, checked_options
+        from .build import saved_spec
+
         if self.folder is None:
             return checked_options(self.name, TRAINING_FREE[self.name].Config, options, section=self.name)
         return saved_spec(read_drafter_config(self.folder), options).config
@@ -85,23 +85,26 @@ class DrafterParts:
         others belong to the merged tree, or else to the trained part if there is one. Raises
         ValueError for an option that no part has.
         """
+        from ..merged import MergedConfig
+
         names = [part.name for part in self.parts]
         if not self.is_merged(options):
             return {names[0]: {**options}}
         # 1. The options of the merged tree, and those under a part's name.
+        of_merge = {field.name for field in fields(MergedConfig)}
         split = {name: options.get(name, {}) for name in names}
-        split[MERGE] = {name: value for name, value in options.items() if name in MERGE_OPTIONS}
+        split[MERGE] = {name: value for name, value in options.items() if name in of_merge}
         for name in names:
             if not isinstance(split[name], Mapping):
                 raise ValueError(f"the option {name} of {self.name} is {split[name]!r}; give {name}: {{OPTION: VALUE}}")
         # 2. The others belong to the trained part, if there is one.
-        others = {name: value for name, value in options.items() if name not in MERGE_OPTIONS and name not in names}
+        others = {name: value for name, value in options.items() if name not in of_merge and name not in names}
         trained = [part for part in self.parts if part.folder is not None]
         known = {field.name for field in fields(trained[0].config({}))} if len(trained) == 1 else set()
         if unknown := sorted(others.keys() - known):
             of_trained = f"; and those of {trained[0].name}: {', '.join(sorted(known))}" if known else ""
             raise ValueError(
-                f"the drafter {self.name} has no option {', '.join(unknown)}; it has {', '.join(sorted(MERGE_OPTIONS))}; for "
+                f"the drafter {self.name} has no option {', '.join(unknown)}; it has {', '.join(sorted(of_merge))}; for "
                 f"one part {' or '.join(names)}, as {names[-1]}: {{OPTION: VALUE}}{of_trained}"
             )
         if others:
@@ -114,6 +117,9 @@ class DrafterParts:
         Reads no weights. Raises ValueError for options that no part has, for wrong values, and for
         parts that can't be merged.
         """
+        from ..merged import MergedConfig
+        from ..registry import checked_options
+
         split = self.split_options(options)
         configs = {part.name: part.config(split[part.name]) for part in self.parts}
         if MERGE in split:
@@ -152,10 +158,9 @@ def packaged_parts(folder: Path) -> DrafterParts:
     Raises ValueError for a folder without either, and for a name that isn't known.
     """
     names = read_dataclass(MergeFile, folder / MERGE_FILE).training_free if (folder / MERGE_FILE).is_file() else []
-    if unknown := [name for name in names if name not in TRAINING_FREE]:
-        raise ValueError(
-            f"{folder / MERGE_FILE} names {', '.join(unknown)}, and there are {', '.join(TRAINING_FREE)}; package it again"
-        )
+    if unknown := [name for name in names if name not in TRAINING_FREE_NAMES]:
+        known = ", ".join(TRAINING_FREE_NAMES)
+        raise ValueError(f"{folder / MERGE_FILE} names {', '.join(unknown)}, and there are {known}; package it again")
     if names and not (folder / CONFIG_FILE).is_file():
         return DrafterParts(name=SEPARATOR.join(names), parts=tuple(Part(name=name) for name in names))
     return parse_drafter_name(folder).merged_with(names)

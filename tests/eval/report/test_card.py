@@ -498,4 +498,4 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(evaluations=[tmp_path / "eval"], disturbed="omit")
-    assert "with Prompt lookup, 40 nodes, paced" in model_card(tiny_drafter_dir, options)
+    assert "merged with Prompt lookup, 2 beams of 3, 40 nodes, paced" in model_card(tiny_drafter_dir, options)

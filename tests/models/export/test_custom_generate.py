@@ -276,3 +276,7 @@ def test_references_need_a_tokenizer(model, tiny_tokenizer, tmp_path):
         generate(model, **options, input_ids=PROMPT, max_new_tokens=8)
     tokens = generate(model, **options, tokenizer=tiny_tokenizer, input_ids=PROMPT, max_new_tokens=8)
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=8))
+    # A changed reference is read again.
+    (tmp_path / "reference.txt").unlink()
+    with pytest.raises(ValueError, match=r"reference.txt can't be read"):
+        generate(model, **options, tokenizer=tiny_tokenizer, input_ids=PROMPT, max_new_tokens=8)

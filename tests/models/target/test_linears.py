@@ -272,6 +272,21 @@ def test_another_number_of_threads_is_another_measurement(cache: Path, monkeypat
     assert len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.parametrize(("name", "value"), [("FORMAT", 1), ("ROWS", (1, 2, 4, 8))])
+def test_versions_keep_their_files_apart(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any
+):
+    """One of them wrote again what the other had measured, each time with a warning."""
+    measured = speeds.linear_speeds([SHAPE])
+    with monkeypatch.context() as another_version:
+        another_version.setattr(speeds, name, value)
+        speeds.linear_speeds([SHAPE])
+    assert len(list(cache.iterdir())) == 2
+    monkeypatch.setattr(speeds, "_measure", None)
+    assert speeds.linear_speeds([SHAPE]) == measured
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
