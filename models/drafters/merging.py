@@ -26,7 +26,7 @@ from .calibration import (
     source_key,
     teach,
 )
-from .candidates import Candidates
+from .candidates import Candidates, Nodes
 
 DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
@@ -75,11 +75,9 @@ class MergedRow:
                 return node
         return None
 
-    def first(self, num_nodes: int) -> Candidates:
-        """Return the likeliest nodes as a tree."""
-        return Candidates(
-            tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes], scores=self.probs[:num_nodes], bins=()
-        )
+    def first(self, num_nodes: int) -> Nodes:
+        """Return the likeliest nodes."""
+        return Nodes(tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes])
 
 
 def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: Sequence[float] | None = None) -> MergedRow:
