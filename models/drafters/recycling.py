@@ -60,7 +60,7 @@ class RecyclingConfig:
     """Whether a new text starts with the table of earlier ones. A draft then depends on the order of
     requests; tokens don't. A table is passed on when the next batch begins."""
     shared_rows: PositiveInt = 100_000
-    """Most rows of the shared table; the oldest contexts are forgotten first."""
+    """Most rows of the shared table; contexts that weren't seen for longest are forgotten first."""
 
 
 Table = dict[int, list[int]]
@@ -143,9 +143,13 @@ class Recycling(TrainingFreeDrafter):
     def store_factory(self) -> Callable[[], SuccessorTable]:
         return partial(SuccessorTable, self.config.context, self.config.top_k, self.shared)
 
-    def remember(self, answer: Journal) -> None:
-        # A new dict, since earlier states read the one before.
-        table = {**self.shared, **answer.store.rows}
+    def remember(self, answers: Sequence[Journal]) -> None:
+        # A new dict, since earlier states read the one before. A context that is seen again is new.
+        table = dict(self.shared)
+        for answer in answers:
+            for key, row in answer.store.rows.items():
+                table.pop(key, None)
+                table[key] = row
         self.shared = dict(islice(table.items(), max(0, len(table) - self.config.shared_rows), None))
 
     def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> list[Verified]:

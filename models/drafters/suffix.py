@@ -125,8 +125,9 @@ class Suffix(TrainingFreeDrafter):
     def shares_answers(self) -> bool:
         return self.config.share_answers
 
-    def remember(self, answer: Journal) -> None:
-        self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
+    def remember(self, answers: Sequence[Journal]) -> None:
+        for answer in answers:
+            self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
 
     def candidates_of(self, store: SuffixStore, last_token: int) -> Candidates:
         query = [*store.text[-self.config.depth :], last_token][-self.config.depth :]
