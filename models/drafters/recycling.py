@@ -95,10 +95,10 @@ class SuccessorTable:
         keys: list[list[int]] = []
         for token, parent in zip(entry.tokens, entry.parents, strict=True):
             keys.append(self.keys_after(self.keys if parent == NO_NODE else keys[parent], token))
-        refused = [place for place in range(len(rows)) if place not in entry.path]
-        for place in (*refused, *entry.path):
-            row = rows[place]
-            for key in keys[place] if row[0] != NO_NODE else ():
+        others = [index for index in range(len(rows)) if index not in entry.path]
+        for index in (*others, *entry.path):
+            row = rows[index]
+            for key in keys[index] if row[0] != NO_NODE else ():
                 self.rows[key] = row if len(row) == self.top_k else self.extended(row, key)
         self.keys = keys[entry.path[-1]]
 
