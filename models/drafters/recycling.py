@@ -20,10 +20,8 @@ from itertools import islice
 from typing import Annotated, NamedTuple
 
 import torch
-from jaxtyping import Int
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch.nn.functional import pad
 
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.tree import DraftTree
@@ -74,8 +72,8 @@ class Verified(NamedTuple):
     """The token of each entry: the last token, then the nodes."""
     parents: Sequence[int]
     """The entry before each entry; NO_NODE is the text before."""
-    successors: Int[torch.Tensor, "entry rank"]
-    """The likeliest tokens after each entry; NO_NODE if there is none."""
+    successors: Sequence[list[int]]
+    """The likeliest tokens after each entry; empty if they aren't known."""
     path: Sequence[int]
     """The accepted entries."""
 
@@ -91,14 +89,15 @@ class SuccessorTable:
 
     def add(self, entry: Verified) -> None:
         """Store the successors of all entries, those of the accepted path last."""
-        rows = entry.successors.tolist()
+        rows = entry.successors
         keys: list[list[int]] = []
         for token, parent in zip(entry.tokens, entry.parents, strict=True):
             keys.append(self.keys_after(self.keys if parent == NO_NODE else keys[parent], token))
-        others = [index for index in range(len(rows)) if index not in entry.path]
+        path = set(entry.path)
+        others = [index for index in range(len(rows)) if index not in path]
         for index in (*others, *entry.path):
             row = rows[index]
-            for key in keys[index] if row[0] != NO_NODE else ():
+            for key in keys[index] if row else ():
                 self.rows[key] = row if len(row) == self.top_k else self.extended(row, key)
         self.keys = keys[entry.path[-1]]
 
@@ -157,7 +156,7 @@ class Recycling(TrainingFreeDrafter):
             Verified(
                 tokens=prompt,
                 parents=range(NO_NODE, len(prompt) - 1),
-                successors=torch.tensor([*prompt[1:], NO_NODE], dtype=torch.int32)[:, None],
+                successors=[*([token] for token in prompt[1:]), []],
                 path=range(len(prompt)),
             )
             for prompt in prompts
@@ -166,19 +165,19 @@ class Recycling(TrainingFreeDrafter):
     def entries(
         self, last_tokens: Sequence[int], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> list[Verified]:
-        top = largest(output.logits, self.config.top_k)[1]
-        links = pad(torch.stack([tree.tokens, tree.parents], dim=-1), (0, 0, 1, 0))
-        # The only read from the device: token, parent and successors of each entry.
-        entries = torch.cat([links, top], dim=-1).to("cpu", torch.int32)  # [batch, entry, 2 + rank]
+        top_k, num_nodes = self.config.top_k, tree.num_nodes
+        top = largest(output.logits, top_k)[1]
+        # The only read from the device: the nodes' tokens and parents, and each entry's successors.
+        numbers = torch.cat([tree.tokens, tree.parents, top.flatten(1)], dim=1).tolist()
         verified = []
-        for last_token, rows, path in zip(last_tokens, entries, accepted.host_nodes, strict=True):
-            _, *nodes = rows[:, :2].tolist()
-            real = [(token, parent + 1) for token, parent in nodes if token != NO_NODE]
+        for last_token, row, path in zip(last_tokens, numbers, accepted.host_nodes, strict=True):
+            num_real = num_nodes - row[:num_nodes].count(NO_NODE)
+            first = 2 * num_nodes
             verified.append(
                 Verified(
-                    tokens=[last_token, *[token for token, _ in real]],
-                    parents=[NO_NODE, *[parent for _, parent in real]],
-                    successors=rows[: 1 + len(real), 2:],
+                    tokens=[last_token, *row[:num_real]],
+                    parents=[NO_NODE, *[parent + 1 for parent in row[num_nodes : num_nodes + num_real]]],
+                    successors=[row[start : start + top_k] for start in range(first, first + top_k * (1 + num_real), top_k)],
                     path=(0, *[node + 1 for node in path]),
                 )
             )
