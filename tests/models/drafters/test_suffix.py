@@ -86,6 +86,10 @@ def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed, monkeypatch
     assert num_found > 2
 
 
+def test_longer_matches_never_have_lower_estimates():
+    assert all(list(column) == sorted(column) for column in zip(*suffix_module.PRIOR, strict=True))
+
+
 def test_the_likeliest_continuation_comes_first():
     drafter = Suffix(SuffixConfig(max_spec_factor=2.0))
     found = drafted(drafter, [1, 5, 6, 1, 7, 8, 1, 5, 9, 1])
