@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -50,18 +50,23 @@ class DraftTree:
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
     source i proposed the node. None if there is only one source."""
+    derived: InitVar[tuple[torch.Tensor, torch.Tensor] | None] = None
+    """`lineage` and `depths`, where they are known already."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
     depths: Int[torch.Tensor, "batch node"] = field(init=False)
     """1 for a child of the last committed token; 0 for padding."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, derived: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.ndim != 2:
             raise ValueError(
                 f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree "
                 "must both be [batch, node]"
             )
-        object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
-        object.__setattr__(self, "depths", depths(self.lineage))
+        if derived is None:
+            lineage = _lineage(self.tokens, self.parents, self.max_depth)
+            derived = lineage, depths(lineage)
+        object.__setattr__(self, "lineage", derived[0])
+        object.__setattr__(self, "depths", derived[1])
 
     @property
     def num_nodes(self) -> int:

@@ -1,5 +1,6 @@
 """Draft tokens on the host, as training-free drafters find them and merged trees combine them."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,16 +11,18 @@ from ..decoding.types import NO_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """Candidates for the draft tree of one row, by one drafter.
-
-    They form a tree: a parent comes before its children, and siblings are different tokens. All
-    sequences have one entry for each candidate.
-    """
+class Nodes:
+    """Draft tokens of one row. A parent comes before its children; siblings are different tokens."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    """Index of each candidate's parent, or NO_NODE for a child of the last committed token."""
+    """Index of each node's parent, or NO_NODE for a child of the last committed token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates(Nodes):
+    """Candidates for the draft tree of one row, by one drafter: nodes, and how likely they are."""
+
     scores: Sequence[float]
     """The drafter's estimate that a candidate is accepted if its parent is, between 0 and 1."""
     bins: Sequence[int]
@@ -31,32 +34,57 @@ NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
 
 
 def tree_of(
-    rows: Sequence[Candidates],
+    rows: Sequence[Nodes],
     device: torch.device,
     *,
     num_nodes: int | None = None,
     max_depth: int | None = None,
     origins: tuple[tuple[int, ...], ...] | None = None,
 ) -> DraftTree:
-    """Return the tree of all candidates of each row, padded to the fullest row.
+    """Return the tree of each row's nodes, padded to the fullest row.
 
-    A larger number of nodes, and a larger bound of the depth, may be given.
+    A larger number of nodes, and a larger bound of the depth, may be given. All numbers of the tree
+    are listed on the host and become one tensor: small operations on tensors would take longer than
+    finding the nodes.
     """
     num_nodes = max(len(row.tokens) for row in rows) if num_nodes is None else num_nodes
-    depth = max((max(depths_of(row.parents), default=0) for row in rows), default=0)
-
-    def padded(values: Sequence[int]) -> list[int]:
-        return [*values, *[NO_NODE] * (num_nodes - len(values))]
-
-    tokens, parents = (
-        torch.tensor([padded(values) for values in columns], dtype=torch.long, device=device).view(len(rows), num_nodes)
-        for columns in ([row.tokens for row in rows], [row.parents for row in rows])
+    # 1. The depths.
+    depths = [depths_of(row.parents) for row in rows]
+    depth = max(max(row, default=0) for row in depths)
+    max_depth = depth if max_depth is None else max_depth
+    assert depth <= max_depth, f"a path has {depth} nodes, and max_depth={max_depth}"
+    # 2. Tokens, parents, depths and lineages, with their padding.
+    values = array("q")
+    for row in rows:
+        values.extend([*row.tokens, *[NO_NODE] * (num_nodes - len(row.tokens))])
+    for row in rows:
+        values.extend([*row.parents, *[NO_NODE] * (num_nodes - len(row.parents))])
+    for row_depths in depths:
+        values.extend([*row_depths, *[0] * (num_nodes - len(row_depths))])
+    none = array("q", [NO_NODE]) * max_depth
+    for row in rows:
+        first = len(values)
+        for node, parent in enumerate(row.parents):
+            start = first + parent * max_depth
+            values.append(node)
+            values.extend(none[1:] if parent == NO_NODE else values[start : start + max_depth - 1])
+        values.extend(none * (num_nodes - len(row.parents)))
+    # 3. One tensor, one transfer.
+    shape = (len(rows), num_nodes)
+    size = len(rows) * num_nodes
+    host = torch.frombuffer(values, dtype=torch.long) if values else torch.empty(0, dtype=torch.long)
+    tensor = host.to(device)
+    return DraftTree(
+        tokens=tensor[:size].view(shape),
+        parents=tensor[size : 2 * size].view(shape),
+        max_depth=max_depth,
+        origins=origins,
+        derived=(tensor[3 * size :].view(*shape, max_depth), tensor[2 * size : 3 * size].view(shape)),
     )
-    return DraftTree(tokens=tokens, parents=parents, max_depth=max_depth or depth, origins=origins)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return each candidate's depth: 1 for a child of the last committed token."""
+    """Return each node's depth: 1 for a child of the last committed token."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent == NO_NODE else depths[parent] + 1)

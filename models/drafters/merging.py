@@ -26,7 +26,7 @@ from .calibration import (
     source_key,
     teach,
 )
-from .candidates import Candidates
+from .candidates import Candidates, Nodes
 
 DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
@@ -54,6 +54,10 @@ class Proposals:
             self.children.setdefault(parent, []).append(node)
 
 
+SourceNode = tuple[Proposals, int]
+"""A source's candidates, and the index of one of them; NO_NODE is their root."""
+
+
 @dataclass(slots=True)
 class MergedRow:
     """The nodes of a row, likeliest first; parents come before their children."""
@@ -75,11 +79,9 @@ class MergedRow:
                 return node
         return None
 
-    def first(self, num_nodes: int) -> Candidates:
-        """Return the likeliest nodes as a tree."""
-        return Candidates(
-            tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes], scores=self.probs[:num_nodes], bins=()
-        )
+    def first(self, num_nodes: int) -> Nodes:
+        """Return the likeliest nodes."""
+        return Nodes(tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes])
 
 
 def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: Sequence[float] | None = None) -> MergedRow:
@@ -88,22 +90,22 @@ def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: S
     With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
     """
     row = MergedRow([], [], [], [], [], {})
-    heap: list[tuple[float, int, int, int, int, int, list[tuple[Proposals, int]]]] = []
+    heap: list[tuple[float, int, int, int, int, int, list[SourceNode]]] = []
     serial = 0
     parent, depth, prob = NO_NODE, 0, 1.0
-    places = [(source, NO_NODE) for source in sources]
+    nodes = [(source, NO_NODE) for source in sources]
     while True:
         # 1. Look at the children of the node that was added last.
         depth += 1
-        found, row.children[parent] = children(places, depth, counts)
-        for estimate, token, proposed_by, nodes in found:
+        tokens, row.children[parent] = children(nodes, depth, counts)
+        for estimate, token, proposed_by, nodes in tokens:
             heapq.heappush(heap, (-prob * estimate, serial, token, parent, proposed_by, depth, nodes))
             serial += 1
         # 2. Add the likeliest node that is left.
         num_nodes = len(row.tokens)
         if not heap or num_nodes == max_nodes:
             return row
-        negative, _, token, above, proposed_by, depth, places = heapq.heappop(heap)
+        negative, _, token, above, proposed_by, depth, nodes = heapq.heappop(heap)
         prob = -negative
         if floors is not None and prob < floors[num_nodes]:
             return row
@@ -116,51 +118,54 @@ def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: S
 
 
 def children(
-    places: Sequence[tuple[Proposals, int]], depth: int, counts: Counts
-) -> tuple[list[tuple[float, int, int, list[tuple[Proposals, int]]]], list[Child]]:
+    parents: Sequence[SourceNode], depth: int, counts: Counts
+) -> tuple[list[tuple[float, int, int, list[SourceNode]]], list[Child]]:
     """Return the tokens that sources propose after a node, and what calibration learns from.
 
-    `places` has the sources that proposed the node, and their numbers for it. For each token: the
-    estimate that it is accepted, the token, its sources, and its places.
+    `parents` is the node in each source that proposed it. For each token: the estimate that it is
+    accepted, the token, its sources as a bitmask, and its node in each of them.
     """
     present = 0
-    found: dict[int, tuple[list[float], int, list[int], list[tuple[Proposals, int]]]] = {}
+    by_token: dict[int, tuple[list[float], int, list[int], list[SourceNode]]] = {}
     # 1. The estimate of each source.
-    for source, place in places:
-        nodes = source.children.get(place)
-        if nodes is None:
+    for source, parent in parents:
+        siblings = source.children.get(parent)
+        if siblings is None:
             continue
         present |= source.bit
         first_key = source_key(source.source, depth)
         tokens, scores, bins = source.tokens, source.scores, source.bins
-        for node in nodes:
+        for node in siblings:
             key = first_key + bins[node]
             hits, total = counts.get(key, NO_COUNTS)
             estimate = (hits + SCORE_WEIGHT * scores[node]) / (total + SCORE_WEIGHT)
             token = tokens[node]
-            if token in found:
-                estimates, proposed_by, keys, own = found[token]
+            if token in by_token:
+                estimates, proposed_by, keys, nodes = by_token[token]
                 estimates.append(estimate)
                 keys.append(key)
-                own.append((source, node))
-                found[token] = (estimates, proposed_by | source.bit, keys, own)
+                nodes.append((source, node))
+                by_token[token] = (estimates, proposed_by | source.bit, keys, nodes)
             else:
-                found[token] = ([estimate], source.bit, [key], [(source, node)])
+                by_token[token] = ([estimate], source.bit, [key], [(source, node)])
     # 2. A single source: its estimates.
     if not present & (present - 1):
         return (
-            [(min(es[0], MAX_ESTIMATE), token, by, own) for token, (es, by, _, own) in found.items()],
-            [Child(token, (keys[0],)) for token, (_, _, keys, _) in found.items()],
+            [
+                (min(estimates[0], MAX_ESTIMATE), token, proposed_by, nodes)
+                for token, (estimates, proposed_by, _, nodes) in by_token.items()
+            ],
+            [Child(token, (keys[0],)) for token, (_, _, keys, _) in by_token.items()],
         )
     # 3. Several: corrected by how often they were right together.
     merged, learned = [], []
-    for token, (estimates, proposed_by, keys, own) in found.items():
+    for token, (estimates, proposed_by, keys, nodes) in by_token.items():
         best = max(estimates)
         key = agreement_key(proposed_by, present, best)
         hits, total = counts.get(key, NO_COUNTS)
         start = best if proposed_by == present else DISSENT * best
         estimate = (hits + AGREEMENT_WEIGHT * start) / (total + AGREEMENT_WEIGHT)
-        merged.append((min(estimate, MAX_ESTIMATE), token, proposed_by, own))
+        merged.append((min(estimate, MAX_ESTIMATE), token, proposed_by, nodes))
         learned.append(Child(token, (*keys, key)))
     return merged, learned
 

@@ -11,11 +11,11 @@ TOKEN_BITS = 24
 
 
 class NgramIndex:
-    """The places of every n-gram of a text, for n from 1 to `max_ngram`.
+    """The positions of every n-gram of a text, for n from 1 to `max_ngram`.
 
-    A place is the position of an n-gram's last token. The latest place of each n-gram is in a dict;
-    `earlier[n - 1][p]` is the place before p of the n-gram that ends at p, or NOWHERE. So a token
-    costs one look-up for each n, however long the text is.
+    An n-gram's position is that of its last token. The latest of each n-gram is in a dict;
+    `earlier[n - 1][p]` is the position before p of the n-gram that ends at p, or NOWHERE. So a
+    token costs one look-up for each n, however long the text is.
     """
 
     def __init__(self, max_ngram: int) -> None:
@@ -47,3 +47,14 @@ def ngram_keys(text: Sequence[int], max_ngram: int) -> list[int]:
         key = key << TOKEN_BITS | token + 2  # no digit is 0, not even the separator's
         keys.append(key)
     return keys
+
+
+def continuation(text: Sequence[int], position: int, last_token: int, length: int) -> list[int]:
+    """Return `length` tokens after `position`, where the text's last token occurred before.
+
+    After its end the text is taken to repeat what followed `position`:
+
+        a b c d e b c | d e b c d e ...      b c occurred before, with c at position 2
+    """
+    period = [*text[position + 1 : position + 1 + length], last_token]
+    return (period * (length // len(period) + 1))[:length]

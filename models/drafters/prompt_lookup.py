@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from ...data.fields import OPTIONS, PositiveInt
 from ..target.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
-from .ngrams import SEPARATOR, NgramIndex, ngram_keys
+from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys
 from .training_free import TrainingFreeDrafter, read_references
 
 PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
@@ -40,7 +40,7 @@ class PromptLookup(TrainingFreeDrafter):
     """Proposes the tokens that followed the latest occurrence of the text's last tokens.
 
     The longest n-gram of the last tokens that occurs earlier decides, in the row's own text before
-    the references. Nothing found: an empty tree.
+    the references. Without such an n-gram the tree is empty.
     """
 
     Config = PromptLookupConfig
@@ -64,26 +64,22 @@ class PromptLookup(TrainingFreeDrafter):
         length, max_ngram = self.config.tree_nodes, self.config.max_ngram
         keys = ngram_keys([*store.text[-max_ngram:], last_token], max_ngram)
         for n in range(len(keys), 0, -1):
-            if (place := store.latest.get(keys[n - 1])) is not None:
-                return chain(continuation(store.text, place, last_token, length), n)
-            if (place := self.references.latest.get(keys[n - 1])) is not None:
-                copied = self.references.text[place + 1 : place + 1 + length]
-                if SEPARATOR in copied:
-                    copied = copied[: copied.index(SEPARATOR)]
-                if copied:
-                    return chain(copied, n)
+            if (position := store.latest.get(keys[n - 1])) is not None:
+                return chain(continuation(store.text, position, last_token, length), n)
+            if copied := self.reference_after(n, keys[n - 1]):
+                return chain(copied, n)
         return NO_CANDIDATES
 
-
-def continuation(text: Sequence[int], place: int, last_token: int, length: int) -> list[int]:
-    """Return `length` tokens after `place`, where the text's last token occurred before.
-
-    After its end the text is thought to repeat what followed `place`:
-
-        a b c d e b c | d e b c d e ...      b c occurred before, with c at place 2
-    """
-    period = [*text[place + 1 : place + 1 + length], last_token]
-    return (period * (length // len(period) + 1))[:length]
+    def reference_after(self, n: int, key: int) -> list[int]:
+        """Return the tokens that follow the latest n-gram in references that isn't at their end."""
+        text, earlier = self.references.text, self.references.earlier[n - 1]
+        position = self.references.latest.get(key, NOWHERE)
+        while position != NOWHERE and text[position + 1] == SEPARATOR:
+            position = earlier[position]
+        if position == NOWHERE:
+            return []
+        copied = text[position + 1 : position + 1 + self.config.tree_nodes]
+        return copied[: copied.index(SEPARATOR)] if SEPARATOR in copied else copied
 
 
 def chain(tokens: Sequence[int], n: int) -> Candidates:

@@ -20,10 +20,8 @@ from itertools import islice
 from typing import Annotated, NamedTuple
 
 import torch
-from jaxtyping import Int
 from pydantic import Field
 from pydantic.dataclasses import dataclass
-from torch.nn.functional import pad
 
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.tree import DraftTree
@@ -60,7 +58,7 @@ class RecyclingConfig:
     """Whether a new text starts with the table of earlier ones. A draft then depends on the order of
     requests; tokens don't. A table is passed on when the next batch begins."""
     shared_rows: PositiveInt = 100_000
-    """Most rows of the shared table; the oldest contexts are forgotten first."""
+    """Most rows of the shared table; contexts that weren't seen for longest are forgotten first."""
 
 
 Table = dict[int, list[int]]
@@ -74,8 +72,8 @@ class Verified(NamedTuple):
     """The token of each entry: the last token, then the nodes."""
     parents: Sequence[int]
     """The entry before each entry; NO_NODE is the text before."""
-    successors: Int[torch.Tensor, "entry rank"]
-    """The likeliest tokens after each entry; NO_NODE if there is none."""
+    successors: Sequence[list[int]]
+    """The likeliest tokens after each entry; empty if they aren't known."""
     path: Sequence[int]
     """The accepted entries."""
 
@@ -91,14 +89,15 @@ class SuccessorTable:
 
     def add(self, entry: Verified) -> None:
         """Store the successors of all entries, those of the accepted path last."""
-        rows = entry.successors.tolist()
+        rows = entry.successors
         keys: list[list[int]] = []
         for token, parent in zip(entry.tokens, entry.parents, strict=True):
             keys.append(self.keys_after(self.keys if parent == NO_NODE else keys[parent], token))
-        refused = [place for place in range(len(rows)) if place not in entry.path]
-        for place in (*refused, *entry.path):
-            row = rows[place]
-            for key in keys[place] if row[0] != NO_NODE else ():
+        path = set(entry.path)
+        others = [index for index in range(len(rows)) if index not in path]
+        for index in (*others, *entry.path):
+            row = rows[index]
+            for key in keys[index] if row else ():
                 self.rows[key] = row if len(row) == self.top_k else self.extended(row, key)
         self.keys = keys[entry.path[-1]]
 
@@ -143,9 +142,13 @@ class Recycling(TrainingFreeDrafter):
     def store_factory(self) -> Callable[[], SuccessorTable]:
         return partial(SuccessorTable, self.config.context, self.config.top_k, self.shared)
 
-    def remember(self, answer: Journal) -> None:
-        # A new dict, since earlier states read the one before.
-        table = {**self.shared, **answer.store.rows}
+    def remember(self, answers: Sequence[Journal]) -> None:
+        # A new dict, since earlier states read the one before. A context that is seen again is new.
+        table = dict(self.shared)
+        for answer in answers:
+            for key, row in answer.store.rows.items():
+                table.pop(key, None)
+                table[key] = row
         self.shared = dict(islice(table.items(), max(0, len(table) - self.config.shared_rows), None))
 
     def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> list[Verified]:
@@ -153,7 +156,7 @@ class Recycling(TrainingFreeDrafter):
             Verified(
                 tokens=prompt,
                 parents=range(NO_NODE, len(prompt) - 1),
-                successors=torch.tensor([*prompt[1:], NO_NODE], dtype=torch.int32)[:, None],
+                successors=[*([token] for token in prompt[1:]), []],
                 path=range(len(prompt)),
             )
             for prompt in prompts
@@ -162,19 +165,19 @@ class Recycling(TrainingFreeDrafter):
     def entries(
         self, last_tokens: Sequence[int], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> list[Verified]:
-        top = largest(output.logits, self.config.top_k)[1]
-        links = pad(torch.stack([tree.tokens, tree.parents], dim=-1), (0, 0, 1, 0))
-        # The only read from the device: token, parent and successors of each entry.
-        entries = torch.cat([links, top], dim=-1).to("cpu", torch.int32)  # [batch, entry, 2 + rank]
+        top_k, num_nodes = self.config.top_k, tree.num_nodes
+        top = largest(output.logits, top_k)[1]
+        # The only read from the device: the nodes' tokens and parents, and each entry's successors.
+        numbers = torch.cat([tree.tokens, tree.parents, top.flatten(1)], dim=1).tolist()
         verified = []
-        for last_token, rows, path in zip(last_tokens, entries, accepted.host_nodes, strict=True):
-            _, *nodes = rows[:, :2].tolist()
-            real = [(token, parent + 1) for token, parent in nodes if token != NO_NODE]
+        for last_token, row, path in zip(last_tokens, numbers, accepted.host_nodes, strict=True):
+            num_real = num_nodes - row[:num_nodes].count(NO_NODE)
+            first = 2 * num_nodes
             verified.append(
                 Verified(
-                    tokens=[last_token, *[token for token, _ in real]],
-                    parents=[NO_NODE, *[parent for _, parent in real]],
-                    successors=rows[: 1 + len(real), 2:],
+                    tokens=[last_token, *row[:num_real]],
+                    parents=[NO_NODE, *[parent + 1 for parent in row[num_nodes : num_nodes + num_real]]],
+                    successors=[row[start : start + top_k] for start in range(first, first + top_k * (1 + num_real), top_k)],
                     path=(0, *[node + 1 for node in path]),
                 )
             )

@@ -1,14 +1,13 @@
 """SuffixDecoding: trees of what followed the last tokens wherever they occurred before.
 
-Paper: SuffixDecoding (arXiv 2411.04975). For each length n of a match, the continuations
-of all places of the last n tokens are counted. A tree is grown from the likeliest continuations:
-the longer the match, the more nodes. Of these trees, the one with the most expected tokens is
-drafted.
+Paper: SuffixDecoding (arXiv 2411.04975). For each length n of a match, the continuations of all
+positions of the last n tokens are counted. A tree is grown from the likeliest continuations: the
+longer the match, the more nodes. Of these trees, the one with the most expected tokens is drafted.
 
-The paper keeps a suffix tree of all texts. Ours keeps the places of n-grams (see `NgramIndex`) and
-counts the continuations of the latest MAX_PLACES places when it drafts. So memory grows by a few
-entries for each token, whatever the depth, and recent text decides where there is much of it. As in
-prompt lookup, a place near the end of the text is thought to repeat.
+The paper keeps a suffix tree of all texts. Ours keeps the positions of n-grams (see `NgramIndex`)
+and counts the continuations of the latest MAX_POSITIONS of them when it drafts. So memory grows by
+a few entries for each token, whatever the depth, and recent text decides where there is much of it.
+As in prompt lookup, a position near the end of the text is taken to repeat.
 """
 
 import heapq
@@ -24,24 +23,24 @@ from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
 from .journal import Journal
-from .ngrams import NOWHERE, SEPARATOR, NgramIndex, ngram_keys
-from .prompt_lookup import continuation
+from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys
 from .training_free import TrainingFreeDrafter, read_references
 
 INDEXED_NGRAM = 4
-"""Longest n-gram that is indexed. The places of longer ones are filtered from its places."""
-MAX_PLACES = 16
-"""Most places of an n-gram whose continuations are counted: the latest ones."""
+"""Longest n-gram that is indexed. The positions of longer ones are filtered from its positions."""
+MAX_POSITIONS = 16
+"""Most positions of an n-gram whose continuations are counted: the latest ones."""
 PRIOR = (
     (0.07, 0.13, 0.26, 0.26, 0.54),
-    (0.06, 0.18, 0.37, 0.57, 0.79),
-    (0.11, 0.18, 0.42, 0.68, 0.86),
-    (0.11, 0.30, 0.40, 0.87, 0.87),
-    (0.19, 0.40, 0.40, 0.95, 0.98),
+    (0.07, 0.18, 0.37, 0.57, 0.79),
+    (0.11, 0.18, 0.41, 0.68, 0.86),
+    (0.11, 0.30, 0.41, 0.87, 0.87),
+    (0.19, 0.40, 0.41, 0.95, 0.98),
 )
 """Estimates that a node is accepted, by the length of the match with the node's parent (1, 2, to 4,
-to 8, longer) and by its share of the places (below a quarter, below a half, not all, the only
-place, all of several). Measured on answers of the demo's target."""
+to 8, longer) and by its share of the positions (below a quarter, below a half, not all, the only
+position, all of several). Measured on answers of the demo's target; where the measured share fell
+with the length of the match, the estimates of these lengths are set equal."""
 
 
 @options(kw_only=True, config=OPTIONS)
@@ -52,10 +51,11 @@ class SuffixConfig:
     """Most nodes of a tree."""
     depth: PositiveInt = 24
     """Most tokens of a match, and of a path."""
-    max_spec_factor: PositiveFloat = 4.0
-    """Most nodes for each token of the match."""
+    max_spec_factor: PositiveFloat = 8.0
+    """Most nodes for each token of the match. In modules of Python's library, 8 gave 4% more tokens
+    per step than 4, with 7 nodes per step instead of 4."""
     min_prob: Share = 0.1
-    """Least probability of a path: the product of its tokens' shares of the places."""
+    """Least probability of a path: the product of its tokens' shares of the positions."""
     references: list[str] = field(default_factory=list)
     """Text files to draft from besides the prompt and the answer."""
     share_answers: bool = False
@@ -83,8 +83,10 @@ class SuffixStore(NgramIndex):
 
 @dataclass(slots=True)
 class Growth:
-    """A tree grown from places. `counts[i]` is how many places of its parent's have node i, and all
-    of them."""
+    """A tree grown from positions.
+
+    `counts[i]` is how many of its parent's positions have node i next, and how many there are.
+    """
 
     match: int
     tokens: list[int] = field(default_factory=list)
@@ -93,6 +95,15 @@ class Growth:
     counts: list[tuple[int, int]] = field(default_factory=list)
     score: float = 0.0
     """Expected number of accepted tokens, if shares were probabilities."""
+
+    def candidates(self) -> Candidates:
+        """Return the nodes as candidates, with the estimates of PRIOR."""
+        bins = [
+            length_class(self.match + depth - 1) * len(PRIOR[0]) + share_class(*counts)
+            for depth, counts in zip(self.depths, self.counts, strict=True)
+        ]
+        scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
+        return Candidates(tokens=self.tokens, parents=self.parents, scores=scores, bins=bins)
 
 
 class Suffix(TrainingFreeDrafter):
@@ -125,8 +136,9 @@ class Suffix(TrainingFreeDrafter):
     def shares_answers(self) -> bool:
         return self.config.share_answers
 
-    def remember(self, answer: Journal) -> None:
-        self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
+    def remember(self, answers: Sequence[Journal]) -> None:
+        for answer in answers:
+            self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
 
     def candidates_of(self, store: SuffixStore, last_token: int) -> Candidates:
         query = [*store.text[-self.config.depth :], last_token][-self.config.depth :]
@@ -135,7 +147,7 @@ class Suffix(TrainingFreeDrafter):
             for growth in self._growths(store, source, query, best):
                 if growth.score > best.score:
                     best = growth
-        return candidates_of(best) if best.tokens else NO_CANDIDATES
+        return best.candidates() if best.tokens else NO_CANDIDATES
 
     def _growths(self, store: NgramIndex, source: Source | None, query: Sequence[int], best: Growth) -> Iterator[Growth]:
         """Yield the trees of matches in one source, the longest match first.
@@ -146,58 +158,59 @@ class Suffix(TrainingFreeDrafter):
         config, index = self.config, store if source is None else source.index
         size = len(index.text) if source is None else source.size
         score = best.score
-        for n, places in reversed(matches(index, size, query)):
+        for n, positions in reversed(matches(index, size, query)):
             budget = min(config.tree_nodes, int(config.max_spec_factor * n))
             if budget <= score:
                 return
             length = min(config.depth, budget)
             if source is None:
-                windows = [continuation(index.text, place, query[-1], length) for place in places]
+                windows = [continuation(index.text, position, query[-1], length) for position in positions]
             else:
-                windows = [index.text[place + 1 : min(place + 1 + length, size)] for place in places]
+                windows = [index.text[position + 1 : min(position + 1 + length, size)] for position in positions]
             growth = grow(n, windows, budget, config.min_prob)
             score = max(score, growth.score)
             yield growth
 
 
 def matches(index: NgramIndex, size: int, query: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the latest places of the query's end in the first `size` tokens of a text.
+    """Return the latest positions of the query's end in the first `size` tokens of a text.
 
-    One entry (n, places) for each n whose places differ from those of n + 1, in ascending order.
+    One entry (n, positions) for each n whose positions differ from those of n + 1, in ascending
+    order.
     """
     text, keys = index.text, ngram_keys(query, INDEXED_NGRAM)
-    found: list[tuple[int, list[int]]] = []
-    places: list[int] = []
+    by_length: list[tuple[int, list[int]]] = []
+    positions: list[int] = []
     for n in range(1, len(query) + 1):
-        if n <= INDEXED_NGRAM and (n == 1 or len(places) == MAX_PLACES):
-            longer = latest_places(index, size, n, keys[n - 1])
+        if n <= INDEXED_NGRAM and (n == 1 or len(positions) == MAX_POSITIONS):
+            longer = latest_positions(index, size, n, keys[n - 1])
         else:
-            longer = [place for place in places if place >= n - 1 and text[place - n + 1] == query[-n]]
+            longer = [position for position in positions if position >= n - 1 and text[position - n + 1] == query[-n]]
         if not longer:
             break
-        if found and longer == places:
-            found.pop()
-        found.append((n, longer))
-        places = longer
-    return found
+        if by_length and longer == positions:
+            by_length.pop()
+        by_length.append((n, longer))
+        positions = longer
+    return by_length
 
 
-def latest_places(index: NgramIndex, size: int, n: int, key: int) -> list[int]:
-    """Return the places of an n-gram in the first `size` tokens, the latest MAX_PLACES of them."""
-    earlier, place = index.earlier[n - 1], index.latest.get(key, NOWHERE)
-    while place >= size:
-        place = earlier[place]
-    places: list[int] = []
-    while place != NOWHERE and len(places) < MAX_PLACES:
-        places.append(place)
-        place = earlier[place]
-    return places
+def latest_positions(index: NgramIndex, size: int, n: int, key: int) -> list[int]:
+    """Return the latest MAX_POSITIONS positions of an n-gram in the first `size` tokens."""
+    earlier, position = index.earlier[n - 1], index.latest.get(key, NOWHERE)
+    while position >= size:
+        position = earlier[position]
+    positions: list[int] = []
+    while position != NOWHERE and len(positions) < MAX_POSITIONS:
+        positions.append(position)
+        position = earlier[position]
+    return positions
 
 
 def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> Growth:
-    """Grow a tree from the tokens that followed each place, the likeliest node next.
+    """Grow a tree from the tokens that followed each position, the likeliest node next.
 
-    A child's probability is its parent's, times the child's share of those places of the parent
+    A child's probability is its parent's, times the child's share of those positions of the parent
     that have a next token.
     """
     growth = Growth(match)
@@ -229,22 +242,13 @@ def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> 
     return growth
 
 
-def candidates_of(growth: Growth) -> Candidates:
-    bins = [
-        length_class(growth.match + depth - 1) * len(PRIOR[0]) + share_class(*counts)
-        for depth, counts in zip(growth.depths, growth.counts, strict=True)
-    ]
-    scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
-    return Candidates(tokens=growth.tokens, parents=growth.parents, scores=scores, bins=bins)
-
-
 def length_class(length: int) -> int:
     """Return the row of PRIOR for a match of this length: 1, 2, to 4, to 8, longer."""
     return min((length - 1).bit_length(), len(PRIOR) - 1)
 
 
 def share_class(count: int, total: int) -> int:
-    """Return the column of PRIOR for a token at `count` of `total` places."""
+    """Return the column of PRIOR for a token at `count` of `total` positions."""
     if count == total:
         return 3 if count == 1 else 4
     return min(4 * count // total, 2)

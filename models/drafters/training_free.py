@@ -83,8 +83,8 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         """Whether earlier answers help: a draft then depends on the order of requests."""
         return False
 
-    def remember(self, answer: Journal) -> None:
-        """Add an earlier answer to what the stores of later batches start with."""
+    def remember(self, answers: Sequence[Journal]) -> None:
+        """Add the answers of a batch to what the stores of later batches start with."""
 
     @property
     def max_nodes(self) -> int:
@@ -105,8 +105,8 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
-        for journal in self.last_batch:
-            self.remember(journal)
+        if self.last_batch:
+            self.remember(self.last_batch)
         make_store = self.store_factory()
         journals = [Journal(make_store, [entry]) for entry in self.first_entries(texts, prefill)]
         self.last_batch = journals if self.shares_answers else ()

@@ -80,7 +80,7 @@ def test_hits_and_misses_move_the_estimates_of_their_cells_only():
     assert merged[(A, B)][1] < 0.1
 
 
-def test_sources_that_agree_without_being_right_lose_their_credit():
+def test_estimates_fall_where_agreement_is_wrong():
     counts: dict[int, tuple[float, float]] = {}
     first, second = candidates((A, -1, 0.5)), candidates((A, -1, 0.5), (B, -1, 0.3))
     before = paths(merge(first, second))

@@ -35,10 +35,8 @@ def naive(text: list[int], references: list[list[int]], max_ngram: int, length: 
                 return list(itertools.islice(itertools.cycle(text[start + n :]), length))
         for reference in reversed(references):
             for start in range(len(reference) - n, -1, -1):
-                if reference[start : start + n] == ending:
-                    if start + n < len(reference):
-                        return reference[start + n : start + n + length]
-                    return naive(text, references, n - 1, length)
+                if reference[start : start + n] == ending and start + n < len(reference):
+                    return reference[start + n : start + n + length]
     return []
 
 
@@ -73,6 +71,11 @@ def test_a_draft_ends_where_its_reference_ends():
     assert drafted(drafter, [8, 1]) == [2, 3]
     assert drafted(drafter, [8, 3]) == []
     assert SEPARATOR not in drafted(drafter, [3, 4])
+
+
+def test_the_latest_match_with_a_continuation_is_copied_from_references():
+    drafter = PromptLookup(PromptLookupConfig(), [[1, 2, 3, 4], [2, 3], [2, 3]])
+    assert drafted(drafter, [2, 3]) == [4]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -149,6 +149,14 @@ def test_the_shared_table_is_bounded_and_earlier_states_keep_theirs(target):
     assert [drafter.candidates(state, [token]) for token in range(300)] == before
 
 
+def test_a_context_that_is_seen_again_is_forgotten_last():
+    drafter = Recycling(RecyclingConfig(share_answers=True, shared_rows=2, context=1))
+    prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
+    for prompt in ([1, 2, 9], [1, 7], [3, 8], [5]):
+        drafter.init_state(Prompts.of(torch.tensor([prompt])), prefill, max_new_tokens=4)
+    assert list(drafter.shared.values()) == [[7], [8]], "of 1 and 3; 2 was forgotten"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -64,7 +64,7 @@ def naive(text: list[int], references: list[list[int]], config: SuffixConfig) ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed, monkeypatch):
-    monkeypatch.setattr(suffix_module, "MAX_PLACES", 64)
+    monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 64)
     chance = random.Random(seed)
     vocab = chance.choice([2, 4, 20])
     config = SuffixConfig(
@@ -84,6 +84,10 @@ def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed, monkeypatch
         assert any(value == pytest.approx(best) for value in sums), (text, paths)
         num_found += bool(paths)
     assert num_found > 2
+
+
+def test_longer_matches_never_have_lower_estimates():
+    assert all(list(column) == sorted(column) for column in zip(*suffix_module.PRIOR, strict=True))
 
 
 def test_the_likeliest_continuation_comes_first():
@@ -106,13 +110,13 @@ def test_a_text_that_repeats_itself_is_drafted_to_full_depth():
 
 
 def test_only_the_latest_places_of_frequent_tokens_are_counted(monkeypatch):
-    monkeypatch.setattr(suffix_module, "MAX_PLACES", 4)
+    monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 4)
     found = drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), [*[1, 5] * 20, *[9, 1, 6] * 4, 8, 1])
     assert list(found.tokens) == [6]
 
 
 def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
-    monkeypatch.setattr(suffix_module, "MAX_PLACES", 2)
+    monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 2)
     text = [1, 2, 3, 4, 5, 6, *[8, 4] * 9, 1, 2, 3, 4]
     assert list(drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), text).tokens)[:2] == [5, 6]
 
