@@ -11,7 +11,7 @@ source drafts if the tokens that it adds are expected to exceed R times its seco
 the steps so far, which the rule improves until no choice is better.
 
 All costs are running medians of measured seconds, so that a stall moves nothing. Nothing here
-changes tokens, and nothing reads random numbers.
+reads random numbers, and the tokens change only as the rounding of passes of other shapes does.
 """
 
 from collections import deque

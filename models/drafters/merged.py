@@ -6,7 +6,9 @@ calibrated probability of acceptance (see `calibration`). With `pace: fixed` the
 many nodes it verifies, by what they are expected to gain and what they cost (see `pacing`).
 
 The trees depend on the text, and with `pace: expected` on the clock, but never on random numbers.
-So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows.
+So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
+rounding of passes of other shapes, and sampled ones if random numbers belong to places of the text
+(`RowSeeds`).
 """
 
 import time
