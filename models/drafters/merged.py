@@ -155,6 +155,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
         batch = len(prompts.lengths)
+        if self.config.pace == "expected":
+            self._pacer(batch, begins=True)
         return MergedState(
             sources=tuple(
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
@@ -246,11 +248,20 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 pacer.add_gain(group, situation, pacer.best(gains)[1] - pacer.best(before)[1])
         return rows, pacer.width(gains)
 
-    def _pacer(self, batch: int) -> Pacer:
-        """Return the costs of batches of about this size: up to twice as large."""
+    def _pacer(self, batch: int, *, begins: bool = False) -> Pacer:
+        """Return the costs of batches of about this size: up to twice as large.
+
+        A new size starts from the nearest one's costs, so that a batch whose rows end one by one
+        has no trials in the middle of its answers. Only if a batch `begins`, sizes that are more
+        than twice as large or small have trials.
+        """
         size = (batch - 1).bit_length()
         if size not in self._pacers:
-            self._pacers[size] = Pacer(self.max_nodes, len(self._groups))
+            nearest = min(self._pacers, key=lambda other: abs(other - size), default=size)
+            is_near = abs(nearest - size) == 1 or not begins
+            like = self._pacers.get(nearest) if is_near else None
+            like = like if like is not None and like.step else None
+            self._pacers[size] = Pacer(self.max_nodes, len(self._groups), like)
         return self._pacers[size]
 
     def _ask(self, draft: Draft, index: int) -> None:
