@@ -13,12 +13,12 @@ decoding, which is always a choice. The likeliest nodes are those whose q is mos
 the expected drafts are scaled by the share of them that came in the steps before.
 
 All costs are running medians of measured seconds, so that a stall moves nothing. Nothing here
-changes tokens, and nothing reads random numbers.
+reads random numbers, and the tokens change only as the rounding of passes of other shapes does.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import sqrt
 from statistics import median_low
@@ -31,7 +31,12 @@ A pass reads one token more, and the costs of kernels jump after powers of two.
 WINDOW = 5
 """Measurements that a median is taken of."""
 NUM_TRIALS = 2
-"""How often each width of the first steps is tried."""
+"""How often each width of the first steps is tried: the first pass of a shape may take longer."""
+TRIAL_WIDTHS = 4
+"""Widths of the first steps. They cost users with short answers little; the widths between them are
+measured when they are chosen, or next to the best one."""
+BORROWED_WEIGHT = 0.1
+"""Weight of another batch size's tokens per second."""
 RATE_MEMORY = 50
 """Steps that the mean of tokens per second remembers. What a token is worth depends on how hard the
 text is here, so the memory is short."""
@@ -55,6 +60,13 @@ def widths_up_to(max_nodes: int) -> tuple[int, ...]:
     return (*(width for width in WIDTHS if width < max_nodes), max_nodes)
 
 
+def trial_widths(max_nodes: int) -> list[int]:
+    """Return the widths of the first steps, the largest first: zero, the largest, some between."""
+    widths = widths_up_to(max_nodes)
+    last = len(widths) - 1
+    return sorted({widths[round(last * part / (TRIAL_WIDTHS - 1))] for part in range(TRIAL_WIDTHS)}, reverse=True)
+
+
 @dataclass(slots=True)
 class Seconds:
     """Running median of one cost."""
@@ -68,15 +80,20 @@ class Seconds:
 
 
 class StepSeconds:
-    """T(n): seconds of a step after drafting, by the number of nodes that are verified."""
+    """T(n): seconds of a step after drafting, by the number of nodes that are verified.
 
-    def __init__(self, max_nodes: int) -> None:
+    `like` are those of another batch size: until a width is measured, its seconds are the other's,
+    times the ratio of those that both have.
+    """
+
+    def __init__(self, max_nodes: int, like: "StepSeconds | None" = None) -> None:
         self.widths = widths_up_to(max_nodes)
         self.measured = [Seconds() for _ in self.widths]
         self.nodes = [Seconds() for _ in self.widths]
         """The number of nodes of the measurements: between the width below and this one."""
-        self.last_steps = [-1] * len(self.widths)
-        self.table = [0.0] * (max_nodes + 1)
+        self.last_steps = [-REVISIT_STEPS - 1] * len(self.widths)
+        self.borrowed: list[float] = [] if like is None else like.table
+        self.table: list[float] = [0.0] * (max_nodes + 1) if like is None else like.table
 
     def index(self, num_nodes: int) -> int:
         """Return the index of the smallest width of at least so many nodes."""
@@ -90,9 +107,17 @@ class StepSeconds:
         self.nodes[index].add(float(num_nodes))
         self.last_steps[index] = step
         if before != (self.measured[index].median, self.nodes[index].median):
-            pairs = zip(self.nodes, self.measured, strict=True)
-            points = [(int(nodes.median), cost.median) for nodes, cost in pairs if cost.samples]
-            self.table = interpolated(points, len(self.table))
+            self.table = interpolated(self._points(), len(self.table))
+
+    def _points(self) -> list[tuple[int, float]]:
+        """Return nodes and seconds of each width: measured, else borrowed, else left out."""
+        pairs = zip(self.nodes, self.measured, strict=True)
+        points = {width: (int(nodes.median), cost.median) for width, (nodes, cost) in zip(self.widths, pairs, strict=True)}
+        measured = {width: points[width] for width, cost in zip(self.widths, self.measured, strict=True) if cost.samples}
+        if not self.borrowed:
+            return list(measured.values())
+        scale = median_low(seconds / max(self.borrowed[nodes], 1e-9) for nodes, seconds in measured.values())
+        return [measured.get(width, (width, scale * self.borrowed[width])) for width in self.widths]
 
 
 def interpolated(points: Sequence[tuple[int, float]], length: int) -> list[float]:
@@ -188,18 +213,25 @@ class MeanGain:
 class Pacer:
     """Costs and gains of the steps of batches of about one size, and the choices they lead to.
 
-    `num_groups` groups of sources are asked one after another. All tokens are per row.
+    `num_groups` groups of sources draft one after another. All tokens are per row. The first steps
+    are trials, unless there are costs of another batch size (`like`) to start from.
     """
 
-    def __init__(self, max_nodes: int, num_groups: int) -> None:
-        self.verify = StepSeconds(max_nodes)
+    def __init__(self, max_nodes: int, num_groups: int, like: "Pacer | None" = None) -> None:
+        self.verify: StepSeconds = StepSeconds(max_nodes, like.verify if like else None)
         self.draft = [Seconds() for _ in range(num_groups)]
         self.gains: list[dict[tuple[int, ...], MeanGain]] = [{} for _ in range(num_groups)]
-        widths = self.verify.widths
-        self._trials = [*widths[::-2], 0] * NUM_TRIALS  # the last one first: they are popped
+        self._trials = trial_widths(max_nodes) * NUM_TRIALS
         self.step = 0
         self._tokens = self._seconds = 0.0
         self._expected = self._accepted = TRUST_WEIGHT
+        if like is not None:
+            for cost, other in zip(self.draft, like.draft, strict=True):
+                if other.samples:
+                    cost.add(other.median)
+            self.gains = [{key: replace(gain) for key, gain in gains.items()} for gains in like.gains]
+            self._trials = [*like._trials]
+            self._tokens, self._seconds = BORROWED_WEIGHT * like._tokens, BORROWED_WEIGHT * like._seconds
         self._floors: tuple[float, list[float]] | None = None
 
     @property

@@ -10,6 +10,9 @@ Both values stay valid whatever happens to others. One state proposes the same t
 One `drafted` can be advanced along two different paths, and each continues as if the other didn't
 exist. Pass on the state as a whole only, never its parts.
 
+One exception: trees of merged drafters with `pace: expected` also depend on measured seconds, which
+the drafter object keeps (see `pacing`). So one state may propose different trees.
+
 Keys and values of a text are too large to copy at each step. So successive states share one cache,
 in which each state records the length of its text (`CacheSnapshot`). The newest state appends to
 the shared cache. An older state first copies its text to a new cache: a fork costs a copy, decoding

@@ -10,7 +10,6 @@ Counts are a function of the text and of the trees. They start from a prior, whi
 beside a drafter's weights, in `calibration.json`.
 """
 
-import logging
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,10 +18,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ...data.drafter_names import repeated_names
 from ...data.files import read_dataclass, write_json
 from ...data.manifest import TargetIdentity
-
-logger = logging.getLogger(__name__)
 
 CALIBRATION_FILE = "calibration.json"
 FORMAT_VERSION = 1
@@ -37,7 +35,7 @@ MAX_SOURCES = 8
 SCORE_WEIGHT = 8.0
 """How many observations a source's own score counts for."""
 AGREEMENT_WEIGHT = 8.0
-"""How many observations the estimate from the single sources counts for, where several spoke."""
+"""How many observations the estimate from the single sources counts for, where several sources propose."""
 MAX_PRIOR = 30.0
 """Most observations that a cell of a prior counts for, so that a text can correct it."""
 MAX_TOTAL = 120.0
@@ -97,6 +95,10 @@ class Agreement:
 
     def __post_init__(self) -> None:
         _require_share(self.hits, self.total)
+        if not self.proposed_by or not set(self.proposed_by) <= set(self.present):
+            raise ValueError(f"proposed_by is {self.proposed_by}, and present is {self.present}; some of those propose a token")
+        if twice := repeated_names(self.proposed_by) or repeated_names(self.present):
+            raise ValueError(f"{', '.join(twice)} is there twice; a cell has each source once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +116,8 @@ class Prior:
                 counts[source_key(source, cell.depth) + cell.bin] = _limited(cell.hits, cell.total)
         for agreement in self.agreements:
             if set(agreement.present) <= set(names):
-                place = (_mask(agreement.proposed_by, names) << MAX_SOURCES) + _mask(agreement.present, names)
-                counts[AGREEMENTS + place * BINS_PER_DEPTH + agreement.bin] = _limited(agreement.hits, agreement.total)
+                masks = (_mask(agreement.proposed_by, names) << MAX_SOURCES) + _mask(agreement.present, names)
+                counts[AGREEMENTS + masks * BINS_PER_DEPTH + agreement.bin] = _limited(agreement.hits, agreement.total)
         return counts
 
     @classmethod
@@ -124,14 +126,14 @@ class Prior:
         sources: dict[str, list[Cell]] = {name: [] for name in names}
         agreements = []
         for key, (hits, total) in sorted(counts.items()):
-            place, bin_index = divmod(key, BINS_PER_DEPTH)
+            cell, bin_index = divmod(key, BINS_PER_DEPTH)
             if key < AGREEMENTS:
-                source, depth = divmod(place, MAX_DEPTH)
+                source, depth = divmod(cell, MAX_DEPTH)
                 sources[names[source]].append(Cell(depth=depth + 1, bin=bin_index, hits=hits, total=total))
             else:
-                proposed_by, present = divmod(place - AGREEMENTS // BINS_PER_DEPTH, 1 << MAX_SOURCES)
-                who = {"proposed_by": _names(proposed_by, names), "present": _names(present, names)}
-                agreements.append(Agreement(**who, bin=bin_index, hits=hits, total=total))
+                proposed_by, present = divmod(cell - AGREEMENTS // BINS_PER_DEPTH, 1 << MAX_SOURCES)
+                members = {"proposed_by": _names(proposed_by, names), "present": _names(present, names)}
+                agreements.append(Agreement(**members, bin=bin_index, hits=hits, total=total))
         return cls(sources=sources, agreements=agreements)
 
     def updated(self, other: "Prior") -> "Prior":
@@ -156,33 +158,26 @@ def write_prior(directory: Path, target: TargetIdentity, prior: Prior) -> None:
 
 
 def read_prior(directory: Path, target: TargetIdentity) -> Prior | None:
-    """Read the prior beside a drafter's weights; None if there is none for this target.
+    """Read the prior beside a drafter's weights; None without a file.
 
-    A prior of another target is left out with a warning: calibration never changes tokens. Raises
-    ValueError for a damaged file, or another format version.
+    Raises ValueError for a damaged file, for another format version, and for a prior of another
+    target.
     """
     path = directory / CALIBRATION_FILE
     if not path.is_file():
         return None
+    remedy = f"delete {path}; `outrider run` with eval.merge calibrates the drafter again"
     try:
         file = read_dataclass(CalibrationFile, path)
     except ValueError as error:
-        raise ValueError(f"{error}; delete {path}, and calibrate the drafter again") from None
+        raise ValueError(f"{error}; {remedy}") from None
     if file.format_version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {file.format_version}, and this version of outrider reads {FORMAT_VERSION}; delete it, and "
-            "calibrate the drafter again"
-        )
+        raise ValueError(f"{path} has format {file.format_version}, and this version reads {FORMAT_VERSION}; {remedy}")
     if differences := file.target.differences(target):
-        logger.warning(
-            "%s was measured with %s, and this target is %s (%s): it is left out, and drafting starts uncalibrated; calibrate "
-            "the drafter for this target",
-            path,
-            file.target.name,
-            target.name,
-            "; ".join(differences),
+        raise ValueError(
+            f"{path} was measured with {file.target.name}, and this target is {target.name} ({'; '.join(differences)}); a "
+            f"calibration holds for its own target only: {remedy}"
         )
-        return None
     return file.prior
 
 

@@ -6,7 +6,9 @@ calibrated probability of acceptance (see `calibration`). With `pace: fixed` the
 many nodes it verifies, by what they are expected to gain and what they cost (see `pacing`).
 
 The trees depend on the text, and with `pace: expected` on the clock, but never on random numbers.
-So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows.
+So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
+rounding of passes of other shapes, and sampled ones if random numbers belong to places of the text
+(`RowSeeds`).
 """
 
 import time
@@ -102,7 +104,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     """Drafter that merges the candidates of several sources into one tree.
 
     `prior` is the calibration that each text starts from. Seconds are measured while decoding and
-    kept in the drafter, for all its texts; they are no part of a state. With `few_sizes` trees are
+    kept in the drafter, for all its texts, whatever their lengths and temperatures; they are no part
+    of a state, and follow the latest steps. With `few_sizes` trees are
     padded to few shapes, for targets whose passes are compiled or recorded.
     """
 
@@ -116,11 +119,13 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ValueError for sources that can't be merged."""
-        require_mergeable(sources)
+        vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
+        require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
         self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
         self._sources = tuple(sources.values())
         self._prior_counts = {} if prior is None else prior.counts(list(sources))
         self._layers = tuple(source.feature_layers for source in self._sources)
+        self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
         # Sources are asked in groups: all training-free ones first, which cost little.
         trained = [index for index, source in enumerate(self._sources) if isinstance(source, TrainableDrafter)]
         free = [index for index in range(len(self._sources)) if index not in trained]
@@ -138,7 +143,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for layers in self._layers for layer in layers}))
+        return self._all_layers
 
     @property
     def context_length(self) -> int | None:
@@ -155,6 +160,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
         batch = len(prompts.lengths)
+        if self.config.pace == "expected":
+            self._pacer(batch, begins=True)
         return MergedState(
             sources=tuple(
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
@@ -249,11 +256,20 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 pacer.add_gain(group, situation, pacer.best(gains)[1] - pacer.best(before)[1])
         return rows, pacer.width(gains)
 
-    def _pacer(self, batch: int) -> Pacer:
-        """Return the costs of batches of about this size: up to twice as large."""
+    def _pacer(self, batch: int, *, begins: bool = False) -> Pacer:
+        """Return the costs of batches of about this size: up to twice as large.
+
+        A new size starts from the nearest one's costs, so that a batch whose rows end one by one
+        has no trials in the middle of its answers. Only if a batch `begins`, sizes that are more
+        than twice as large or small have trials.
+        """
         size = (batch - 1).bit_length()
         if size not in self._pacers:
-            self._pacers[size] = Pacer(self.max_nodes, len(self._groups))
+            nearest = min(self._pacers, key=lambda other: abs(other - size), default=size)
+            is_near = abs(nearest - size) == 1 or not begins
+            like = self._pacers.get(nearest) if is_near else None
+            like = like if like is not None and like.step else None
+            self._pacers[size] = Pacer(self.max_nodes, len(self._groups), like)
         return self._pacers[size]
 
     def _ask(self, draft: Draft, index: int) -> None:
@@ -296,27 +312,29 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def _output_for(self, index: int, output: TargetOutput) -> TargetOutput:
         """Return the target's output with the features that this source reads."""
-        layers, all_layers = self._layers[index], self.feature_layers
+        layers, all_layers = self._layers[index], self._all_layers
         if output.features is None or layers in ((), all_layers):
             return output
         parts = output.features.chunk(len(all_layers), dim=-1)
         return replace(output, features=torch.cat([parts[all_layers.index(layer)] for layer in layers], dim=-1))
 
 
-def require_mergeable(sources: Mapping[str, Source]) -> None:
-    """Raise ValueError for sources whose candidates can't form one tree."""
-    if not 1 <= len(sources) <= MAX_SOURCES:
-        raise ValueError(f"a merged tree of {len(sources)} drafters; name between 1 and {MAX_SOURCES}")
-    for name, source in sources.items():
-        if temperature := getattr(source.config, "temperature", 0.0):
+def require_mergeable(configs: Mapping[str, Any], vocab_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for drafters whose candidates can't form one tree.
+
+    `configs` are theirs by name, and `vocab_sizes` those of the trained ones.
+    """
+    if not 1 <= len(configs) <= MAX_SOURCES:
+        raise ValueError(f"a merged tree of {len(configs)} drafters; name between 1 and {MAX_SOURCES}")
+    for name, config in configs.items():
+        if temperature := getattr(config, "temperature", 0.0):
             raise ValueError(
-                f"the drafter {name} draws its tokens at temperature {temperature}, and exact acceptance of drawn tokens needs "
-                "a tree of theirs alone; set its temperature to 0 to merge it"
+                f"{name} draws its drafts at temperature {temperature:g}, and the acceptance of drawn drafts needs their "
+                f"probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
             )
-    sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        raise ValueError(f"merged drafters need one vocabulary, and these have different sizes ({listed}); drop one")
+    if len(set(vocab_sizes.values())) > 1:
+        listed = ", ".join(f"{size:,} tokens in {name}" for name, size in vocab_sizes.items())
+        raise ValueError(f"the drafters of a merge have different vocabularies ({listed}); merge drafters of one target")
 
 
 def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:

@@ -6,7 +6,7 @@ from jaxtyping import Shaped
 from ..decoding.types import Counts
 
 MAX_UNREAD = 64
-"""A drafter that isn't asked for drafts reads its text after so many tokens, so that the next draft
+"""A drafter that is skipped reads its text after so many tokens, so that the next draft
 doesn't have to read a long text at once."""
 
 

@@ -36,6 +36,7 @@ from outrider.models.decoding import acceptance as acceptance_module
 from outrider.models.decoding import sampling as sampling_module
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import TRAINING_FREE, NullDrafter
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 
 GREEDY = Sampling(temperature=0.0)
 ALPHA = 1e-6
@@ -225,12 +226,17 @@ FREE: dict[str, dict[str, Any]] = {
     "suffix": {"tree_nodes": 3, "min_prob": 0.3},
 }
 """Options of training-free drafters, for trees of all shapes."""
-LOOPS = list(itertools.product((*DRAWINGS, "nothing", *FREE), ("one generator", "row seeds")))
-QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator"), *((name, "one generator") for name in FREE)]
+MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"}
+"""The pace of each merge of all training-free drafters."""
+LOOPS = list(itertools.product((*DRAWINGS, "nothing", *FREE, *MERGED), ("one generator", "row seeds")))
+QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator"), *((name, "one generator") for name in (*FREE, *MERGED))]
 """Quick pairs with fewer texts, one for each source of randomness; slow tests have all pairs."""
 
 
 def loop_drafter(drawing: str, sampling: Sampling) -> Any:
+    if drawing in MERGED:
+        sources = {name: loop_drafter(name, sampling) for name in FREE}
+        return MergedDrafter(sources, MergedConfig(tree_nodes=4, pace=MERGED[drawing]))
     if drawing in FREE:
         drafter_class: Any = TRAINING_FREE[drawing]
         return drafter_class(drafter_class.Config(**FREE[drawing]))
@@ -243,8 +249,8 @@ def test_every_training_free_drafter_is_certified():
     assert FREE.keys() == TRAINING_FREE.keys()
 
 
-@pytest.mark.parametrize("name", FREE)
-def test_greedy_texts_with_a_training_free_drafter_are_those_of_plain_decoding(name):
+@pytest.mark.parametrize("name", [*FREE, *MERGED])
+def test_greedy_texts_with_a_training_free_drafter_or_a_merge_are_those_of_plain_decoding(name):
     def decode(drafter: Any) -> tuple[list[list[int]], int]:
         texts: list[list[int]] = [[] for _ in range(3)]
         target = ToyTarget(random_tables(3, 9, seed=4))

@@ -59,6 +59,10 @@ FREE: dict[str, dict[str, Any]] = {
     "suffix": {"tree_nodes": 8},
 }
 """Small options of each training-free drafter."""
+MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"}
+"""The pace of each merge of a trained drafter and training-free ones."""
+PARTS = ("suffix", "recycling")
+"""What is merged with a ReDrafter."""
 VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
@@ -198,23 +202,29 @@ def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) ->
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE})],
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE, **MERGED})
+    ],
 )
 def name(request) -> str:
-    """Return a trainable kind, or the name of a training-free drafter."""
+    """Return a trainable kind, the name of a training-free drafter, or that of a merge."""
     return request.param
 
 
 @pytest.fixture
 def drafter(name, train, target) -> Any:
-    """Return a training-free drafter, or one trained on the memorised prompts."""
+    """Return a training-free drafter, one trained on the memorised prompts, or a merge of both."""
+    if name in MERGED:
+        parts = "+".join([str(train("redrafter").folder), *PARTS])
+        options = {part: FREE[part] for part in PARTS}
+        return load_drafter(parts, target, pace=MERGED[name], tree_nodes=12, **options)
     return make_training_free(name, FREE[name], target) if name in FREE else train(name).load(target)
 
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])
 def either(request, name, target, batch) -> Any:
     """Return a fresh drafter, mostly wrong, or the one of `drafter`."""
-    if request.param == "ready" or name in FREE:
+    if request.param == "ready" or name in FREE or name in MERGED:
         return request.getfixturevalue("drafter")
     return make(name, target, batch)[0].to(target.dtype).eval()
 
@@ -253,7 +263,10 @@ def test_rows_leave_the_batch_and_the_others_continue(either, target, plain):
     assert actual.num_left < len(PROMPTS)
 
 
-def test_a_row_in_a_batch_accepts_as_many_tokens_as_alone(drafter, target):
+def test_a_row_in_a_batch_accepts_as_many_tokens_as_alone(drafter, name, target):
+    if MERGED.get(name) == "expected":
+        pytest.skip("these trees also depend on measured seconds")
+
     def drafted(rows: list[int]) -> list[list[int]]:
         return answer(target, drafter, [PROMPTS[row] for row in rows], generator=RowSeeds(rows)).num_accepted
 
@@ -268,11 +281,16 @@ def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain)
     assert answer(target, drafter, PROMPTS, rule).tokens == plain
 
 
-def test_equal_seeds_sample_equal_tokens(drafter, target):
+def test_equal_seeds_sample_equal_tokens(drafter, name, target):
+    """With one generator for all rows the sizes of the trees decide which numbers a row gets."""
     rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
-    first, second, other = (
-        answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(seed)).tokens for seed in (0, 0, 1)
-    )
+
+    def generator(seed: int) -> Any:
+        if MERGED.get(name) == "expected":
+            return RowSeeds(range(seed, seed + len(PROMPTS)))
+        return torch.Generator().manual_seed(seed)
+
+    first, second, other = (answer(target, drafter, PROMPTS, rule, generator=generator(seed)).tokens for seed in (0, 0, 1))
     assert first == second != other
 
 
@@ -309,9 +327,12 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
     """A training-free drafter reads the last token.
 
     Token Recycling reads logits, too, by `to`. What it lists then, twice for each of two rows, is on
-    the host.
+    the host. A merge reads the last token once for all parts, and the trained drafter's search. Its
+    first steps are trials, which ask all parts.
     """
-    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": 2 + 2 * len(UNSEEN)}.get(name, 1)
+    of_recycling = 2 + 2 * len(UNSEEN)
+    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": of_recycling}.get(name, 1)
+    num_reads = of_recycling + 1 if name in MERGED else num_reads
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)

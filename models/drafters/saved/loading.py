@@ -77,7 +77,7 @@ def load_drafter(
         return sources[parts.parts[0].name]
     # 3. Merge them, with the calibration that was saved beside the first trained part.
     prior = read_prior(parts.folders[0], target.identity) if parts.folders else None
-    return MergedDrafter(sources, configs[MERGE], prior)
+    return MergedDrafter(sources, configs[MERGE], prior, few_sizes=target.has_fixed_shapes)
 
 
 def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:

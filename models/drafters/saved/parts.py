@@ -117,14 +117,15 @@ class DrafterParts:
         Reads no weights. Raises ValueError for options that no part has, for wrong values, and for
         parts that can't be merged.
         """
-        from ..merged import MergedConfig
+        from ..merged import MergedConfig, require_mergeable
         from ..registry import checked_options
 
         split = self.split_options(options)
         configs = {part.name: part.config(split[part.name]) for part in self.parts}
         if MERGE in split:
             configs[MERGE] = checked_options(self.kind, MergedConfig, split[MERGE], section="drafter")
-            self._require_mergeable(configs)
+            vocab_sizes = {str(folder): read_drafter_config(folder).target.vocab_size for folder in self.folders}
+            require_mergeable({name: config for name, config in configs.items() if name != MERGE}, vocab_sizes)
         return configs
 
     def described(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,19 +138,6 @@ class DrafterParts:
         if MERGE not in saved:
             return saved[self.parts[0].name]
         return {**saved.pop(MERGE), **saved}
-
-    def _require_mergeable(self, configs: Mapping[str, Any]) -> None:
-        """Raise ValueError for drafts that are drawn at random, and for different vocabularies."""
-        for name, config in configs.items():
-            if getattr(config, "temperature", 0.0):
-                raise ValueError(
-                    f"{name} draws its drafts at temperature {config.temperature:g}, and the acceptance of drawn drafts needs "
-                    f"their probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
-                )
-        sizes = {folder: read_drafter_config(folder).target.vocab_size for folder in self.folders}
-        if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{size:,} tokens in {folder}" for folder, size in sizes.items())
-            raise ValueError(f"the parts of {self.name} have different vocabularies ({found}); merge drafters of one target")
 
 
 def packaged_parts(folder: Path) -> DrafterParts:

@@ -9,6 +9,7 @@ from outrider.models.decoding.pacing import (
     MAX_PATIENCE,
     NUM_TRIALS,
     REVISIT_STEPS,
+    TRIAL_WIDTHS,
     MeanGain,
     Pacer,
     StepSeconds,
@@ -75,13 +76,29 @@ def run_trials(pacer: Pacer, cost=lambda n: 1.0 + 0.1 * n, tokens: float = 2.0) 
     return widths
 
 
-def test_the_first_dozen_steps_measure_small_and_large_trees():
+def test_few_first_steps_measure_small_and_large_trees():
     pacer = Pacer(40, 1)
     widths = run_trials(pacer)
-    assert len(widths) <= 14
+    assert len(widths) == TRIAL_WIDTHS * NUM_TRIALS <= 8
     assert {0, 40} < set(widths)
-    assert len(set(widths)) * NUM_TRIALS >= len(widths) - NUM_TRIALS
     assert pacer.verify.table == pytest.approx([1.0 + 0.1 * n for n in range(41)])
+    assert len(run_trials(Pacer(1, 1))) == 2 * NUM_TRIALS
+
+
+def test_another_batch_size_starts_from_these_costs_without_trials():
+    large = Pacer(40, 1)
+    run_trials(large)
+    large.add_step(10, 4.0, 0.5, 2.0)
+    small = Pacer(40, 1, large)
+    assert not small.is_trial
+    assert small.verify.table == large.verify.table
+    assert small.rate == large.rate
+    # Half the seconds at one width: so are those of the others, until they are measured.
+    small.add_step(7, 2.0, 0.1, 0.5 * large.verify.table[7])
+    assert small.verify.table == pytest.approx([0.5 * seconds for seconds in large.verify.table])
+    small.add_step(40, 2.0, 0.1, 3.0)
+    assert small.verify.table[40] == 3.0
+    assert large.verify.table[40] == pytest.approx(5.0)
 
 
 def test_the_rate_begins_with_plain_decoding_and_follows_the_steps():

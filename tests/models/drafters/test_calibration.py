@@ -1,7 +1,6 @@
 """Calibration files: what they hold, and what is wrong with a damaged one."""
 
 import json
-import logging
 from dataclasses import replace
 
 import pytest
@@ -75,15 +74,13 @@ def test_new_cells_replace_those_of_the_same_sources():
     assert old.updated(replace(new, sources=old.sources)).agreements == []
 
 
-def test_a_prior_of_another_target_is_left_out_by_name(tmp_path, caplog):
+def test_a_prior_of_another_target_is_an_error_that_names_both(tmp_path):
     write_prior(tmp_path, IDENTITY, Prior.of(COUNTS, NAMES))
     other = replace(IDENTITY, name="another-target", weights_sha256="77")
-    with caplog.at_level(logging.WARNING):
-        assert read_prior(tmp_path, other) is None
-    assert CALIBRATION_FILE in caplog.text
-    assert IDENTITY.name in caplog.text
-    assert "another-target" in caplog.text
-    assert "weights_sha256" in caplog.text
+    with pytest.raises(ValueError, match="its own target only") as error:
+        read_prior(tmp_path, other)
+    for word in (str(tmp_path / CALIBRATION_FILE), IDENTITY.name, "another-target", "weights_sha256", "delete"):
+        assert word in str(error.value)
 
 
 def test_without_a_file_there_is_no_prior(tmp_path):
@@ -99,6 +96,10 @@ def test_without_a_file_there_is_no_prior(tmp_path):
         (lambda text: text.replace('"hits": 3.0', '"hits": 30.0'), "at most as many hits"),
         (lambda text: text.replace('"depth": 1', '"depth": 7'), "depth"),
         (lambda text: text.replace('"total": 8.0', '"total": NaN'), "JSON|total"),
+        (lambda text: text.replace('"proposed_by": ["redrafter"', '"proposed_by": ["gone"'), "gone.*some of those"),
+        (lambda text: text.replace('"proposed_by": ["redrafter", "recycling"]', '"proposed_by": []'), "some of those"),
+        (lambda text: text.replace('"proposed_by": ["redrafter"', '"proposed_by": ["recycling"'), "recycling is there twice"),
+        (lambda text: text.replace('"present": ["redrafter"', '"present": ["redrafter", "suffix"'), "suffix is there twice"),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage, problem):

@@ -263,3 +263,16 @@ def test_trees_of_few_sizes_are_padded(target):
     actual, sizes = answers(target, drafter, [0, 1, 2], None)
     assert actual == plain
     assert set(sizes) <= {0, 1, 2, 3, 5, 7, 11, 12} == set(drafter.tree_sizes)
+
+
+def test_rows_that_leave_a_batch_cause_no_trials(target):
+    drafter = MergedDrafter({"prompt_lookup": build("prompt_lookup", target)}, MergedConfig(tree_nodes=12))
+    for batch in (4, 1, 16):
+        drafter._pacer(batch, begins=True)
+        assert drafter._pacer(batch).is_trial, "a batch of another size begins"
+        while drafter._pacer(batch).is_trial:
+            drafter._pacer(batch).add_step(3, 1.0, 0.1, 1.0)
+    assert not drafter._pacer(2).is_trial
+    assert not drafter._pacer(100).is_trial
+    assert not drafter._pacer(32, begins=True).is_trial
+    assert drafter._pacer(500, begins=True).is_trial

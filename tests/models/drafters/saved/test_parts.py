@@ -64,6 +64,12 @@ def test_a_pace_makes_a_merge_of_one_drafter(target, redrafter):
         assert answer(target, drafter) == answer(target, NullDrafter())
 
 
+def test_trees_are_padded_where_each_shape_is_compiled_or_recorded(target, redrafter, monkeypatch):
+    assert not load_drafter("prompt_lookup+suffix", target).few_sizes
+    monkeypatch.setattr(type(target), "has_fixed_shapes", True)
+    assert load_drafter("prompt_lookup+suffix", target).few_sizes
+
+
 def test_options_go_to_the_parts_that_have_them(target, redrafter):
     name = f"{redrafter}+prompt_lookup"
     drafter = load_drafter(name, target, tree_nodes=9, beam_width=3, prompt_lookup={"max_ngram": 2, "tree_nodes": 4})
