@@ -88,15 +88,15 @@ def test_few_first_steps_measure_small_and_large_trees():
 def test_another_batch_size_starts_from_these_costs_without_trials():
     large = Pacer(40, 1)
     run_trials(large)
-    large.add_step(10, 4.0, 0.5, 2.0)
+    large.add_step(10, 4.0, 4.0, 0.5, 2.0)
     small = Pacer(40, 1, large)
     assert not small.is_trial
     assert small.verify.table == large.verify.table
     assert small.rate == large.rate
     # Half the seconds at one width: so are those of the others, until they are measured.
-    small.add_step(7, 2.0, 0.1, 0.5 * large.verify.table[7])
+    small.add_step(7, 2.0, 2.0, 0.1, 0.5 * large.verify.table[7])
     assert small.verify.table == pytest.approx([0.5 * seconds for seconds in large.verify.table])
-    small.add_step(40, 2.0, 0.1, 3.0)
+    small.add_step(40, 2.0, 2.0, 0.1, 3.0)
     assert small.verify.table[40] == 3.0
     assert large.verify.table[40] == pytest.approx(5.0)
 

@@ -271,7 +271,7 @@ def test_rows_that_leave_a_batch_cause_no_trials(target):
         drafter._pacer(batch, begins=True)
         assert drafter._pacer(batch).is_trial, "a batch of another size begins"
         while drafter._pacer(batch).is_trial:
-            drafter._pacer(batch).add_step(3, 1.0, 0.1, 1.0)
+            drafter._pacer(batch).add_step(3, 1.0, 1.0, 0.1, 1.0)
     assert not drafter._pacer(2).is_trial
     assert not drafter._pacer(100).is_trial
     assert not drafter._pacer(32, begins=True).is_trial
