@@ -72,7 +72,7 @@ def method_specs(
         if config.merge and parts.folders:
             merged = parts.merged_with(config.merge)
             merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0]), option="merge"))
-    if config.merge and not merges:
+    if config.merge and all_parts and not merges:  # before a training there are no drafters yet
         names = ", ".join(parts.name for parts in all_parts)
         raise ValueError(
             f"merge is {', '.join(config.merge)}, which trained drafters are merged with, and {names} has no trained part; "
