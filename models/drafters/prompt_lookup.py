@@ -11,7 +11,9 @@ row of a batch has its own text.
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
+from typing import Annotated
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
@@ -24,13 +26,17 @@ PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
 """Estimates that a draft token is accepted, by n (1, 2, more) and depth (1, 2, deeper)."""
 
 
+MAX_NGRAM = 64
+"""Longer matches of the last tokens than this decide nothing: a token is indexed for each n."""
+
+
 @dataclass(kw_only=True, config=OPTIONS)
 class PromptLookupConfig:
     """Options of prompt lookup."""
 
     tree_nodes: PositiveInt = 10
     """Draft tokens: a chain of this length."""
-    max_ngram: PositiveInt = 3
+    max_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 3
     """Most of the last tokens that are looked up; fewer if these occur nowhere else."""
     references: list[str] = field(default_factory=list)
     """Text files to copy from besides the prompt and the answer."""

@@ -914,6 +914,10 @@ def test_a_merge_has_the_first_setting_of_its_trained_drafter(tiny_drafter_dir: 
         methods.method_specs(replace(merging, settings=[{"beam_width": 2}]), [tiny_drafter_dir, parse_drafter_name("suffix")])
 
 
+def test_a_recipe_may_merge_drafters_that_it_has_yet_to_train(config: EvalConfig) -> None:
+    check_inputs(replace(config, settings=[{}], merge=["suffix"]), [])
+
+
 def test_a_wrong_name_of_a_baseline_is_an_error() -> None:
     with pytest.raises(ValidationError, match="must be one of prompt_lookup, suffix, recycling"):
         EvalConfig(suites=["stdlib"], baselines=["lookahead"])

@@ -102,8 +102,8 @@ def tuned_folder(drafter: Path | str | DrafterParts) -> Path:
     parts = parse_drafter_name(drafter)
     if not parts.folders:
         raise ValueError(
-            f"the drafter {parts.name} has no folder, which the choice could be written to; print it only (--no-write), and "
-            "set the options where the drafter is used"
+            f"the drafter {parts.name} has no folder, and tuned settings are kept in one; `outrider tune --no-write` prints "
+            "them, and --setting (eval.settings) uses them"
         )
     return parts.folders[0]
 

@@ -113,6 +113,7 @@ def test_rows_of_a_batch_copy_from_their_own_texts(target):
     ("options", "message"),
     [
         ({"tree_nodes": 0}, "prompt_lookup.tree_nodes=0: must be above 0"),
+        ({"max_ngram": 65}, "prompt_lookup.max_ngram=65: must be at most 64"),
         ({"max_ngram": "3"}, 'prompt_lookup.max_ngram="3": must be a whole number'),
         ({"nodes": 5}, "the drafter prompt_lookup has no option nodes"),
         ({"references": "a.txt"}, "prompt_lookup.references="),
