@@ -15,7 +15,7 @@ from outrider.models.drafters import DRAFTERS, TRAINING_FREE
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 
 from .conformance.test_architectures import CASES
-from .conformance.test_drafters import OPTIONS
+from .conformance.test_drafters import MERGED, OPTIONS
 
 CONFORMANCE = "tests/conformance/test_drafters.py"
 ARCHITECTURES = "tests/conformance/test_architectures.py"
@@ -66,7 +66,7 @@ def test_every_rule_decodes_with_every_kind(collected: list[pytest.Item]) -> Non
     names = {name for name, value in vars(acceptance).items() if hasattr(value, "lossless")}
     assert names == RULES.keys()
     for rule, test in RULES.items():
-        assert kinds(quick_cases(collected, test)) == DRAFTERS.keys() | TRAINING_FREE.keys(), rule
+        assert kinds(quick_cases(collected, test)) == DRAFTERS.keys() | TRAINING_FREE.keys() | MERGED.keys(), rule
 
 
 def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> None:

@@ -164,7 +164,8 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)
 
 
-IMPLEMENTATION = "outrider_drafter"
+IMPLEMENTATION = f"{__name__}.attention"
+"""A package's copy of this module has another name."""
 
 
 def _attention(

@@ -181,7 +181,8 @@ def masks_by_kind(
 
 # --- attention over grouped heads
 
-IMPLEMENTATION = "outrider_grouped_heads"
+IMPLEMENTATION = f"{__name__}.grouped_heads"
+"""A package's copy of this module, perhaps an older one, registers its function by another name."""
 
 
 def _grouped_heads_forward(

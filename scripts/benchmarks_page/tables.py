@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.eval.records.method_names import PLAIN_DECODING, MethodFacts, setting_words
+from outrider.eval.records.method_names import PLAIN_DECODING, MethodFacts, setting_words, title_of
 from outrider.eval.records.names import BASELINE
 
 
@@ -106,7 +106,7 @@ def method_name(method: str) -> str:
     facts = MethodFacts(key=method)
     setting = dict(facts.setting or {})
     is_static = setting.pop("tree", None) == "static"
-    name = "EAGLE-1" if is_static else KINDS[facts.folder or facts.kind]
+    name = "EAGLE-1" if is_static else KINDS.get(facts.folder or facts.kind) or title_of(facts.kind)
     return ", ".join(filter(None, [name, setting_words(facts.kind, setting, setting)]))
 
 

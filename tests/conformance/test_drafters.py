@@ -324,15 +324,12 @@ def test_typical_acceptance_gives_complete_answers(drafter, target):
 
 
 def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name, target):
-    """A training-free drafter reads the last token.
+    """A training-free drafter reads the last token, and Token Recycling the target's choices.
 
-    Token Recycling reads logits, too, by `to`. What it lists then, twice for each of two rows, is on
-    the host. A merge reads the last token once for all parts, and the trained drafter's search. Its
-    first steps are trials, which ask all parts.
+    A merge reads the last token once for all parts, and the trained drafter's search. Its first
+    steps are trials, which ask all parts.
     """
-    of_recycling = 2 + 2 * len(UNSEEN)
-    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": of_recycling}.get(name, 1)
-    num_reads = of_recycling + 1 if name in MERGED else num_reads
+    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": 3}.get(name, 4 if name in MERGED else 1)
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)

@@ -1,5 +1,6 @@
 """`generate` of a packaged drafter, against transformers' own `generate`."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from outrider.models.drafters import decoder_layer
 from outrider.models.export.bound_drafters import ATTRIBUTE
 from outrider.models.export.custom_generate import find_parts, generate
+from outrider.models.target import tree_attention
 
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
@@ -29,6 +33,17 @@ def folder(package_dirs: dict[str, Path]) -> str:
 def test_greedy_text_equals_that_of_plain_generate(model, package_dirs, kind, inputs):
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
     assert torch.equal(generate(model, drafter=str(package_dirs[kind]), **inputs, do_sample=False, max_new_tokens=20), plain)
+
+
+def test_a_packages_code_leaves_the_librarys_attention_in_place(model, package_dirs):
+    """The package may be of another version, and transformers has one table of functions by name."""
+    model.generate(
+        PROMPT, custom_generate=str(package_dirs["eagle"]), trust_remote_code=True, do_sample=False, max_new_tokens=4
+    )
+    copies = [name for name in sys.modules if name.endswith((".target_tree_attention", ".drafters_decoder_layer"))]
+    assert len(copies) >= 2
+    assert ALL_ATTENTION_FUNCTIONS[tree_attention.IMPLEMENTATION].__module__ == tree_attention.__name__
+    assert ALL_ATTENTION_FUNCTIONS[decoder_layer.IMPLEMENTATION].__module__ == decoder_layer.__name__
 
 
 def test_drafts_are_accepted_in_these_tests(model, folder):
