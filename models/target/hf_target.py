@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..decoding.prompts import Prompts
+from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
@@ -171,7 +172,9 @@ class HFTarget(FrozenModel):
             self._cache = self._trees.new_cache(batch, capacity, self.device)
         return self._cache
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+    def verify(
+        self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, meanwhile: Meanwhile | None = None
+    ) -> TargetOutput:
         """Read the last committed token and the tree's nodes in one pass.
 
         Each node attends to its own path only. With CUDA graphs the next `verify` overwrites the
