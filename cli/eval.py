@@ -39,7 +39,8 @@ def eval_command(
     tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, at most. Repeat.")] = None,
     setting: Settings = None,
     baselines: Annotated[
-        list[str] | None, typer.Option("--baseline", help="Also compare prompt_lookup, suffix or recycling. Repeat.")
+        list[str] | None,
+        typer.Option("--baseline", help="Also compare prompt_lookup, suffix, recycling or draft_model:MODEL. Repeat."),
     ] = None,
     merge: Annotated[
         list[str] | None, typer.Option(help="Also merge each trained drafter with suffix, recycling or prompt_lookup. Repeat.")

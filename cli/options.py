@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 import yaml
 
-from ..data.drafter_names import TRAINING_FREE_NAMES
+from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES
 from ..data.paths import NamedPath, built_in_templates, expand_home, require_paths
 from .inputs import ANY_DRAFTER, DATA_FILE, MODEL, named_folders
 from .quiet import silence_bars
@@ -35,7 +35,8 @@ INPUTS = {
 ALWAYS_LOCAL = ("records", "run", "certificate")
 
 DRAFTER_HELP = (
-    f"The drafter: its directory, user/name[@revision] on the Hub, {', '.join(TRAINING_FREE_NAMES)}, or several joined by +."
+    f"The drafter: its directory, user/name[@revision] on the Hub, {', '.join(TRAINING_FREE_NAMES)}, {MODEL_PREFIX}MODEL (a "
+    "small causal LM as it is), or several joined by +."
 )
 Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
 TrainedTarget = Annotated[str, typer.Option(help="The target of the drafter: a directory or a Hub id.")]
@@ -107,6 +108,8 @@ def _expanded(value: Any) -> Any:
     if isinstance(value, str) and "=~" in value:
         name, _, path = value.partition("=")
         return f"{name}={expand_home(path)}"
+    if isinstance(value, str) and value.startswith(MODEL_PREFIX):
+        return f"{MODEL_PREFIX}{expand_home(value.removeprefix(MODEL_PREFIX))}"
     return expand_home(value)
 
 
