@@ -23,7 +23,7 @@ memory. A later `init_state` or `select` takes it over; using an earlier state t
 RuntimeError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -39,6 +39,10 @@ State = TypeVar("State")
 
 Drafted = TypeVar("Drafted")
 """What `propose` computed for a tree, kept until `advance` knows the accepted path."""
+
+Meanwhile = Callable[[float], bool]
+"""Work for the time in which a pass waits for weights, called with the seconds that the wait will
+still last. Returns whether there is more to do. A call that doesn't fit the wait does nothing."""
 
 
 @runtime_checkable
