@@ -15,6 +15,7 @@ from ....data.files import read_dataclass, write_json
 from ...decoding.protocols import Drafter
 from ...machine import device_name
 from ...target.hf_target import HFTarget
+from ...target.memory_plan import GIB
 from ..null import NullDrafter
 from .loading import load_drafter
 from .parts import DrafterParts, parse_drafter_name
@@ -38,7 +39,7 @@ class DecodingSetup:
     """Digest of the drafter's weights; for a merge also the names of its training-free parts."""
     dtype: str
     form: str
-    """See `HFTarget.form`."""
+    """See `HFTarget.form`; with a memory budget also its GiB."""
     temperature: float
     """0 is greedy decoding."""
 
@@ -85,7 +86,7 @@ def describe_setup(target: HFTarget, drafter: Path | str | DrafterParts, tempera
         target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
         drafter=SEPARATOR.join(part.weights[:16] or part.name for part in parse_drafter_name(drafter).parts),
         dtype=str(target.dtype).removeprefix("torch."),
-        form=target.form,
+        form=target.form if target.stream is None else f"{target.form} {target.stream.plan.budget_bytes / GIB:g} GiB",
         temperature=temperature,
     )
 
