@@ -68,7 +68,9 @@ class HFTarget(FrozenModel):
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""
         if self.fast_linears:
-            self.linears = choose_linears(self.model, *drafters)
+            # A copy of streamed weights would be of nothing, and one of resident weights beyond the
+            # memory budget.
+            self.linears = choose_linears(*([] if self.stream else [self.model]), *drafters)
 
     @property
     def form(self) -> str:
