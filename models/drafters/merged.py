@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as options
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from ..decoding.pacing import Pacer, widths_up_to
 from ..decoding.prompts import Prompts
-from ..decoding.protocols import Drafter
+from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
@@ -200,6 +200,20 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             draft_seconds=drafted_at - started,
             drafted_at=drafted_at,
         )
+
+    def meanwhile(self, drafted: MergedDraft) -> Meanwhile | None:
+        """Return what the sources do meanwhile, one after another."""
+        works = [source.meanwhile(part) for source, part in zip(self._sources, drafted.drafted, strict=True)]
+        left = [work for work in works if work is not None]
+        if not left:
+            return None
+
+        def work_on(seconds: float) -> bool:
+            if left and not left[0](seconds):
+                left.pop(0)
+            return bool(left)
+
+        return work_on
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
         # 1. The sources' states.
