@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import nn
 
 from ...models.machine import is_out_of_memory, synchronize
+from ...models.target.weight_stream import WeightStream
 from ..records.run_files import Roofline
 
 MAX_BUFFER_BYTES, MAX_ACCELERATOR_BYTES = 1 << 30, 1 << 32
@@ -22,18 +23,32 @@ NUM_READS, NUM_QUEUED_READS = 7, 10
 Read = Callable[[], torch.Tensor]
 
 
-def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None) -> Roofline:
+def measure_roofline(
+    model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None, stream: WeightStream | None = None
+) -> Roofline:
     """Compute the roofline of `model` on `device` with torch's current number of threads.
 
-    If `bandwidth_gbs` is None, the bandwidth is measured.
+    If `bandwidth_gbs` is None, the bandwidth of memory is measured. A target with a memory budget
+    has the lower one of two bounds: reading all weights from memory, and some of them from files.
     """
-    num_bytes = weight_bytes(model)
-    return Roofline(
+    # Without a pass, parameters that are read from files are empty.
+    num_bytes = weight_bytes(model) if stream is None else sum(unit.computed_bytes for unit in stream.plan.units)
+    memory = Roofline(
         weight_bytes=num_bytes,
         bandwidth_gbs=bandwidth_gbs or measure_bandwidth(num_bytes, device),
         given=bandwidth_gbs is not None,
         cache_bytes=cache_bytes(device),
     )
+    if stream is None or not stream.plan.streamed_bytes:
+        return memory
+    files = Roofline(
+        weight_bytes=stream.plan.streamed_bytes,
+        bandwidth_gbs=stream.bytes_per_second / 1e9,
+        given=False,
+        cache_bytes=None,
+        source="files",
+    )
+    return min(files, memory, key=lambda roofline: roofline.tokens_per_second)
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -351,12 +351,13 @@ def roofline(group: Group) -> list[Table]:
         entries = [entry for entry in entries if entry.row["roofline_fraction"]]
         if not any(entry.row["method"] == BASELINE for entry in entries):
             continue
-        speeds = [number(entry.row["decode_tokens_per_second"], ".1f") for entry in entries]
+        spec = ".3g" if any(entry.row.get("budget") for entry in entries) else ".1f"
+        speeds = [number(entry.row["decode_tokens_per_second"], spec) for entry in entries]
         bounds = [_bound(entry) for entry in entries]
         scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
         columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
         lines = [
-            _line(entry, [speed, Value(text=f"{bound:.0f}"), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
+            _line(entry, [speed, Value(text=f"{bound:{'.3g' if bound < 10 else '.0f'}}"), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
             for entry, speed, bound in zip(entries, speeds, bounds, strict=True)
         ]
         tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
@@ -375,8 +376,10 @@ def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
     notes = []
     for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
         values = dict(facts)
-        source = "given" if values["given"] else f"measured on a buffer of {BUFFER}"
-        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights a token at {values['bandwidth_gbs']:.1f} GB/s ({source})."
+        what, source = "a token", "given" if values["given"] else f"measured on a buffer of {BUFFER}"
+        if values.get("source") == "files":
+            what, source = "read from files in a pass", "measured when the target was loaded"
+        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights {what} at {values['bandwidth_gbs']:{'.2f' if values.get('source') == 'files' else '.1f'}} GB/s ({source})."
         if values["fits_in_cache"]:
             note += " The weights fit into the processor's cache, so main memory does not bound this target."
         notes.append(note)
