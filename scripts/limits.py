@@ -19,11 +19,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP_V1, CGROUP_V2, RLIMIT = "cgroup v1", "cgroup v2", "RLIMIT_DATA"
+CGROUP_V1, CGROUP_V2, RLIMIT, NOTHING = "cgroup v1", "cgroup v2", "RLIMIT_DATA", "no limit"
 POLL_SECONDS = 0.05
 """Seconds between two looks at the anonymous memory of a group."""
 UNITS = {"K": 1e3, "M": 1e6, "G": 1e9}
@@ -40,7 +40,12 @@ for group in "$@"; do
 done
 """
 """Shell script that waits for the end of its input, and then removes the groups."""
-JOIN = 'for group in $GROUPS_TO_JOIN; do echo $$ > "$group/cgroup.procs" || exit 125; done; unset GROUPS_TO_JOIN; exec "$@"'
+JOIN = """
+count=$1; shift
+while [ "$count" -gt 0 ]; do echo $$ > "$1/cgroup.procs" || exit 125; shift; count=$((count - 1)); done
+exec "$@"
+"""
+"""Shell script that joins groups, and becomes a command: their number, their folders, the command."""
 READ = """
 import os, sys, time
 path, most = sys.argv[1], int(sys.argv[2])
@@ -82,7 +87,7 @@ class Outcome:
     returncode: int
     seconds: float
     means: str
-    """What set the limits: CGROUP_V1, CGROUP_V2 or RLIMIT."""
+    """What set the limits: CGROUP_V1, CGROUP_V2, RLIMIT or NOTHING."""
     peak_bytes: int | None
     """Peak of the group, with the page cache. None without a memory group."""
     anonymous_bytes: int | None
@@ -127,103 +132,97 @@ V2 = Files(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Groups that were made for one command."""
+class Limiter:
+    """Limits that are set, for the commands that `wrap` puts under them."""
 
-    files: Files
-    memory: Path | None
-    reads: Path | None
+    means: str
+    """What sets the limits: CGROUP_V1, CGROUP_V2, RLIMIT, or NOTHING."""
+    files: Files = V1
+    memory: Path | None = None
+    """Group with the cap on memory."""
+    reads: Path | None = None
+    """Group with the limit of reads."""
+    rlimit_bytes: int | None = None
 
-    @property
-    def folders(self) -> list[Path]:
-        return list(dict.fromkeys(folder for folder in (self.memory, self.reads) if folder is not None))
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """Return a command that runs under the limits: a shell that sets them, and becomes the command."""
+        if self.rlimit_bytes is not None:
+            return ["sh", "-c", f'ulimit -d {self.rlimit_bytes >> 10} || exit 125; exec "$@"', "sh", *command]
+        folders = list(dict.fromkeys(str(folder) for folder in (self.memory, self.reads) if folder is not None))
+        return ["sh", "-c", JOIN, "sh", str(len(folders)), *folders, *command] if folders else list(command)
 
-    def anonymous_bytes(self) -> int:
-        assert self.memory is not None
-        return number_in(self.memory / "memory.stat", self.files.anonymous)
+    def anonymous_bytes(self) -> int | None:
+        """Return the anonymous memory at this moment; None without a memory group."""
+        return None if self.memory is None else number_in(self.memory / "memory.stat", self.files.anonymous)
 
     def peak_bytes(self) -> int | None:
-        """Return the peak; kernels before 5.19 have none in v2."""
+        """Return the peak with the page cache; None without a memory group, or in v2 before kernel 5.19."""
         path = None if self.memory is None else self.memory / self.files.peak
         return int(path.read_text()) if path is not None and path.exists() else None
 
     def out_of_memory(self) -> bool:
+        """Check whether the kernel killed a process of the group because of the cap."""
         return self.memory is not None and number_in(self.memory / self.files.events, "oom_kill") > 0
 
 
-def run_limited(
-    command: Sequence[str], limits: Limits, *, env: Mapping[str, str] | None = None, output: int | None = None
-) -> Outcome:
+def run_limited(command: Sequence[str], limits: Limits, *, output: int | None = None) -> Outcome:
     """Run a command under limits, and return its outcome. Raises UnavailableError if one can't be set.
 
     `output` is a file descriptor for its stdout and stderr.
     """
-    if limits.memory_bytes is None and limits.reads_per_second is None:
-        raise ValueError("there is no limit to set; give memory_bytes or reads_per_second")
-    # 1. Make the groups. Without the right to do so, a cap on memory becomes RLIMIT_DATA.
-    with contextlib.ExitStack() as stack:
-        try:
-            groups = stack.enter_context(made_groups(limits))
-        except UnavailableError:
-            if limits.memory_bytes is None or limits.reads_per_second is not None:
-                raise
-            return run_with_rlimit(command, limits.memory_bytes, env=env, output=output)
-        # 2. Run the command. A shell joins the groups, and becomes the command.
-        names = " ".join(map(str, groups.folders))
-        variables = {**(os.environ if env is None else env), "GROUPS_TO_JOIN": names}
-        start, anonymous = time.perf_counter(), 0
-        with subprocess.Popen(["sh", "-c", JOIN, "sh", *command], env=variables, stdout=output, stderr=output) as process:
-            # 3. Look at its memory until it ends.
-            while True:
-                try:
+    with limited(limits) as limiter:
+        start, anonymous = time.perf_counter(), limiter.anonymous_bytes()
+        with subprocess.Popen(limiter.wrap(command), stdout=output, stderr=output) as process:
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    anonymous = max(anonymous, groups.anonymous_bytes()) if groups.memory is not None else 0
+                if anonymous is not None:
+                    anonymous = max(anonymous, limiter.anonymous_bytes() or 0)
         return Outcome(
             returncode=process.returncode,
             seconds=time.perf_counter() - start,
-            means=groups.files.name,
-            peak_bytes=groups.peak_bytes(),
-            anonymous_bytes=None if groups.memory is None else anonymous,
-            out_of_memory=groups.out_of_memory(),
+            means=limiter.means,
+            peak_bytes=limiter.peak_bytes(),
+            anonymous_bytes=anonymous,
+            out_of_memory=limiter.out_of_memory(),
         )
 
 
-def run_with_rlimit(
-    command: Sequence[str], memory_bytes: int, *, env: Mapping[str, str] | None = None, output: int | None = None
-) -> Outcome:
-    """Run a command whose allocations fail where a process would exceed the cap."""
-    start = time.perf_counter()
-    shell = ["sh", "-c", f'ulimit -d {memory_bytes >> 10} || exit 125; exec "$@"', "sh", *command]
-    code = subprocess.run(shell, env=env, stdout=output, stderr=output, check=False).returncode
-    seconds = time.perf_counter() - start
-    return Outcome(returncode=code, seconds=seconds, means=RLIMIT, peak_bytes=None, anonymous_bytes=None, out_of_memory=False)
-
-
 @contextlib.contextmanager
-def made_groups(limits: Limits) -> Iterator[Groups]:
-    """Make groups with these limits, and remove them afterwards, with all processes in them.
+def limited(limits: Limits) -> Iterator[Limiter]:
+    """Set limits by groups, which are removed afterwards, with all processes in them.
 
-    Raises UnavailableError if this user can't make them.
+    Where no group can be made, a cap on memory alone becomes RLIMIT_DATA. Raises UnavailableError
+    if a limit can't be set.
     """
+    if limits.memory_bytes is None and limits.reads_per_second is None:
+        yield Limiter(means=NOTHING)
+        return
     with contextlib.ExitStack() as stack:
-        name = f"outrider-{os.getpid()}-{next(NUMBERS)}"
-        files, memory_parents, reads_parents = parents()
-        device = None if limits.reads_per_second is None else disk_number(limits.disk_of)
-        memory = None if limits.memory_bytes is None else make_group(memory_parents, name, files.memory[0], stack)
-        reads = None if device is None else make_group(reads_parents, name, files.reads, stack, memory)
-        groups = Groups(files=files, memory=memory, reads=reads)
         try:
-            if memory is not None:
-                for file in files.memory:
-                    if (memory / file).exists():
-                        (memory / file).write_text(str(limits.memory_bytes))
-            if reads is not None:
-                (reads / files.reads).write_text(files.reads_line.format(device=device, rate=limits.reads_per_second))
-        except OSError as error:
-            raise UnavailableError(f"a limit can't be set ({error}); choose another value, or run as root") from error
-        yield groups
+            limiter = make_groups(limits, stack)
+        except UnavailableError:
+            if limits.memory_bytes is None or limits.reads_per_second is not None:
+                raise
+            limiter = Limiter(means=RLIMIT, rlimit_bytes=limits.memory_bytes)
+        yield limiter
+
+
+def make_groups(limits: Limits, stack: contextlib.ExitStack) -> Limiter:
+    """Make groups with these limits, which the stack removes. Raises UnavailableError if that fails."""
+    name = f"outrider-{os.getpid()}-{next(NUMBERS)}"
+    files, memory_parents, reads_parents = parents()
+    device = None if limits.reads_per_second is None else disk_number(limits.disk_of)
+    memory = None if limits.memory_bytes is None else make_group(memory_parents, name, files.memory[0], stack)
+    reads = None if device is None else make_group(reads_parents, name, files.reads, stack, memory)
+    try:
+        for path in [] if memory is None else [memory / file for file in files.memory if (memory / file).exists()]:
+            path.write_text(str(limits.memory_bytes))
+        if reads is not None:
+            (reads / files.reads).write_text(files.reads_line.format(device=device, rate=limits.reads_per_second))
+    except OSError as error:
+        raise UnavailableError(f"a limit can't be set ({error}); choose another value, or run as root") from error
+    return Limiter(means=files.name, files=files, memory=memory, reads=reads)
 
 
 def make_group(
@@ -308,7 +307,7 @@ def number_in(path: Path, key: str) -> int:
     return 0
 
 
-def measured_reads(path: Path, limits: Limits | None, most_bytes: int = 256 << 20) -> float:
+def measured_reads(path: Path, limits: Limits, most_bytes: int = 256 << 20) -> float:
     """Measure the bytes per second at which a file's start is read from its disk, under limits.
 
     Raises UnavailableError if the bytes don't come from the disk of this machine.
@@ -317,10 +316,7 @@ def measured_reads(path: Path, limits: Limits | None, most_bytes: int = 256 << 2
     command = [sys.executable, "-c", READ, str(path), str(most_bytes)]
     with open(read_end) as file:
         try:
-            if limits is None:
-                code = subprocess.run(command, stdout=write_end, check=False).returncode
-            else:
-                code = run_limited(command, limits, output=write_end).returncode
+            code = run_limited(command, limits, output=write_end).returncode
         finally:
             os.close(write_end)
         words = file.read()
@@ -337,12 +333,13 @@ def measured_reads(path: Path, limits: Limits | None, most_bytes: int = 256 << 2
 
 
 def unavailable(limits: Limits) -> str | None:
-    """Return why such limits can't be set on this machine; None if they can."""
+    """Return why groups can't set such limits on this machine; None if they can."""
     try:
-        with made_groups(limits):
-            return None
+        with contextlib.ExitStack() as stack:
+            make_groups(limits, stack)
     except UnavailableError as error:
         return str(error)
+    return None
 
 
 def parse_bytes(text: str) -> int:

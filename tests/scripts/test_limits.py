@@ -116,6 +116,8 @@ def test_without_cgroups_memory_is_capped_by_an_rlimit_and_reads_are_refused(
     large = limits.run_limited([*command, str(300 * MIB)], cap, output=subprocess.DEVNULL)
     assert (large.returncode, large.means, large.peak_bytes) == (1, "RLIMIT_DATA", None)
     slow = limits.Limits(memory_bytes=cap.memory_bytes, reads_per_second=MIB, disk_of=tmp_path)
+    nothing = limits.run_limited(["true"], limits.Limits())
+    assert (nothing.returncode, nothing.means) == (0, "no limit")
     with pytest.raises(limits.UnavailableError, match="cgroup|no disk"):
         limits.run_limited(command, slow)
     assert limits.unavailable(slow)
