@@ -381,8 +381,8 @@ def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
         values = dict(facts)
         what, source = "a token", "given" if values["given"] else f"measured on a buffer of {BUFFER}"
         rate = f"{values['bandwidth_gbs']:.1f}"
-        if values.get("source") == "files":
-            what, source = "read from files in a pass", "measured when the target was loaded"
+        if values.get("streamed"):
+            what, source = "read from files in a pass", "the rate at which they were read"
             rate = f"{values['bandwidth_gbs']:.2f}"
         note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights {what} at {rate} GB/s ({source})."
         if values["fits_in_cache"]:
