@@ -12,7 +12,7 @@ the surest branch is unlikely. It is blind to costs. `ExpectedRule` compares cos
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from .pacing import STALL, Seconds, StepSeconds, TokenRate, best_width
 from .types import NO_NODE
@@ -33,6 +33,7 @@ CHILDREN_WEIGHT = 20.0
 """Nodes that were read before the mean of what their children hold follows later ones."""
 
 
+@runtime_checkable
 class Growing(Protocol):
     """The part of a growing tree that rules read."""
 
@@ -48,6 +49,7 @@ class Growing(Protocol):
         """Return the likeliest nodes that the draft model hasn't read, but whose path it has."""
 
 
+@runtime_checkable
 class GrowthRule(Protocol):
     """Decides how a growing tree is drafted and verified. A batch has one tree for each row.
 
