@@ -201,8 +201,7 @@ def test_a_drafter_is_adapted_to_a_changed_target(
         tmp_path / "after", changed, questions, "conf=[medusa_vicuna7b,adapt]", start, "eval.settings=[{}]", *data, *held_out
     )
     assert looked_up == [str(tmp_path / "before" / "drafter")]
-    assert methods[-1].startswith("medusa")
-    assert methods[1].startswith("medusa")
+    assert [method for method in methods[1:] if method not in TRAINING_FREE_NAMES] == ["medusa"]
     before, after = (json.loads((tmp_path / name / "drafter" / "config.json").read_text()) for name in ("before", "after"))
     assert before["drafter"] == after["drafter"]
     assert before["target"]["weights_sha256"] != after["target"]["weights_sha256"]
