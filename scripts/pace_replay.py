@@ -6,7 +6,6 @@ takes longer only for trees of more than KNEE nodes.
 """
 
 import heapq
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from pace_traces import TOP_K, UNREAD, Trace
 from outrider.models.decoding.growing_tree import GrowingTree
 from outrider.models.decoding.growth import GrowthRule
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters.calibration import BIN_BOUNDS, NO_COUNTS, SCORE_WEIGHT, Counts, source_key, teach
+from outrider.models.drafters.calibration import ScoreCalibration
 
 MAX_NODES = 256
 """Most nodes that are verified."""
@@ -41,26 +40,6 @@ def pass_seconds(ratio: float, num_nodes: int) -> float:
     return ratio * (1.0 + num_nodes / NODES_PER_PASS)
 
 
-class Calibration:
-    """How often children are accepted, by depth and probability, over all texts.
-
-    Without `learns`, probabilities stay the draft model's.
-    """
-
-    def __init__(self, *, learns: bool) -> None:
-        self.learns = learns
-        self.counts: Counts = {}
-
-    def estimate(self, depth: int, prob: float) -> float:
-        if not self.learns:
-            return prob
-        hits, total = self.counts.get(source_key(0, depth) + bisect(BIN_BOUNDS, prob), NO_COUNTS)
-        return (hits + SCORE_WEIGHT * prob) / (total + SCORE_WEIGHT)
-
-    def learn(self, depth: int, prob: float, was_hit: bool) -> None:
-        teach(self.counts, [source_key(0, depth) + bisect(BIN_BOUNDS, prob)], was_hit)
-
-
 class Text:
     """A trace with distorted confidence: probability ** gamma."""
 
@@ -82,7 +61,7 @@ class Text:
 class Replay:
     """A tree that grows from a position of a text. A node's token is its rank among its siblings."""
 
-    def __init__(self, text: Text, position: int, calibration: Calibration) -> None:
+    def __init__(self, text: Text, position: int, calibration: ScoreCalibration | None) -> None:
         self.text, self.position, self.calibration = text, position, calibration
         self.tree = GrowingTree()
         self.scores: list[float] = []
@@ -103,16 +82,17 @@ class Replay:
             scores, children = zip(*self.text.children(context), strict=True)
             if (following := self.position + depth) <= self.text.num_tokens and following in children:
                 self.path.append(len(self.tree) + children.index(following))
-            self.tree.add(parent, range(len(scores)), [self.calibration.estimate(depth, score) for score in scores])
+            estimates = [self.calibration.estimate(depth, score) for score in scores] if self.calibration else scores
+            self.tree.add(parent, range(len(scores)), estimates)
             self.scores += scores
             self.contexts += children
 
     def learn(self, accepted: Sequence[int]) -> None:
         """Let the calibration learn from the tokens that the target chose after the accepted path."""
-        if self.position + len(accepted) < self.text.num_tokens:
+        if self.calibration and self.position + len(accepted) < self.text.num_tokens:
             for end in (NO_NODE, *accepted):
                 for node in self.tree.children(end):
-                    self.calibration.learn(self.tree.depths[node], self.scores[node], node in self.path)
+                    self.calibration.add(self.tree.depths[node], self.scores[node], node in self.path)
 
 
 @dataclass(slots=True)
@@ -134,7 +114,7 @@ class Outcome:
 
 def replay(texts: Sequence[Text], rule: GrowthRule, ratio: float, *, calibrated: bool) -> Outcome:
     """Decode all texts by a rule."""
-    outcome, calibration = Outcome(), Calibration(learns=calibrated)
+    outcome, calibration = Outcome(), ScoreCalibration() if calibrated else None
     for text in texts:
         position = 0
         while position < text.num_tokens:

@@ -12,6 +12,7 @@ the surest branch is unlikely. It is blind to costs. `ExpectedRule` compares cos
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 from typing import Protocol
 
 from .growing_tree import GrowingTree
@@ -179,7 +180,7 @@ class ExpectedRule:
         self.drafting, self.mean = Seconds(), TokenRate()
         self.step = 0
         self._drafts = 0
-        self._read, self._held = CHILDREN_WEIGHT, CHILDREN_WEIGHT
+        self._read, self._held = CHILDREN_WEIGHT, [CHILDREN_WEIGHT, *[0.0] * (top_k - 1)]
 
     @property
     def rate(self) -> float:
@@ -187,17 +188,47 @@ class ExpectedRule:
         return self.mean.of(self.verify.table) if self.step else 0.0
 
     def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
-        # 1. What each row would read, and the probability of the n likeliest of these nodes.
+        # The first step reads the root only: then the cost of a small tree is known.
+        if not self.step and len(trees[0]):
+            return [[] for _ in trees]
+        # 1. What each row would read, and the tokens that its children are expected to add.
         nodes = [tree.unread(self.top_k) if len(tree) else [NO_NODE] for tree in trees]
-        probs = [[probability(tree, node) for node in row] for tree, row in zip(trees, nodes, strict=True)]
-        read = mean_sums(probs)
+        floors = self._floors(trees)
+        profile = [held / self._read for held in self._held]
+        added = [
+            [self._added(probability(tree, node), profile, floor) for node in row]
+            for tree, row, floor in zip(trees, nodes, floors, strict=True)
+        ]
         # 2. The number of nodes whose children add most, less what the pass costs.
-        #    The first step reads the root only: then the cost of a small tree is known.
-        scale = self.mean.share * self._held / self._read
-        best, value = best_width([scale * prob for prob in read], self.draft.table, self.rate, self.draft.widths)
-        if value <= 0.0 or (not self.step and len(trees[0])):
-            best = 0
-        return [row[:best] for row in nodes]
+        gains = [self.mean.share * total for total in mean_sums(added)]
+        best, value = best_width(gains, self.draft.table, self.rate, self.draft.widths)
+        return [row[:best] if value > 0.0 else [] for row in nodes]
+
+    def _added(self, prob: float, profile: Sequence[float], floor: float) -> float:
+        """Return what the children of a node are expected to add to the tokens of a step."""
+        total = 0.0
+        for share in profile:
+            if prob * share <= floor:
+                break
+            total += prob * share - floor
+        return total
+
+    def _floors(self, trees: Sequence[GrowingTree]) -> list[float]:
+        """Return the probability that a new node of each row gains nothing by.
+
+        It is what one more node costs in time, or the least likely node that it would replace.
+        """
+        probs = [sorted(tree.probs, reverse=True) for tree in trees]
+        best = self._best(probs)
+        table, widths = self.verify.table, self.verify.widths
+        slope = min(((table[width] - table[best]) / (width - best) for width in widths if width > best), default=inf)
+        cost = self.rate * slope / self.mean.share
+        return [min(cost, row[best - 1]) if 0 < best <= len(row) else cost for row in probs]
+
+    def _best(self, probs: Sequence[Sequence[float]]) -> int:
+        """Return the best number of nodes to verify; `probs` are each row's, the likeliest first."""
+        gains = self.mean.trusted([1.0 + total for total in mean_sums([row[: self.max_nodes] for row in probs])])
+        return best_width(gains, self.verify.table, self.rate, self.verify.widths)[0]
 
     def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
         if self.draft.table[-1] > seconds:
@@ -208,13 +239,10 @@ class ExpectedRule:
     def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
         # A parent is before its children and has at least their probability: a stable sort keeps
         # that order.
-        orders = [sorted(range(len(tree.probs)), key=tree.probs.__getitem__, reverse=True) for tree in trees]
-        probs = [[tree.probs[node] for node in order[: self.max_nodes]] for tree, order in zip(trees, orders, strict=True)]
-        gains = self.mean.trusted([1.0 + total for total in mean_sums(probs)])
-        best = len(gains) - 1
-        if self.step:
-            best, _ = best_width(gains, self.verify.table, self.rate, self.verify.widths)
-            best = self.verify.revisited(best, len(gains) - 1, self.step)
+        orders = [sorted(range(len(tree)), key=tree.probs.__getitem__, reverse=True) for tree in trees]
+        best = self._best([[tree.probs[node] for node in order] for tree, order in zip(trees, orders, strict=True)])
+        most = min(max(map(len, trees)), self.max_nodes)
+        best = self.verify.revisited(best, most, self.step) if self.step else most
         return [sorted(order[:best]) for order in orders]
 
     def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
@@ -222,13 +250,12 @@ class ExpectedRule:
         self._drafts += 1
         # What the children of the read nodes hold: they are the last ones of each tree.
         kept = 1.0 - 1.0 / CHILDREN_WEIGHT
-        self._read, self._held = kept * self._read, kept * self._held
+        self._read, self._held = kept * self._read, [kept * held for held in self._held]
         for tree, row in zip(trees, reads, strict=True):
-            nodes, node = set(row), len(tree) - 1
-            self._read += sum(probability(tree, node) for node in row)
-            while node >= 0 and tree.parents[node] in nodes:
-                self._held += tree.probs[node]
-                node -= 1
+            for node in row:
+                self._read += probability(tree, node)
+                for rank, child in enumerate(tree.children(node)[: len(self._held)]):
+                    self._held[rank] += tree.probs[child]
 
     def add_step(
         self,
