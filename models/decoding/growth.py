@@ -13,7 +13,7 @@ the surest branch is unlikely. It is blind to costs. `ExpectedRule` compares cos
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
 from .pacing import STALL, Seconds, StepSeconds, TokenRate, best_width
@@ -32,6 +32,7 @@ CHILDREN_WEIGHT = 20.0
 """Nodes that were read before the mean of what their children hold follows later ones."""
 
 
+@runtime_checkable
 class GrowthRule(Protocol):
     """Decides how a growing tree is drafted and verified. A batch has one tree for each row.
 
