@@ -16,7 +16,7 @@ from math import inf
 from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
-from .pacing import STALL, Seconds, StepSeconds, TokenRate, best_width
+from .pacing import MAX_PATIENCE, NUM_TRIALS, PATIENCE, STALL, Seconds, StepSeconds, TokenRate, best_width
 from .types import NO_NODE
 
 BRANCH_THRESHOLD = 0.3
@@ -180,7 +180,7 @@ class ExpectedRule:
         self.verify, self.draft = StepSeconds(max_nodes), StepSeconds(top_k)
         self.drafting, self.mean = Seconds(), TokenRate()
         self.step = 0
-        self._drafts = 0
+        self._drafts = self._skipped = 0
         self._read, self._held = CHILDREN_WEIGHT, [CHILDREN_WEIGHT, *[0.0] * (top_k - 1)]
 
     @property
@@ -189,30 +189,33 @@ class ExpectedRule:
         return self.mean.of(self.verify.table) if self.step else 0.0
 
     def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
-        # The first step reads the root only: then the cost of a small tree is known.
-        if not self.step and len(trees[0]):
-            return [[] for _ in trees]
+        # The first steps read the root only, so that the cost of a small tree is known.
+        begins = not any(map(len, trees))
+        if self.step < NUM_TRIALS:
+            return [[NO_NODE] if begins else [] for _ in trees]
         # 1. What each row would read, and the tokens that its children are expected to add.
         nodes = [tree.unread(self.top_k) if len(tree) else [NO_NODE] for tree in trees]
-        floors = self._floors(trees)
         profile = [held / self._read for held in self._held]
         added = [
-            [self._added(probability(tree, node), profile, floor) for node in row]
-            for tree, row, floor in zip(trees, nodes, floors, strict=True)
+            [children_gain(probability(tree, node), profile, floor) for node in row]
+            for tree, row, floor in zip(trees, nodes, self._floors(trees), strict=True)
         ]
         # 2. The number of nodes whose children add most, less what the pass costs.
         gains = [self.mean.share * total for total in mean_sums(added)]
         best, value = best_width(gains, self.draft.table, self.rate, self.draft.widths)
-        return [row[:best] if value > 0.0 else [] for row in nodes]
+        if value > 0.0:
+            best = max(self.draft.revisited(best, len(gains) - 1, self._drafts), 1)
+        else:
+            best = int(begins and self._is_due(self.rate * self.draft.table[1]))
+        return [row[:best] for row in nodes]
 
-    def _added(self, prob: float, profile: Sequence[float], floor: float) -> float:
-        """Return what the children of a node are expected to add to the tokens of a step."""
-        total = 0.0
-        for share in profile:
-            if prob * share <= floor:
-                break
-            total += prob * share - floor
-        return total
+    def _is_due(self, cost: float) -> bool:
+        """Return whether to draft in vain, at a cost in tokens: costs change, and so do texts."""
+        self._skipped += 1
+        if self._skipped <= min(PATIENCE * cost, MAX_PATIENCE):
+            return False
+        self._skipped = 0
+        return True
 
     def _floors(self, trees: Sequence[GrowingTree]) -> list[float]:
         """Return the probability that a new node of each row gains nothing by.
@@ -280,6 +283,20 @@ class ExpectedRule:
         expected = 1.0 + sum(tree.probs[node] for tree, row in zip(trees, sent, strict=True) for node in row) / num_rows
         seconds = min(draft_seconds, STALL * self.drafting.median) + min(pass_seconds, STALL * usual_seconds)
         self.mean.add(tokens, expected, seconds)
+
+
+def children_gain(prob: float, profile: Sequence[float], floor: float) -> float:
+    """Return the tokens that the children of a node are expected to add.
+
+    `profile` are the shares of a node's probability that its children have, the likeliest first. A
+    child gains what its probability exceeds the floor by.
+    """
+    total = 0.0
+    for share in profile:
+        if prob * share <= floor:
+            break
+        total += prob * share - floor
+    return total
 
 
 def probability(tree: GrowingTree, node: int) -> float:
