@@ -27,9 +27,13 @@ START = "models.export.custom_generate"
 FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
 LEFT_OUT = frozenset(
-    {"models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"}
+    {
+        *("models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"),
+        "models.target.weight_stream",
+    }
 )
-"""Modules to load, quantise and slice a target; the caller of `generate` has already loaded it."""
+"""Modules to load, quantise, slice and stream a target; the caller of `generate` has already loaded
+it."""
 PACKAGES = ("pydantic", "torch", "transformers")
 """Packages that users need. transformers brings safetensors, huggingface_hub and numpy; pydantic
 brings pydantic_core."""

@@ -3,10 +3,10 @@
 from dataclasses import field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ...data.fields import OPTIONS, one_of
+from ...data.fields import OPTIONS, PositiveInt, one_of
 from .quantization import check_method
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -50,6 +50,12 @@ class TargetConfig:
     """Slice one copy of the target over all processes of the launch, if it doesn't fit on one
     device. Labelling and training support this (see `tensor_parallel`). Evaluation runs in one
     process, and needs the whole target there."""
+    memory_budget_gib: PositiveFloat | None = None
+    """Most memory for weights, and for keys and values, in GiB. Layers that don't fit are read from
+    the safetensors files in every pass, ahead of their turn. None loads all weights."""
+    budget_tokens: PositiveInt = 4096
+    """Tokens of all rows together, draft trees included, whose keys and values count into
+    `memory_budget_gib`. Longer batches are refused."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Turn it on only after you have read that
     code."""
@@ -62,3 +68,9 @@ class TargetConfig:
         clashing = [name for name in ("compiled", "cuda_graphs", "device", "quantization") if getattr(self, name)]
         if self.tensor_parallel and clashing:
             raise ValueError(f"tensor_parallel doesn't work together with {' and '.join(clashing)}; leave one out")
+        clashing = [name for name in ("compiled", "cuda_graphs", "quantization", "tensor_parallel") if getattr(self, name)]
+        if self.memory_budget_gib is not None and clashing:
+            raise ValueError(
+                f"memory_budget_gib is {self.memory_budget_gib}, which doesn't work together with {' and '.join(clashing)}; "
+                "leave one out"
+            )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..decoding.prompts import Prompts
+from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
@@ -19,6 +20,7 @@ from .frozen_model import FrozenModel
 from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
 from .tree_reader import TreeReader
+from .weight_stream import WeightStream
 
 
 class HFTarget(FrozenModel):
@@ -45,8 +47,11 @@ class HFTarget(FrozenModel):
         tensor_parallel: bool = False,
         fast_linears: bool = False,
         recorder: Recorder | None = None,
+        stream: "WeightStream | None" = None,
     ) -> None:
         super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
+        self.stream = stream
+        """Source of the weights that don't stay in memory (`memory_budget_gib`); None if all do."""
         self.fast_linears = fast_linears and not (compiled or tensor_parallel)
         self.linears = ""
         """How linear layers are computed; empty if all are computed as transformers does."""
@@ -63,12 +68,18 @@ class HFTarget(FrozenModel):
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""
         if self.fast_linears:
-            self.linears = choose_linears(self.model, *drafters)
+            # A copy of streamed weights would be of nothing, and one of resident weights beyond the
+            # memory budget.
+            self.linears = choose_linears(*([] if self.stream else [self.model]), *drafters)
 
     @property
     def form(self) -> str:
-        """How passes over draft trees run (speed depends on it): compiled, in graphs or eager."""
-        return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
+        """How passes over draft trees run: compiled, in graphs, streamed or eager.
+
+        Speed depends on it.
+        """
+        names = [name for name in ("compiled", "cuda_graphs") if getattr(self, name)]
+        return " ".join([*names, *["streamed"] * (self.stream is not None)]) or "eager"
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -171,13 +182,19 @@ class HFTarget(FrozenModel):
             self._cache = self._trees.new_cache(batch, capacity, self.device)
         return self._cache
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+    def verify(
+        self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, meanwhile: Meanwhile | None = None
+    ) -> TargetOutput:
         """Read the last committed token and the tree's nodes in one pass.
 
         Each node attends to its own path only. With CUDA graphs the next `verify` overwrites the
-        output.
+        output. `meanwhile` is called while the pass waits for streamed weights; a model in memory
+        never calls it.
         """
-        return self.read_tree(self._require_cache(), last_token, tree)
+        if self.stream is None:
+            return self.read_tree(self._require_cache(), last_token, tree)
+        with self.stream.during_waits(meanwhile):
+            return self.read_tree(self._require_cache(), last_token, tree)
 
     def read_tree(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0

@@ -169,6 +169,7 @@ class Padded:
     def __init__(self, drafter: Any, target: HFTarget) -> None:
         self.drafter, self.feature_layers = drafter, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self.meanwhile = drafter.meanwhile
 
     def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, Any]:
         tree, drafted = self.drafter.propose(state, last_token)

@@ -58,9 +58,10 @@ def load_drafter(
     `name` is a folder, a repository on the Hub (`user/name`, `user/name@revision`), a training-free
     drafter (`suffix`), or several of these, joined by `+`, whose trees are merged.
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
-    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter. Raises
-    ValueError for an unknown name, for a target of another shape or tokenizer, for options that
-    would change the weights, and for missing, unknown or wrongly shaped tensors.
+    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter that has no
+    option of that name. Raises ValueError for an unknown name, for a target of another shape or
+    tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped
+    tensors.
     """
     # 1. Check all options, which is fast.
     parts = parse_drafter_name(name, revision)
@@ -95,6 +96,9 @@ def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     drafter.to(device=target.device).eval().requires_grad_(False)
     if target.fast_linears:
         choose_linears(drafter)
+    # A growing tree is calibrated as merged trees are.
+    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
+        drafter.use_prior(prior)
     return drafter
 
 
