@@ -274,7 +274,7 @@ def open_run(
             "directory"
         )
     else:
-        roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
+        roofline = measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info

@@ -376,6 +376,7 @@ def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
     for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
         values = dict(facts)
         source = "given" if values["given"] else f"measured on a buffer of {BUFFER}"
+        source = "the rate at which files were read" if values.get("streamed") else source
         note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights a token at {values['bandwidth_gbs']:.1f} GB/s ({source})."
         if values["fits_in_cache"]:
             note += " The weights fit into the processor's cache, so main memory does not bound this target."
