@@ -1,8 +1,8 @@
 """Measures a target larger than memory, beside transformers with accelerate's offload to disk.
 
-    python scripts/bench_offload.py --drafter outputs/offload_demo/drafter --small outputs/compare_demo/variants/draft_model/drafter
-    python scripts/bench_offload.py --drafter ... --plan
-    python scripts/bench_offload.py --drafter ... --tiny --output /tmp/try
+    python scripts/bench_offload.py --plan
+    python scripts/bench_offload.py --small outputs/compare_demo/variants/draft_model/drafter
+    python scripts/bench_offload.py --tiny --output /tmp/try
 
 The demo's target is grown (`grow_target.py`), so it costs what a large model costs and says what
 the demo says. Each method is a process of its own in a cgroup: its memory is capped at what it
@@ -23,6 +23,7 @@ cells and the bytes per token carry the claims.
 """
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -33,10 +34,36 @@ import silence  # noqa: F401 - before torch, whose libraries it silences
 from grow_drafter import drafter_source, grow_drafter
 from grow_target import DTYPES, Size, Source, parse_parameters
 from limits import Limits, parse_bytes, unavailable
-from offload_cells import AS_IS, CLOSE, DRAFTERS, FIXED, GROWN, PLAIN, SETTINGS, SHARES, SMALL, THROTTLED, Cell, Method, cells_of
+from offload_cells import (
+    AS_IS,
+    CLOSE,
+    DRAFTERS,
+    FIXED,
+    GROWN,
+    LETTERS,
+    PLAIN,
+    SETTINGS,
+    SHARES,
+    SMALL,
+    THROTTLED,
+    Cell,
+    Method,
+    cells_of,
+)
 from offload_figures import ANSWERS_FILE, WORKERS_FILE, rows_of
 from offload_report import judge, notes, plot, tables
-from offload_run import Facts, WorkerError, append_line, cached_share, cap_for, drop_cache, means_rlimit, read_lines, started
+from offload_run import (
+    Facts,
+    Worker,
+    WorkerError,
+    append_line,
+    cached_share,
+    cap_for,
+    drop_cache,
+    means_rlimit,
+    read_lines,
+    started,
+)
 from study_cells import CPU, SETTINGS_FILE, grown, require_same_settings
 from tqdm import tqdm
 
@@ -53,15 +80,21 @@ from outrider.models.target.loading import load_tokenizer
 RECORD_FILE, COSTS_FILE = "offload.json", "drafters.json"
 BASELINE = "nothing"
 """Key of the worker that has only imported everything."""
+DRAFTER = "outputs/offload_demo/drafter"
 RATIO = 37
 """Draft passes that a streamed pass costs, beside the grown drafter (LLMCad, table 1)."""
-ALLOWANCE_BYTES = 256 << 20
-"""Memory of a worker beside its baseline, its drafter and the budget: activations, buffers."""
+ALLOWANCE_BYTES = 128 << 20
+"""Memory of a worker beside its baseline, its drafter and the budget: activations, page tables.
+
+The peers use what is left of it as page cache, so more of it would spare them reads."""
 GIB = 1 << 30
 COST_NEW_TOKENS = 24
+CANDIDATES = 16
+"""How many times more prompts are read than chosen: long ones leave too little room."""
 FIRST_GROWTH = 8
 """How many times larger the drafter is whose cost is measured to choose the grown one's size."""
-TINY: dict[str, Any] = {"size": "60K", "prompts": 2, "new_tokens": 6, "plain_tokens": 3, "threads": 1, "rate": "1G"}
+TINY: dict[str, Any] = {"size": "64M", "prompts": 2, "new_tokens": 8, "plain_tokens": 3, "threads": 1, "shares": [0.5]}
+TINY["rate"] = "2G"
 """Options of `--tiny`."""
 
 
@@ -77,7 +110,7 @@ def main() -> None:
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the model to grow")
-    parser.add_argument("--drafter", type=Path, default=Path("outputs/offload_demo/drafter"), help="a draft_model of the target")
+    parser.add_argument("--drafter", type=Path, default=Path(DRAFTER), help="folder of a draft_model of the target")
     parser.add_argument("--small", type=Path, help="another draft_model, such as compare_demo's")
     parser.add_argument("--free", nargs="*", default=["suffix", "recycling"], help="drafters without training to merge")
     parser.add_argument("--size", default="200M", help="parameters of the grown target")
@@ -85,11 +118,12 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", default="200M", help="bytes per second of the slowed disk")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--plain-tokens", type=int, default=10, help="tokens of methods without a drafter: all passes are alike")
+    parser.add_argument("--plain-tokens", type=int, default=10, help="tokens of methods without a drafter")
     parser.add_argument("--budget-tokens", type=int, default=1024, help="tokens whose keys and values the budget holds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--disks", nargs="+", choices=(THROTTLED, AS_IS), default=[THROTTLED, AS_IS])
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="budgets as shares of the weights")
+    parser.add_argument("--methods", nargs="+", choices=LETTERS, default=list(LETTERS), help="rows; (c) is always one")
     parser.add_argument("--tiny", action="store_true", help="a tiny target in seconds, to try the script")
     parser.add_argument("--output", type=Path, default=Path("outputs/offload"))
     parser.add_argument("--plan", action="store_true", help="print the cells and an estimate, and end")
@@ -104,12 +138,13 @@ def run(args: argparse.Namespace) -> None:
     # 1. Check everything before any long work.
     source, folders = Source.of(args.target), drafter_folders(args)
     size = source.choose_size(parse_parameters(args.size))
-    for name in ("prompts", "new_tokens", "plain_tokens", "threads"):
-        if getattr(args, name) < 2:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 2")
+    for name, least in (("prompts", 1), ("new_tokens", 2), ("plain_tokens", 2), ("threads", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least {least}")
     prompts = prompts_of(args)
     disks, reason = usable_disks(args)
-    cells = cells_of(disks, args.shares, [name for name in DRAFTERS if name == GROWN or name in folders], args.free)
+    drafters = [name for name in DRAFTERS if name == GROWN or name in folders]
+    cells = cells_of(disks, args.shares, drafters, args.free, {PLAIN, *args.methods})
     settings = settings_of(args, folders)
     require_same_settings(args.output, settings)
     # 2. The cells.
@@ -145,8 +180,8 @@ def prompts_of(args: argparse.Namespace) -> list[list[int]]:
     Raises ValueError if there are too few.
     """
     tokenizer = load_tokenizer(TargetConfig(name_or_path=str(args.target)))
-    (suite,) = load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=4 * args.prompts)]))
-    room = args.budget_tokens - args.new_tokens - 2 * max(setting["tree_nodes"] for setting in SETTINGS.values())
+    (suite,) = load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=CANDIDATES * args.prompts)]))
+    room = args.budget_tokens - args.new_tokens - max(setting["tree_nodes"] for setting in SETTINGS.values())
     ids = [encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer)[0].tolist() for prompt in suite.prompts]
     fitting = [prompt for prompt in ids if len(prompt) <= room][: args.prompts]
     if len(fitting) < args.prompts:
@@ -197,18 +232,15 @@ def drafter_costs(folders: dict[str, Path], size: Size, args: argparse.Namespace
     if path.exists() and (args.output / "grown_drafter").exists():
         costs: dict[str, Any] = read_json(path)
         return costs
-    costs = {name: {**cost_of(folder, args), "parameters": drafter_source(folder).size.parameters} for name, folder in folders.items()}
+    costs = {name: cost_of(folder, args) for name, folder in folders.items()}
     # A second size gives the seconds per parameter, and with them the size that takes as long as wanted.
     source, output = drafter_source(folders[CLOSE]), args.output / "grown_drafter"
     pass_seconds = (1 - args.shares[0]) * size.parameters * DTYPES["bfloat16"].itemsize / parse_bytes(args.rate)
     first, growth = costs[CLOSE], FIRST_GROWTH * source.size.parameters
     for _ in range(2):
-        if output.exists():
-            for file in output.iterdir():
-                file.unlink()
-            output.rmdir()
+        shutil.rmtree(output, ignore_errors=True)
         grow_drafter(folders[CLOSE], output, source.choose_size(growth))
-        costs[GROWN] = {**cost_of(output, args), "parameters": drafter_source(output).size.parameters}
+        costs[GROWN] = cost_of(output, args)
         slope = (costs[GROWN]["seconds"] - first["seconds"]) / (costs[GROWN]["parameters"] - first["parameters"])
         if args.tiny or slope <= 0:
             break
@@ -223,9 +255,11 @@ def cost_of(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     shared = {"target": str(args.target), "dtype": args.dtype, "threads": args.threads, "budget_gib": None}
     spec = {**shared, "kind": "stream", "budget_tokens": args.budget_tokens, "drafter": str(folder), "setting": setting}
     with started({**spec, "meanwhile": False}, Limits(), args.output / "logs" / "cost.log") as worker:
+        worker.ready()
         prompt = list(range(5, 40))
         answers = [worker.ask({"prompt": prompt, "max_new_tokens": COST_NEW_TOKENS}) for _ in range(2)]
-    return {"seconds": answers[-1]["draft_seconds"] / answers[-1]["num_steps"] / setting["length"]}
+    seconds = answers[-1]["draft_seconds"] / answers[-1]["num_steps"] / setting["length"]
+    return {"seconds": seconds, "parameters": drafter_source(folder).size.parameters}
 
 
 def measure_cell(
@@ -237,31 +271,34 @@ def measure_cell(
     folder, files = cell.folder(args.output), sorted(target.glob("*.safetensors"))
     facts = Facts(folder / WORKERS_FILE)
     with ExitStack() as stack:
-        # 1. Start all methods, plain streaming first: the peers keep the layers that its plan keeps.
-        methods = sorted(dict.fromkeys(method for _, method in turns), key=lambda method: method.letter != PLAIN)
-        workers = {}
-        for method in tqdm(methods, desc=f"{cell.name}: load", unit="method", leave=False):
-            spec, limits = worker_options(cell, method, target, folders, facts, args)
-            try:
-                worker = stack.enter_context(started(spec, limits, folder / "logs" / f"{method.key}.log"))
-            except WorkerError as error:
-                facts.fail(method.key, limits, error)
-                continue
-            workers[method.key] = worker
-            facts.add(method.key, worker.memory(limits.memory_bytes))
+        # 1. Start all methods. The first one streams without a drafter: the peers keep the layers that its
+        # plan keeps. The others load beside each other.
+        first, *others = sorted(dict.fromkeys(method for _, method in turns), key=lambda method: method.letter != PLAIN)
+        workers: dict[str, Worker] = {}
+        for methods in ([first], others):
+            options = [worker_options(cell, method, target, folders, facts, args) for method in methods]
+            logs = [folder / "logs" / f"{method.key}.log" for method in methods]
+            loading = [stack.enter_context(started(*option, log)) for option, log in zip(options, logs, strict=True)]
+            for method, worker, (_, limits) in zip(methods, loading, options, strict=True):
+                if facts.keep(method.key, worker, limits):
+                    workers[method.key] = worker
+        if PLAIN not in facts.values:
+            raise ValueError(f"{first.title} can't be measured with a budget of {cell.share:.0%}; give other --shares")
         # 2. Take turns. After each, look at what is left in the page cache, and drop it.
         for prompt, method in tqdm(turns, desc=cell.name, unit="answer"):
             if method.key not in workers:
                 continue
             drop_cache(files)
+            # The layers that the peers keep are mapped files, which stay.
+            share_before = cached_share(files)
             worker, num_tokens = workers[method.key], args.new_tokens if method.drafts else args.plain_tokens
             try:
                 answer = worker.ask({"prompt": prompts[prompt], "max_new_tokens": num_tokens})
             except WorkerError as error:
-                facts.fail(method.key, Limits(), error)
+                facts.fail(method.key, error)
                 del workers[method.key]
                 continue
-            counts = {"prompt": prompt, "method": method.key, "cached_share": cached_share(files)}
+            counts = {"prompt": prompt, "method": method.key, "cached_share": cached_share(files) - share_before}
             append_line(folder / ANSWERS_FILE, {**counts, **answer})
             facts.add(method.key, worker.memory(facts.values[method.key]["cap_bytes"]))
 
@@ -275,7 +312,7 @@ def worker_options(
     shared |= {"budget_gib": budget / GIB, "budget_tokens": args.budget_tokens}
     if BASELINE not in facts.values:
         with started({"kind": "nothing", **shared}, Limits(), facts.path.parent / "logs" / f"{BASELINE}.log") as nothing:
-            facts.add(BASELINE, nothing.memory(None))
+            facts.add(BASELINE, nothing.ready().memory(None))
     spec = method.spec(folders, shared, facts.values.get(PLAIN, {}))
     rate, cap = parse_bytes(args.rate) if cell.disk == THROTTLED else None, None
     if spec["budget_gib"] is not None:

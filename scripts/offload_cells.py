@@ -8,8 +8,8 @@ The letters are the rows of the tables:
     (d) a tree of fixed size                                (h) plain decoding with all in memory
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ TITLES = {
     MEANWHILE: "(g) + drafting during the pass",
     MEMORY: "(h) in memory, plain",
 }
+LETTERS = tuple(TITLES)
 CLOSE, GROWN, SMALL = "close", "close, grown", "small"
 """The drafters: the one that agrees with the target most, its grown copy, and another one."""
 DRAFTERS = (CLOSE, GROWN, SMALL)
@@ -102,12 +103,15 @@ class Cell:
         return {"disk": self.disk, "share": self.share}
 
 
-def cells_of(disks: Sequence[str], shares: Sequence[float], drafters: Sequence[str], free: Sequence[str]) -> list[Cell]:
-    """Return the cells, the main ones first."""
+def cells_of(
+    disks: Sequence[str], shares: Sequence[float], drafters: Sequence[str], free: Sequence[str], letters: Collection[str]
+) -> list[Cell]:
+    """Return the cells with methods of these letters, the main cells first."""
     main, *others = shares
-    cells = [Cell(disk=disk, share=main, methods=all_methods(disk, drafters, free)) for disk in disks]
     few = (Method(letter=STANDARD), Method(letter=PLAIN), Method(letter=MEANWHILE, drafter=CLOSE))
-    return cells + [Cell(disk=disk, share=share, methods=few) for share in others for disk in disks]
+    cells = [Cell(disk=disk, share=main, methods=all_methods(disk, drafters, free)) for disk in disks]
+    cells += [Cell(disk=disk, share=share, methods=few) for share in others for disk in disks]
+    return [replace(cell, methods=tuple(method for method in cell.methods if method.letter in letters)) for cell in cells]
 
 
 def all_methods(disk: str, drafters: Sequence[str], free: Sequence[str]) -> tuple[Method, ...]:

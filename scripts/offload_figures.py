@@ -46,9 +46,7 @@ def row_of(cell: Cell, method: Method, answers: dict[str, list[dict[str, Any]]],
         "cached_share": max(answer["cached_share"] for answer in own),
         "facts": facts,
     }
-    # Raw reads have no tokens, and each answer is one pass; a prefill is one pass more.
-    num_passes = steps if method.letter == RAW else steps + len(own)
-    row["bytes_per_pass"] = sum(answer["read_bytes"] for answer in own) / num_passes
+    row["bytes_per_pass"] = sum(answer["read_bytes"] for answer in own) / sum(num_passes(answer) for answer in own)
     if method.letter == RAW:
         return row
     tokens = sum(answer["num_verify_tokens"] for answer in own)
@@ -64,6 +62,13 @@ def row_of(cell: Cell, method: Method, answers: dict[str, list[dict[str, Any]]],
     others = {key: compare(theirs, own) for key, theirs in answers.items() if key not in (RAW, method.key)}
     row["over"] = {key: {"ratio": ratio, "ci95": interval} for key, (ratio, interval) in others.items() if ratio is not None}
     return row
+
+
+def num_passes(answer: dict[str, Any]) -> int:
+    """Count the passes of an answer, with its prefill and, in a stream's first answer, its probe."""
+    if answer.get("stream"):
+        return int(answer["stream"]["passes"])
+    return int(answer["num_steps"]) + ("prefill_seconds" in answer)
 
 
 def compare(
@@ -82,7 +87,7 @@ def compare(
 
 
 def num_identical(answers: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]]) -> int | None:
-    """Count the answers that begin as plain decoding's, which may be shorter; None without plain decoding."""
+    """Count the answers that begin as plain decoding's, which may be shorter; None if it wasn't measured."""
     by_prompt = {answer["prompt"]: answer["token_ids"] for answer in plain}
     both = [(answer["token_ids"], by_prompt[answer["prompt"]]) for answer in answers if answer["prompt"] in by_prompt]
     if len(both) < len(answers):
@@ -106,7 +111,10 @@ def drafting(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def find(rows: Sequence[Row], disk: str, letter: str, *, share: float, drafter: str = "") -> Row | None:
     """Return the row of a method without merged drafters; None if it wasn't measured."""
     wanted = (disk, letter, share, drafter)
-    return next((row for row in rows if (row["disk"], row["letter"], row["share"], row["drafter"]) == wanted and not row["free"]), None)
+    for row in rows:
+        if (row["disk"], row["letter"], row["share"], row["drafter"]) == wanted and not row["free"]:
+            return row
+    return None
 
 
 def over(row: Row | None, other: Row | None) -> tuple[float | None, list[float] | None]:

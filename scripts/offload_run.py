@@ -38,17 +38,21 @@ class Worker:
     anonymous_bytes: int | None = None
     """Peak of its anonymous memory, from looks at short intervals."""
 
-    def ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Send a request, and wait for the answer; None waits for the facts.
+    def ready(self) -> "Worker":
+        """Wait until everything is loaded. Raises WorkerError if the process has ended."""
+        self.facts = self.next_line()
+        return self
 
-        Raises WorkerError if the process has ended.
-        """
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, and wait for the answer. Raises WorkerError if the process has ended."""
         assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        return self.next_line()
+
+    def next_line(self) -> dict[str, Any]:
+        """Wait for the next line, and look at the memory meanwhile."""
         assert self.process.stdout is not None
-        if request is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                self.process.stdin.flush()
         while not select.select([self.process.stdout], [], [], POLL_SECONDS)[0]:
             self.look()
         self.look()
@@ -84,7 +88,7 @@ class Worker:
 
 @contextlib.contextmanager
 def started(spec: dict[str, Any], limits: Limits, log: Path) -> Iterator[Worker]:
-    """Start a worker under limits, and wait until it has loaded everything. It ends with the block."""
+    """Start a worker under limits, which ends with the block. `ready` waits until it has loaded."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with limited(limits) as limiter, log.open("wb") as file:
         command = limiter.wrap([sys.executable, str(WORKER), json.dumps(spec)])
@@ -94,7 +98,6 @@ def started(spec: dict[str, Any], limits: Limits, log: Path) -> Iterator[Worker]
         ) as process:
             worker = Worker(process=process, limiter=limiter, log=log)
             try:
-                worker.facts = worker.ask(None)
                 yield worker
             finally:
                 assert process.stdin is not None
@@ -123,19 +126,27 @@ class Facts:
 
     def add(self, key: str, facts: dict[str, Any]) -> None:
         """Add facts; the peaks of workers of earlier runs count too."""
-        earlier = self.values.get(key, {})
-        peaks = {
-            name: max(filter(None, (earlier.get(name), facts[name])), default=None) for name in ("peak_bytes", "anonymous_bytes")
-        }
+        earlier, peaks = self.values.get(key, {}), {}
+        for name in ("peak_bytes", "anonymous_bytes"):
+            peaks[name] = max((value for value in (earlier.get(name), facts[name]) if value is not None), default=None)
         self.values[key] = {**facts, **peaks}
         write_json(self.path, self.values)
 
-    def fail(self, key: str, limits: Limits, error: WorkerError) -> None:
-        """Record that a worker has ended, and print why."""
+    def keep(self, key: str, worker: Worker, limits: Limits) -> bool:
+        """Wait until a worker has loaded, and add its facts; where it has ended, add why."""
+        try:
+            self.add(key, worker.ready().memory(limits.memory_bytes))
+        except WorkerError as error:
+            self.fail(key, error)
+            return False
+        return True
+
+    def fail(self, key: str, error: WorkerError) -> None:
+        """Add why a worker has ended to its facts, if there are any, and print it."""
         tqdm.write(f"{key}: {error}")
-        first = str(error).splitlines()[0].split(";")[0]
-        self.values[key] = {"cap_bytes": limits.memory_bytes, **self.values.get(key, {}), "fault": first}
-        write_json(self.path, self.values)
+        if key in self.values:
+            self.values[key]["fault"] = str(error).splitlines()[0].split(";")[0]
+            write_json(self.path, self.values)
 
 
 def drop_cache(paths: Sequence[Path]) -> None:

@@ -38,6 +38,6 @@ def decode(target, drafter, rows, num_new=24):
 def test_answers_are_those_of_plain_decoding(target, small, pace, rows):
     plain, _ = decode(target, NullDrafter(), rows)
     drafter = DraftModel(DraftModelConfig(pace=pace, tree_nodes=12), small)
-    answers, steps = decode(target, drafter, rows)
+    answers, _ = decode(target, drafter, rows)
 
     assert answers == plain
