@@ -143,6 +143,7 @@ class Resized:
         self.drafter, self.num_nodes = drafter, num_nodes
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self.meanwhile = drafter.meanwhile
 
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...models.decoding.loop import generate
 from ...models.decoding.prompts import Prompts
-from ...models.decoding.protocols import AcceptanceRule
+from ...models.decoding.protocols import AcceptanceRule, Meanwhile
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import DraftTree, depths
 from ...models.decoding.types import AcceptedPath, TargetOutput
@@ -132,7 +132,9 @@ class ReplayTarget:
         output = self._outputs(torch.arange(max(prompts.lengths), device=self._text.device).expand(len(prompts.lengths), -1))
         return TargetOutput(logits=self._logits(self._lengths[:, None] - 1), hidden_states=output[0], features=output[1])
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+    def verify(
+        self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, meanwhile: Meanwhile | None = None
+    ) -> TargetOutput:
         """Look up the output at the last committed token, and at each node's depth in the
         answer."""
         depth = torch.nn.functional.pad(depths(tree.lineage), (1, 0))

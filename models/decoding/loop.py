@@ -71,8 +71,9 @@ def generate(
         lap()
         tree, drafted = drafter.propose(state, acceptance.bonus_token, generator=generator)
         draft_seconds = lap()
-        # 4. Verify all its nodes in one pass of the target.
-        output = target.verify(acceptance.bonus_token, tree)
+        # 4. Verify all its nodes in one pass of the target. While it waits for weights, the drafter
+        # may draft on.
+        output = target.verify(acceptance.bonus_token, tree, meanwhile=drafter.meanwhile(drafted))
         verify_seconds = lap()
         # 5. Accept a path and commit it. The host waits once, in `read_acceptance`.
         acceptance = rule(tree, output, generator=generator)

@@ -109,6 +109,15 @@ class StepSeconds:
         if before != (self.measured[index].median, self.nodes[index].median):
             self.table = interpolated(self._points(), len(self.table))
 
+    def revisited(self, best: int, most: int, step: int) -> int:
+        """Return a width next to the best that wasn't measured for long, now and then; else the best."""
+        if step % (REVISIT_STEPS // 3) == 0:
+            index = self.index(best)
+            for other in (index + 1, index - 1):
+                if 0 <= other < len(self.widths) and step - self.last_steps[other] > REVISIT_STEPS:
+                    return min(self.widths[other], most)
+        return best
+
     def _points(self) -> list[tuple[int, float]]:
         """Return nodes and seconds of each width: measured, else borrowed, else left out."""
         pairs = zip(self.nodes, self.measured, strict=True)
@@ -182,6 +191,37 @@ def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widt
 
 
 @dataclass(slots=True)
+class TokenRate:
+    """Mean tokens per second of the last steps, and the share of the expected drafts that came."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    expected: float = TRUST_WEIGHT
+    accepted: float = TRUST_WEIGHT
+
+    @property
+    def share(self) -> float:
+        return self.accepted / self.expected
+
+    def of(self, table: Sequence[float]) -> float:
+        """Return the rate, at least that of plain decoding: a token in the seconds of no nodes."""
+        plain = 1.0 / table[0] if table[0] > 0.0 else 0.0
+        return max(self.tokens / self.seconds, plain) if self.seconds > 0.0 else plain
+
+    def trusted(self, gains: Sequence[float]) -> list[float]:
+        """Scale expected tokens by the share of the expected drafts that came so far."""
+        share = self.share
+        return [1.0 + share * (gain - 1.0) for gain in gains]
+
+    def add(self, tokens: float, expected: float, seconds: float) -> None:
+        """Add a step: the tokens that it emitted, those that it was expected to, and its seconds."""
+        kept = 1 - 1 / RATE_MEMORY
+        self.tokens, self.seconds = kept * (self.tokens + tokens), kept * (self.seconds + seconds)
+        self.expected = kept * (self.expected + expected - 1.0) + (1.0 - kept) * TRUST_WEIGHT
+        self.accepted = kept * (self.accepted + tokens - 1.0) + (1.0 - kept) * TRUST_WEIGHT
+
+
+@dataclass(slots=True)
 class MeanGain:
     """Mean of the tokens that a source added, in one kind of situation."""
 
@@ -223,27 +263,24 @@ class Pacer:
         self.gains: list[dict[tuple[int, ...], MeanGain]] = [{} for _ in range(num_groups)]
         self._trials = trial_widths(max_nodes) * NUM_TRIALS
         self.step = 0
-        self._tokens = self._seconds = 0.0
-        self._expected = self._accepted = TRUST_WEIGHT
+        self.mean = TokenRate()
         if like is not None:
             for cost, other in zip(self.draft, like.draft, strict=True):
                 if other.samples:
                     cost.add(other.median)
             self.gains = [{key: replace(gain) for key, gain in gains.items()} for gains in like.gains]
             self._trials = [*like._trials]
-            self._tokens, self._seconds = BORROWED_WEIGHT * like._tokens, BORROWED_WEIGHT * like._seconds
+            self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
         self._floors: tuple[float, list[float]] | None = None
 
     @property
     def rate(self) -> float:
         """Tokens per second so far, and at least those of plain decoding."""
-        plain = 1.0 / self.verify.table[0] if self.verify.table[0] > 0.0 else 0.0
-        return max(self._tokens / self._seconds, plain) if self._seconds > 0.0 else plain
+        return self.mean.of(self.verify.table)
 
     def trusted(self, gains: Sequence[float]) -> list[float]:
         """Scale expected tokens by the share of the expected drafts that came so far."""
-        share = self._accepted / self._expected
-        return [1.0 + share * (gain - 1.0) for gain in gains]
+        return self.mean.trusted(gains)
 
     @property
     def is_trial(self) -> bool:
@@ -255,7 +292,7 @@ class Pacer:
         rate = self.rate
         # The slopes change slowly, and so does the rate: compute them anew now and then.
         if self._floors is None or self.step % 8 == 0 or abs(rate - self._floors[0]) > 0.03 * rate:
-            cost = rate * self._expected / self._accepted
+            cost = rate / self.mean.share
             self._floors = rate, [cost * slope for slope in lowest_slopes(self.verify.table)]
         return self._floors[1]
 
@@ -272,9 +309,7 @@ class Pacer:
         if self._trials:
             return min(self._trials[-1], len(gains) - 1)
         best, _ = self.best(gains)
-        if self.step % (REVISIT_STEPS // 3) == 0:
-            return self._revisited(best, len(gains) - 1)
-        return best
+        return self.verify.revisited(best, len(gains) - 1, self.step)
 
     def best(self, gains: Sequence[float]) -> tuple[int, float]:
         """Return the best number of nodes, and its tokens less what its time is worth."""
@@ -289,19 +324,5 @@ class Pacer:
         if self._trials:
             self._trials.pop()
             return
-        self._tokens += tokens
-        self._seconds += min(draft_seconds, STALL * sum(cost.median for cost in self.draft)) + min(
-            verify_seconds, STALL * usual_seconds
-        )
-        kept = 1 - 1 / RATE_MEMORY
-        self._tokens, self._seconds = kept * self._tokens, kept * self._seconds
-        self._expected = kept * (self._expected + expected - 1.0) + (1.0 - kept) * TRUST_WEIGHT
-        self._accepted = kept * (self._accepted + tokens - 1.0) + (1.0 - kept) * TRUST_WEIGHT
-
-    def _revisited(self, best: int, most: int) -> int:
-        """Return a width next to the best that wasn't measured for long; else the best."""
-        index = self.verify.index(best)
-        for other in (index + 1, index - 1):
-            if 0 <= other < len(self.verify.widths) and self.step - self.verify.last_steps[other] > REVISIT_STEPS:
-                return min(self.verify.widths[other], most)
-        return best
+        draft_seconds = min(draft_seconds, STALL * sum(cost.median for cost in self.draft))
+        self.mean.add(tokens, expected, draft_seconds + min(verify_seconds, STALL * usual_seconds))

@@ -42,7 +42,7 @@ Drafted = TypeVar("Drafted")
 
 Meanwhile = Callable[[float], bool]
 """Work for the time in which a pass waits for weights, called with the seconds that the wait will
-still last. Returns whether there is more to do. A call that doesn't fit the wait does nothing."""
+still last. Returns whether it did something; if not, nothing fits this wait."""
 
 
 @runtime_checkable
@@ -75,10 +75,14 @@ class Target(Protocol):
         Raises ValueError if a prompt fills the context window.
         """
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+    def verify(
+        self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, meanwhile: Meanwhile | None = None
+    ) -> TargetOutput:
         """Run one forward pass over the last committed token and all nodes.
 
-        Each node attends to its own path only.
+        Each node attends to its own path only. A target whose weights are streamed calls
+        `meanwhile` while it waits for them, on the thread of the pass, until it returns False. A
+        target in memory never calls it.
         """
 
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
@@ -110,6 +114,14 @@ class Drafter(Protocol[State, Drafted]):
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Drafted]:
         """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
+
+    def meanwhile(self, drafted: Drafted) -> Meanwhile | None:
+        """Return what to do while the target's pass waits for weights; by default None: nothing.
+
+        It may add to `drafted` what later proposals need, and never changes the tree that is being
+        verified.
+        """
+        return None
 
     def advance(self, drafted: Drafted, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
         """Return the state after the accepted path; `output` is the target's for the tree."""

@@ -41,6 +41,7 @@ class GraphedDrafter:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self.meanwhile = drafter.meanwhile
         self._draft = GraphedFunction(drafter.draft, recorder)
 
     @property

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as options
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from ..decoding.pacing import Pacer, widths_up_to
 from ..decoding.prompts import Prompts
-from ..decoding.protocols import Drafter
+from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
@@ -200,6 +200,12 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             draft_seconds=drafted_at - started,
             drafted_at=drafted_at,
         )
+
+    def meanwhile(self, drafted: MergedDraft) -> Meanwhile | None:
+        """Return what the sources do meanwhile: the next one if those before have nothing to do."""
+        works = [source.meanwhile(part) for source, part in zip(self._sources, drafted.drafted, strict=True)]
+        works = [work for work in works if work is not None]
+        return (lambda seconds: any(work(seconds) for work in works if work is not None)) if works else None
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
         # 1. The sources' states.

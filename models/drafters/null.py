@@ -28,6 +28,9 @@ class NullDrafter:
     ) -> tuple[DraftTree, DraftTree]:
         return state, state
 
+    def meanwhile(self, drafted: DraftTree) -> None:
+        return None
+
     def advance(self, drafted: DraftTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> DraftTree:
         return drafted
 

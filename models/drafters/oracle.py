@@ -44,6 +44,9 @@ class OracleDrafter:
         parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
         return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH), state
 
+    def meanwhile(self, drafted: Int[torch.Tensor, "batch 2"]) -> None:
+        return None
+
     def advance(
         self, drafted: Int[torch.Tensor, "batch 2"], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> Int[torch.Tensor, "batch 2"]:

@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
@@ -24,6 +24,8 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quan
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys whose value is a list with one item per layer."""
+
+DRAFT_PACES = ("confidence", "expected", "fixed")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -63,8 +65,14 @@ class DraftModelConfig:
     temperature: NonNegativeFloat = 0.0
     """Above 0, draft tokens are drawn at this temperature; use the target's. Trees can't be drawn:
     `top_k` must be 1."""
+    pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
+    """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
+    step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
+    bounds the nodes verified at a step (None: GROWN_NODES). `expected`: draft as long as the
+    expected gain exceeds its cost in time. `confidence`: draft until the surest branch is unlikely
+    (LLMCad, arXiv 2309.04255)."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
 
     def __post_init__(self) -> None:
         problems = []
@@ -75,6 +83,11 @@ class DraftModelConfig:
             problems.append(
                 f"temperature is {self.temperature} and top_k {self.top_k}; only a chain can be drawn: set temperature to 0 or "
                 "top_k to 1. A tree that isn't drawn works at every temperature of the target"
+            )
+        if self.temperature > 0 and self.pace != "fixed":
+            problems.append(
+                f"temperature is {self.temperature} and pace {self.pace}; a drawn chain can't grow: set temperature to 0 (a "
+                "tree that isn't drawn works at every temperature of the target), or pace to fixed"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
             problems.append(
@@ -95,7 +108,12 @@ CANT_BE_BUILT = (
 
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return the JSON values from which `build_model` builds such a model."""
-    return _shape(model.config)
+    return architecture_in(model.config)
+
+
+def architecture_in(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the JSON values of a configuration that describe the model's computation."""
+    return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}
 
 
 def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedModel:
@@ -144,15 +162,11 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
         if getattr(config, option) is not None and name not in sizes:
             raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(target_config).__name__} has no {name}")
     # 3. Put them into the target's configuration; some families have other names for these keys.
-    shape = _shape(target_config)
+    shape = architecture_in(target_config)
     for name in PER_LAYER:
         if isinstance(shape.get(name), list):
             shape[name] = shape[name][: config.num_layers]
     return shape | {target_config.attribute_map.get(name, name): size for name, size in sizes.items()}
-
-
-def _shape(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}
 
 
 @torch.no_grad()
@@ -201,6 +215,15 @@ def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -
     require_same_tokenizer(loaded.identity.name, loaded.identity.tokenizer_sha256, target)
     loaded.model.train().requires_grad_(True)
     return loaded
+
+
+def require_same_vocabulary(vocab_size: int, target: HFTarget) -> None:
+    """Raise ValueError if the draft model's number of tokens differs from the target's."""
+    if vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {vocab_size} tokens and {target.identity.name} one of "
+            f"{target.vocab_size}; use a smaller model of the same family"
+        )
 
 
 def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:

@@ -168,7 +168,7 @@ class ToyTarget:
         known = texts[: len(self.tables) - 1]
         return self.tables[len(known)][tuple(known)]
 
-    def verify(self, last_token, tree) -> TargetOutput:
+    def verify(self, last_token, tree, *, meanwhile=None) -> TargetOutput:
         """Compute logits for groups of rows of equal length; the length chooses the table."""
         self.last_token = last_token
         batch, vocab = len(last_token), self.tables[0].shape[-1]
@@ -212,6 +212,9 @@ class ToyDrafter:
     def propose(self, state, last_token, *, generator=None):
         tokens = drawn_tokens(self.shape, self.tables, self.sampling, len(last_token), generator)
         return make_trees([self.shape], [tokens], self.tables, self.sampling), None
+
+    def meanwhile(self, drafted) -> None:
+        return None
 
     def advance(self, drafted, tree, accepted, output) -> None:
         return None

@@ -169,6 +169,7 @@ class Padded:
     def __init__(self, drafter: Any, target: HFTarget) -> None:
         self.drafter, self.feature_layers = drafter, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self.meanwhile = drafter.meanwhile
 
     def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, Any]:
         tree, drafted = self.drafter.propose(state, last_token)
@@ -891,7 +892,7 @@ def test_training_free_drafters_are_evaluated_without_a_folder(
         check_inputs(replace(config, settings=[{"beam_width": 2}]), parts)
     with pytest.raises(ValueError, match=r"prompt_lookup would be evaluated twice.*out of baselines \(--baseline\)"):
         check_inputs(replace(config, settings=[{}], baselines=["prompt_lookup"]), parts)
-    with pytest.raises(ValueError, match=r"merge is suffix.*no trained part.*prompt_lookup\+suffix"):
+    with pytest.raises(ValueError, match=r"merge is suffix.*has no weights.*prompt_lookup\+suffix"):
         check_inputs(replace(config, settings=[{}], merge=["suffix"]), parts)
     with pytest.raises(ValueError, match="suffix has share_answers"):
         check_inputs(replace(config, settings=[{"share_answers": True}]), [parse_drafter_name("suffix")])

@@ -163,6 +163,9 @@ class RandomDrafter:
         parents = torch.tensor(self.PARENTS).expand(len(tokens), -1)
         return DraftTree(tokens=tokens, parents=parents, max_depth=2, drawn=drawn), None
 
+    def meanwhile(self, drafted) -> None:
+        return None
+
     def advance(self, drafted, tree, accepted, output) -> None:
         return None
 

@@ -41,6 +41,9 @@ class ScriptedDrafter:
         tree = DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
         return tree, state
 
+    def meanwhile(self, drafted) -> None:
+        return None
+
     def advance(self, drafted, tree, accepted, output) -> int:
         return drafted + accepted.num_accepted.host[0] + 1
 
@@ -192,3 +195,32 @@ def test_each_row_has_a_limit_of_its_own(target, prompt, plain):
     assert finishes == [Finish.LENGTH] * 3
     with pytest.raises(ValueError, match="2 limits of new tokens for 3 prompts"):
         decode(target, NullDrafter(), prompts, max_new_tokens=[3, 7])
+
+
+def test_the_pass_gets_what_the_drafter_does_meanwhile(target, prompt, plain, monkeypatch):
+    """It belongs to the drafts that are being verified, not to those of another step."""
+    calls = []
+
+    class Busy(ScriptedDrafter):
+        def meanwhile(self, drafted):
+            return lambda seconds: calls.append((drafted, seconds)) or False
+
+    verify = HFTarget.verify
+
+    def waiting_verify(self, last_token, tree, *, meanwhile=None):
+        meanwhile(0.5)
+        return verify(self, last_token, tree)
+
+    monkeypatch.setattr(HFTarget, "verify", waiting_verify)
+    drafter = Busy(plain, right=3, depth=4, decoys=0, vocab_size=target.vocab_size)
+    assert tokens_of(decode(target, drafter, prompt)) == plain
+    assert calls == [(position, 0.5) for position in range(1, MAX_NEW_TOKENS, 4)]
+
+
+def test_a_target_in_memory_never_calls_meanwhile(target, prompt, plain):
+    class Refusing(ScriptedDrafter):
+        def meanwhile(self, drafted):
+            return lambda seconds: pytest.fail("the target doesn't wait")
+
+    drafter = Refusing(plain, right=2, depth=4, decoys=0, vocab_size=target.vocab_size)
+    assert tokens_of(decode(target, drafter, prompt)) == plain

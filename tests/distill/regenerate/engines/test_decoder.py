@@ -68,7 +68,7 @@ def test_a_drafter_changes_the_number_of_passes_and_no_token(
     sampling = Sampling(temperature=temperature)
     passes: list[int] = []
     verify = HFTarget.verify
-    monkeypatch.setattr(HFTarget, "verify", lambda self, *args: passes.append(1) or verify(self, *args))
+    monkeypatch.setattr(HFTarget, "verify", lambda self, *args, **options: passes.append(1) or verify(self, *args, **options))
 
     def decode(drafter: NullDrafter | OracleDrafter) -> tuple[dict[str, tuple[list[int], bool]], int]:
         passes.clear()
