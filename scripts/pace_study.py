@@ -41,6 +41,7 @@ from outrider.models.target.loading import load_target
 
 RECORD_FILE = "pace_study.json"
 METHODS = (EXPECTED, UNCALIBRATED, CONFIDENCE)
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 CELL_SHARE = 0.02
 """Time of replaying a token in a cell, over that of tracing it: a rough share, for the estimate."""
 
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.output / SETTINGS_FILE, settings)
         most = len(traces) * args.new_tokens * CELL_SHARE
         total = len(missing) * args.new_tokens + most * (1 + len(cells) - len(done))
-        with tqdm(total=ceil(total), desc="pace study", unit="token") as progress, cpu_threads(args.threads):
+        with tqdm(total=ceil(total), desc="pace study", bar_format=BAR) as progress, cpu_threads(args.threads):
             make_traces(missing, args, progress)
             rows, tokens = replay_cells(list(traces), args, progress)
             progress.update(progress.total - progress.n)

@@ -92,9 +92,7 @@ def test_the_study_runs_to_the_end_and_resumes(run: Callable[..., Path], capsys:
     assert "2 cells, 0 of them done" in capsys.readouterr().out
 
 
-def test_a_trace_has_the_draft_models_probabilities(
-    traces: Any, tiny_target_dir: Path, drafter: Path, tmp_path: Path
-) -> None:
+def test_a_trace_has_the_draft_models_probabilities(traces: Any, tiny_target_dir: Path, drafter: Path, tmp_path: Path) -> None:
     """Contexts on and off the answer, against passes over whole texts."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     model = load_trained(drafter, target).reader  # type: ignore[attr-defined]
@@ -132,9 +130,8 @@ def chain(traces: Any, hits: list[bool], prob: float) -> Any:
     count = len(hits)
     first = [num_children * min(position, count) for position in range(count + 2)]
     probs = [prob, *[(1 - prob) / 100] * (num_children - 1)] * count
-    contexts = [
-        position + 1 if hit and rank == 0 else traces.UNREAD for position, hit in enumerate(hits) for rank in range(num_children)
-    ]
+    others = [traces.UNREAD] * (num_children - 1)
+    contexts = [child for position, hit in enumerate(hits) for child in (position + 1 if hit else traces.UNREAD, *others)]
     return traces.Trace(
         num_tokens=count,
         first=np.array(first, dtype=np.int32),
