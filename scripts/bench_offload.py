@@ -333,16 +333,17 @@ def write_results(
     rows = [row for cell in cells for row in rows_of(cell, args.output)]
     marks = judge(rows, costs, ALLOWANCE_BYTES)
     lines = [*doubts, *notes(rows, costs, args.rate), *(mark["text"] for mark in marks)]
-    text = f"{tables(rows, costs)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
-    environment = asdict(describe_environment(CPU))
+    made = tables(rows, costs)
+    text = f"{made}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     report = {
         "rows": rows,
+        "tables": made,
         "marks": marks,
         "notes": lines,
         "drafters": costs,
         "target": asdict(size),
         "settings": read_json(args.output / SETTINGS_FILE),
-        "environment": environment,
+        "environment": asdict(describe_environment(CPU)),
     }
     write_json(args.output / RECORD_FILE, report)
     atomic_write_text(args.output / "table.md", text)

@@ -181,9 +181,11 @@ def cached_share(paths: Sequence[Path]) -> float:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append a record to a file, which a kill can't cut."""
-    with path.open("a") as file:
-        file.write(json.dumps(value) + "\n")
+    """Append a record to a file. A last line that a kill has cut is removed first."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
