@@ -142,11 +142,10 @@ class Facts:
         return True
 
     def fail(self, key: str, error: WorkerError) -> None:
-        """Add why a worker has ended to its facts, if there are any, and print it."""
+        """Add why a worker has ended to its facts, and print it."""
         tqdm.write(f"{key}: {error}")
-        if key in self.values:
-            self.values[key]["fault"] = str(error).splitlines()[0].split(";")[0]
-            write_json(self.path, self.values)
+        self.values.setdefault(key, {})["fault"] = str(error).splitlines()[0].split(";")[0]
+        write_json(self.path, self.values)
 
 
 def drop_cache(paths: Sequence[Path]) -> None:

@@ -91,7 +91,7 @@ def test_figures_are_sums_over_prompts(rows: list[Any]) -> None:
 def test_marks_are_judged_and_printed(script: Any, rows: list[Any], tmp_path: Path) -> None:
     report = script("offload_report")
     costs = {"close": {"seconds": 1 / 37, "parameters": 5_000_000}}
-    marks = report.judge(rows, costs, 128 * MIB)
+    marks = report.judge(rows, [], costs, 128 * MIB)
     by_rule = {mark["rule"].split(": ", 1)[-1].split(" at least")[0]: mark for mark in marks}
     speed = by_rule["(g) + drafting during the pass, close"]
     assert speed["reached"]
@@ -108,14 +108,15 @@ def test_marks_are_judged_and_printed(script: Any, rows: list[Any], tmp_path: Pa
     assert (cap["reached"], "20 MiB" in cap["figures"]) == (True, True)
     table = report.tables(rows, costs)
     assert "| (g) + drafting during the pass | 0.500 s (1.25x of (f)) |" in table
-    assert any("a plan" in line for line in report.notes(rows, costs, "200M"))
+    assert any("a plan" in line for line in report.notes(rows, [], costs, "200M"))
     report.plot(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size
 
 
 def test_a_killed_method_reaches_no_mark(script: Any, rows: list[Any]) -> None:
-    rows[1]["facts"]["fault"] = "a worker was killed for memory"
-    marks = script("offload_report").judge(rows, {"close": {"seconds": 1.0, "parameters": 1}}, 128 * MIB)
+    fault = {"disk": "throttled", "share": 0.25, "letter": "g", "title": "(g)", "fault": "a worker was killed for memory"}
+    costs = {"close": {"seconds": 1.0, "parameters": 1}}
+    marks = script("offload_report").judge(rows[:2], [fault], costs, 128 * MIB)
     cap = next(mark for mark in marks if "survives a cap" in mark["rule"])
     assert not cap["reached"]
     assert "killed for memory" in cap["text"]
@@ -189,7 +190,7 @@ def test_a_whole_run_is_recorded_and_resumes(
 def test_the_benchmarks_page_shows_the_record(script: Any, rows: list[Any], tmp_path: Path) -> None:
     tables, report = script("benchmarks_page.tables"), script("offload_report")
     costs = {"close": {"seconds": 0.1, "parameters": 1}}
-    record = {"tables": report.tables(rows, costs), "notes": report.notes(rows, costs, "200M")}
+    record = {"tables": report.tables(rows, costs), "notes": report.notes(rows, [], costs, "200M")}
     (tmp_path / "offload.json").write_text(json.dumps(record))
     records = tables.Records(tmp_path)
     made = {name: function(records, "offload.json") for name, function in script("benchmarks_page.offload").OFFLOAD.items()}
