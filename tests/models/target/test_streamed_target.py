@@ -228,6 +228,8 @@ def test_the_roofline_of_a_streamed_target_is_the_reading(load: Load, whole: HFT
     assert roofline.bandwidth_gbs == pytest.approx(target.stream.bytes_per_second / 1e9, rel=0.5)
     assert not measure_roofline(whole, 20.0).streamed
     assert measure_roofline(whole, 20.0).weight_bytes == weight_bytes(whole.model)
+    assert target.weight_bytes < whole.weight_bytes == sum(parameter.nbytes for parameter in whole.model.parameters())
+    assert not target.has_fixed_shapes  # nothing is compiled for each shape
 
 
 def test_drafting_runs_while_a_pass_waits_and_never_on_a_target_in_memory(load: Load, whole: HFTarget) -> None:
