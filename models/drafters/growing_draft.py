@@ -38,7 +38,7 @@ from ..decoding.types import Counts as RowCounts
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
-from .calibration import BIN_BOUNDS, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
+from .calibration import BIN_BOUNDS, MAX_DEPTH, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
 from .candidates import Nodes, tree_of
 from .merging import MAX_ESTIMATE
 from .ranking import largest
@@ -333,9 +333,16 @@ def _order(tree: GrowingTree) -> list[int]:
 
 
 def _estimate(counts: Counts, depth: int, score: float) -> float:
-    """Return the calibrated probability that a node of this depth and score is accepted."""
-    hits, total = counts.get(source_key(0, depth) + bisect(BIN_BOUNDS, score), NO_COUNTS)
-    return min((hits + SCORE_WEIGHT * score) / (total + SCORE_WEIGHT), MAX_ESTIMATE)
+    """Return the calibrated probability that a node of this depth and score is accepted.
+
+    It starts from the score, which counts of all depths correct, and those of this depth after them:
+    deep nodes are reached seldom, and a draft model is about as good there.
+    """
+    bin_index, estimate = bisect(BIN_BOUNDS, score), score
+    cells = [counts.get(source_key(0, level) + bin_index, NO_COUNTS) for level in range(1, MAX_DEPTH + 1)]
+    for hits, total in (tuple(map(sum, zip(*cells, strict=True))), cells[min(depth, MAX_DEPTH) - 1]):
+        estimate = (hits + SCORE_WEIGHT * estimate) / (total + SCORE_WEIGHT)
+    return min(estimate, MAX_ESTIMATE)
 
 
 def _taught(row: Row) -> Counts:

@@ -44,7 +44,9 @@ from ..host_reads import HostReads, ScalarReads
 # A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
+    "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
+    "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
     "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
@@ -63,6 +65,8 @@ MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"
 """The pace of each merge of a trained drafter and training-free ones."""
 PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
+GROWING = {"draft_confidence", "draft_expected"}
+"""Rows whose trees grow: they depend on earlier steps and on measured seconds."""
 VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
