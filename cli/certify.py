@@ -9,7 +9,7 @@ from rich.console import Console
 
 from . import options as shared
 from .errors import starts_again
-from .options import chosen_suite, config_from, load_chosen_target, take_paths
+from .options import chosen_suite, config_from, load_chosen_target, take_paths, target_config
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ def certify_command(
         str, typer.Option(help="The target's dtype. float32 compares tokens; bfloat16 and float16 audit margins.")
     ] = "float32",
     quantization: shared.Quantization = None,
+    memory_budget_gib: shared.MemoryBudget = None,
+    budget_tokens: shared.BudgetTokens = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -47,9 +49,10 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or remove --no-rules")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    if target is None and (compiled or cuda_graphs or quantization):
+    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib):
         raise ValueError(
-            "--compiled, --cuda-graphs and --quantization need a target, and there is none; give --target and --drafter"
+            "--compiled, --cuda-graphs, --quantization and --memory-budget-gib need a target, and there is none; give --target "
+            "and --drafter"
         )
     import torch  # torch and the modules that use it load too slowly for --help
 
@@ -93,6 +96,7 @@ def _certify_decoding(
     from ..models.drafters.saved.parts import parse_drafter_name
 
     # 1. Load the target after all inputs are checked.
+    target_config(options)  # options that can't be combined are an error before prompts are read
     all_parts = [parse_drafter_name(name) for name in drafter]
     check_inputs(config, all_parts)
     target = load_chosen_target(options)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths, target_config
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig, SuiteConfig
@@ -39,7 +39,8 @@ def eval_command(
     tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, at most. Repeat.")] = None,
     setting: Settings = None,
     baselines: Annotated[
-        list[str] | None, typer.Option("--baseline", help="Also compare prompt_lookup, suffix or recycling. Repeat.")
+        list[str] | None,
+        typer.Option("--baseline", help="Also compare prompt_lookup, suffix, recycling or draft_model:MODEL. Repeat."),
     ] = None,
     merge: Annotated[
         list[str] | None, typer.Option(help="Also merge each trained drafter with suffix, recycling or prompt_lookup. Repeat.")
@@ -62,6 +63,8 @@ def eval_command(
     tokenizer_options: shared.TokenizerOptions = None,
     dtype: shared.Dtype = None,
     quantization: shared.Quantization = None,
+    memory_budget_gib: shared.MemoryBudget = None,
+    budget_tokens: shared.BudgetTokens = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -84,6 +87,7 @@ def eval_command(
     suites = _suites(suite, suite_path or [], suite_revision or [], limit)
     settings = _settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes)
     config = config_from(EvalConfig, options, suites=suites, settings=settings)
+    target_config(options)  # options that can't be combined are an error before prompts are read
     if tuned and settings != [{}]:
         raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
 

@@ -4,14 +4,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..data.drafter_names import TRAINING_FREE_NAMES, folders_of, nearest_name
+from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, folders_of, models_of, nearest_name
 from ..data.paths import NamedPath, built_in_templates
 from ..models.drafters.losses import MISSED_BY
 
 DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
 DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
-ANY_DRAFTER = f"a drafter's folder, its name on the Hub (user/name), {', '.join(TRAINING_FREE_NAMES)}, or several joined by +"
+ANY_DRAFTER = (
+    f"a drafter's folder, its name on the Hub (user/name), {', '.join(TRAINING_FREE_NAMES)}, {MODEL_PREFIX}MODEL, or several "
+    "joined by +"
+)
 
 
 def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
@@ -29,10 +32,11 @@ def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
             yield from named_folders("distill.drafter", drafter)
         yield from _path(values, "distill", "predictor", f"none, light, or {MODEL}")
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
-        suites = _get(values, "eval", "suites")
-        for index, suite in enumerate(suites if isinstance(suites, list) else []):
+        for index, suite in enumerate(_list(values, "eval", "suites")):
             if isinstance(suite, Mapping) and isinstance(suite.get("path"), str):
                 yield NamedPath(option=f"eval.suites[{index}].path", value=suite["path"], expected=DATA_FILE)
+    for name in _list(values, "eval", "baselines") if "eval" in stages else []:
+        yield from named_models("eval.baselines", str(name))
     if "train" in stages:
         yield from _drafter_paths("drafter", values.get("drafter"))
         yield from _other_paths("train", values.get("train"))
@@ -50,6 +54,13 @@ def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:
     for part in folders_of(name):
         expected = f"{ANY_DRAFTER}{nearest_name(part)}"
         yield NamedPath(option=option, value=part, expected=expected, is_local="/" not in part)
+    yield from named_models(option, name)
+
+
+def named_models(option: str, name: str | Path) -> Iterator[NamedPath]:
+    """Yield the models in the name of a drafter that draft as they are."""
+    for model in models_of(name):
+        yield NamedPath(option=f"{option} {MODEL_PREFIX}", value=model, expected=MODEL, is_local="/" not in model)
 
 
 def _other_paths(section: str, train: Any) -> Iterator[NamedPath]:
@@ -70,6 +81,11 @@ def _path(values: Mapping[str, Any], section: str, name: str, expected: str, *, 
     value = _get(values, section, name)
     if isinstance(value, str):
         yield NamedPath(option=f"{section}.{name}", value=value, expected=expected, is_local=is_local)
+
+
+def _list(values: Mapping[str, Any], section: str, name: str) -> list[Any]:
+    value = _get(values, section, name)
+    return value if isinstance(value, list) else []
 
 
 def _get(values: Mapping[str, Any], section: str, name: str) -> Any:

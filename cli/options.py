@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 import yaml
 
-from ..data.drafter_names import TRAINING_FREE_NAMES
+from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES
 from ..data.paths import NamedPath, built_in_templates, expand_home, require_paths
 from .inputs import ANY_DRAFTER, DATA_FILE, MODEL, named_folders
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
     from ..eval.config import SuiteConfig
+    from ..models.target.config import TargetConfig
     from ..models.target.hf_target import HFTarget
 
 T = TypeVar("T")
@@ -35,7 +36,8 @@ INPUTS = {
 ALWAYS_LOCAL = ("records", "run", "certificate")
 
 DRAFTER_HELP = (
-    f"The drafter: its directory, user/name[@revision] on the Hub, {', '.join(TRAINING_FREE_NAMES)}, or several joined by +."
+    f"The drafter: its directory, user/name[@revision] on the Hub, {', '.join(TRAINING_FREE_NAMES)}, {MODEL_PREFIX}MODEL (a "
+    "small causal LM as it is), or several joined by +."
 )
 Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
 TrainedTarget = Annotated[str, typer.Option(help="The target of the drafter: a directory or a Hub id.")]
@@ -47,6 +49,17 @@ CudaGraphs = Annotated[bool, typer.Option(help="Run target and drafter as CUDA g
 Quantization = Annotated[
     str | None,
     typer.Option(help="Quantise the target: torchao, bitsandbytes, or '{method: torchao, type: Int8WeightOnlyConfig}'."),
+]
+MemoryBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-budget-gib",
+        help="Most GiB for the target's weights, keys and values. Other layers are read from its files in every pass.",
+    ),
+]
+BudgetTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens of all rows whose keys and values --memory-budget-gib has room for. Default: 4096."),
 ]
 DEFAULT_QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "torchao": {"method": "torchao", "type": "Int8WeightOnlyConfig"},
@@ -107,6 +120,8 @@ def _expanded(value: Any) -> Any:
     if isinstance(value, str) and "=~" in value:
         name, _, path = value.partition("=")
         return f"{name}={expand_home(path)}"
+    if isinstance(value, str) and value.startswith(MODEL_PREFIX):
+        return f"{MODEL_PREFIX}{expand_home(value.removeprefix(MODEL_PREFIX))}"
     return expand_home(value)
 
 
@@ -126,13 +141,16 @@ def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteCo
     return replace(suite, path=path or suite.path)
 
 
-def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = True) -> "HFTarget":
-    """Load the target that a command's options choose, with its chat template."""
-    from ..data.chat import use_chat_template
-    from ..models.target.config import TargetConfig
-    from ..models.target.loading import default_device, load_target
+def target_config(options: Mapping[str, Any]) -> "TargetConfig":
+    """Return the configuration of the target that a command's options choose.
 
-    silence_bars()
+    Raises ValueError for options that can't be combined.
+    """
+    from ..models.target.config import TargetConfig
+    from ..models.target.loading import default_device
+
+    if options.get("budget_tokens") is not None and options.get("memory_budget_gib") is None:
+        raise ValueError(f"--budget-tokens is {options['budget_tokens']}, without --memory-budget-gib; give both, or neither")
     device = options["device"] or str(default_device())
     # Only float32 reproduces exactly the same tokens, and not every CPU has fast bfloat16.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")
@@ -144,7 +162,20 @@ def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = Tr
         "quantization": parse_quantization(options.get("quantization")),
         "tokenizer_options": tokenizer_options,
     }
-    target = load_target(config_from(TargetConfig, options, **changes), needs_tokenizer=needs_tokenizer)
+    return config_from(TargetConfig, options, **changes)
+
+
+def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = True) -> "HFTarget":
+    """Load the target that a command's options choose, with its chat template."""
+    from ..data.chat import use_chat_template
+    from ..models.target.loading import load_target
+
+    silence_bars()
+    target = load_target(target_config(options), needs_tokenizer=needs_tokenizer)
+    if target.stream is not None:
+        typer.echo(f"{options['target']}: {target.stream.plan.describe(target.stream.bytes_per_second)}", err=True)
+    elif options.get("memory_budget_gib") is not None:
+        typer.echo(f"{options['target']}: all weights fit into --memory-budget-gib, so none are read in passes", err=True)
     if not needs_tokenizer:
         return target
     use_chat_template(target.tokenizer, options.get("chat_template"))

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..data.drafter_names import folders_of
 from . import options as shared
 from .errors import starts_again
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths, target_config
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
@@ -45,6 +45,8 @@ def tune_command(
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
     quantization: shared.Quantization = None,
+    memory_budget_gib: shared.MemoryBudget = None,
+    budget_tokens: shared.BudgetTokens = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -78,6 +80,7 @@ def tune_command(
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
     config = config_from(EvalConfig, options, suites=[chosen], **choices)
+    target_config(options)  # options that can't be combined are an error before prompts are read
     for part in folders_of(drafter) if write else ():
         if not Path(part).is_dir() and HUB_ID.fullmatch(part):
             raise ValueError(

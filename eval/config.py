@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.drafter_names import TRAINING_FREE_NAMES
+from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, different, one_of, raise_problems
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 
 ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
 TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
+
+
+def _untrained(name: str) -> str:
+    """Return the name of a drafter that needs no training; ValueError for other names."""
+    if name in TRAINING_FREE_NAMES or name.startswith(MODEL_PREFIX):
+        return name
+    raise ValueError(f"must be one of {', '.join(TRAINING_FREE_NAMES)}, or {MODEL_PREFIX}MODEL{nearest_name(name)}")
+
+
+Untrained = Annotated[list[Annotated[str, AfterValidator(_untrained)]], AfterValidator(different)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -71,8 +81,9 @@ class EvalConfig:
     settings: Annotated[list[dict[str, Any]], Field(min_length=1)] = field(default_factory=lambda: [{}])
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}. Each entry is a
     method of the table."""
-    baselines: TrainingFree = field(default_factory=list)
-    """Drafters without training that are compared too: prompt_lookup, suffix, recycling."""
+    baselines: Untrained = field(default_factory=list)
+    """Drafters without training that are compared too: prompt_lookup, suffix, recycling, or a small
+    causal LM as it is (`draft_model:DIR` or `draft_model:user/name`)."""
     merge: TrainingFree = field(default_factory=list)
     """Training-free drafters that each trained drafter is merged with, as a further method: [suffix,
     recycling]. It drafts by expected gain, with the first of the drafter's settings, except

@@ -24,6 +24,7 @@ from ..models.target.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
 from .measure.bench import Bench
+from .measure.budget import budget_facts, recorded_budget
 from .measure.environment import describe_environment
 from .measure.memory import within_memory
 from .measure.methods import (
@@ -139,6 +140,7 @@ def audited_facts(
         out_of_memory=bench.out_of_memory,
         without_profile=bench.without_profile,
         unaudited=unaudited,
+        budget=budget_facts(bench.target),
     )
 
 
@@ -242,6 +244,7 @@ def recorded_config(
             "dtype": str(target.dtype),
             "form": target.form,
             "fast_linears": target.fast_linears,
+            **recorded_budget(target),
         },
         "chat_template": digest_of(tokenizer.chat_template),
         "methods": recorded_methods(specs),
@@ -274,7 +277,7 @@ def open_run(
             "directory"
         )
     else:
-        roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
+        roofline = measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info

@@ -79,14 +79,19 @@ class Source:
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
     dtype: str
+    prefix: str = ""
+    """What the names in the files begin with, before the model's own names."""
 
     @classmethod
-    def of(cls, folder: Path) -> "Source":
-        """Read a checkpoint's headers. Raises ValueError if it can't grow."""
+    def of(cls, folder: Path, config: dict[str, Any] | None = None, prefix: str = "") -> "Source":
+        """Read a checkpoint's headers, and its config.json unless `config` is given.
+
+        Raises ValueError if it can't grow.
+        """
         # 1. The configuration.
-        if not (folder / "config.json").is_file():
+        if config is None and not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json; give the folder of a Llama-like model")
-        config = read_json(folder / "config.json")
+        config = read_json(folder / "config.json") if config is None else config
         kind = config.get("model_type")
         if lacking := [name for name in ("num_hidden_layers", "intermediate_size") if not isinstance(config.get(name), int)]:
             raise ValueError(f"{folder} is a {kind} without {' and '.join(lacking)}; give a Llama-like model")
@@ -97,8 +102,8 @@ class Source:
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - this is no dictionary
-                        part = file.get_slice(name)
+                    for stored in file.keys():  # noqa: SIM118 - this is no dictionary
+                        part, name = file.get_slice(stored), stored.removeprefix(prefix)
                         files[name], shapes[name] = path, tuple(part.get_shape())
                         dtypes.add(part.get_dtype())
             except SafetensorError as error:
@@ -108,7 +113,7 @@ class Source:
         if wrong := sorted(dtypes - {"F64", "F32", "BF16", "F16"}):
             raise ValueError(f"{folder} has weights of type {', '.join(wrong)}; give the unquantised model, in 16 or 32 bits")
         # 3. The structure of each layer.
-        source = cls(folder=folder, config=config, files=files, shapes=shapes, dtype=max(dtypes))
+        source = cls(folder=folder, config=config, files=files, shapes=shapes, dtype=max(dtypes), prefix=prefix)
         for layer in range(source.size.layers):
             source.require_layer(layer, f"{folder} is a {kind}, which can't grow")
         return source
@@ -169,7 +174,7 @@ class Source:
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(self.prefix + name)
             return tensor
 
 

@@ -27,7 +27,7 @@ from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.last_state import LastStateDrafter
 from ..models.drafters.losses import MISSED_BY
 from ..models.drafters.registry import TRAINING_FREE, make_training_free
-from ..models.drafters.saved.loading import load_trained
+from ..models.drafters.saved.loading import load_part
 from ..models.drafters.saved.parts import Part, parse_drafter_name
 from ..models.drafters.training_free import TrainingFreeDrafter
 from ..models.target.hf_target import HFTarget
@@ -204,7 +204,7 @@ def _open_part(part: Part, target: HFTarget) -> TrainableDrafter | TrainingFreeD
                 "reads the text alone (suffix, prompt_lookup), or a trained one"
             )
         return make_training_free(part.name, {}, target)
-    drafter = load_trained(part.folder, target)
+    drafter = load_part(part, target, {})
     if isinstance(drafter, DraftModel) and drafter.config.temperature:
         raise ValueError(
             f"that draft model draws its tokens at random (temperature {drafter.config.temperature}), so its misses are left "
@@ -219,7 +219,7 @@ def describe_other(name: str) -> dict[str, Any]:
         parts = parse_drafter_name(name)
         return {
             "parts": {part.name: asdict(part.config({})) for part in parts.parts},
-            **({"weights_sha256": parts.weights} if parts.folders else {}),
+            **({"weights_sha256": parts.weights} if parts.weights else {}),
         }
 
 

@@ -262,7 +262,8 @@ class Bench:
                 "of both can't be compared: finish the run where it started, or give another output directory"
             )
         while True:
-            warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length, profiled)
+            has_shapes = self.target.has_fixed_shapes
+            warm_length = self._visit_shapes(suites, length, profiled) if has_shapes else self.context_length
             if self._answer_briefly(suite, profiled):
                 return warm_length
 

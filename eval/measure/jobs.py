@@ -131,6 +131,7 @@ class Job:
                     prefill_seconds=generation.prefill_seconds,
                     decode_seconds=generation.decode_seconds,
                     processor_seconds=generation.processor_seconds,
+                    streaming=generation.streaming,
                     phase_seconds=generation.phase_seconds if self.profiled else None,
                     tree_tokens=answer.tree_tokens if self.profiled else None,
                     # 4. What every record of the run has in common.

@@ -69,27 +69,31 @@ def method_specs(
     for drafter, parts in zip(drafters, all_parts, strict=True):
         requested = [{}] if tuned is not None else (settings or {}).get(drafter, config.settings)
         chosen += _by_setting(parts, tuned[drafter]) if tuned is not None else [_spec(parts, setting) for setting in requested]
-        if config.merge and parts.folders:
+        if config.merge and parts.with_weights:
             merged = parts.merged_with(config.merge)
             merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0]), option="merge"))
     if config.merge and all_parts and not merges:  # before a training there are no drafters yet
         names = ", ".join(parts.name for parts in all_parts)
         raise ValueError(
-            f"merge is {', '.join(config.merge)}, which trained drafters are merged with, and {names} has no trained part; "
+            f"merge is {', '.join(config.merge)}, which drafters with weights are merged with, and {names} has no weights; "
             f"leave merge out, and write the parts of a merge as the drafter: {'+'.join([all_parts[0].name, *config.merge])}"
         )
     # 2. Check each setting, and name the method.
     specs: dict[str, MethodSpec] = {}
-    distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in parts.folders}))
+    distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in _folders(parts)}))
     for spec in [*chosen, *merges]:
         _check_options(spec, several=len(all_parts) > 1)
-        folders = "+".join(filter(None, (distinct_parts[folder] for folder in spec.parts.folders)))
+        folders = "+".join(filter(None, (distinct_parts[folder] for folder in _folders(spec.parts))))
         name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
         label = " ".join([*name, *(["tuned"] if spec.places is not None else []), *_words(spec.setting)])
         if label in specs:
             raise ValueError(f"{label} would be evaluated twice; {_remedy(spec, specs[label])}")
         specs[label] = spec
     return specs
+
+
+def _folders(parts: DrafterParts) -> list[Path]:
+    return [part.folder for part in parts.parts if part.folder is not None]
 
 
 def _spec(parts: DrafterParts, setting: dict[str, Any]) -> MethodSpec:

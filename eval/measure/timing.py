@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
-from ..records.records import TreeTokens
+from ...models.target.weight_stream import StreamStats, WeightStream
+from ..records.records import Streaming, TreeTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Generation:
     decode_seconds: float
     processor_seconds: float
     """Processor seconds of all threads of the process, over prefill and decoding."""
+    streaming: Streaming | None = None
+    """Counts of the weights that were read; None for a target that is in memory."""
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -110,6 +113,8 @@ def time_generation(
     """
     # 1. Start the clocks when the device has finished earlier work.
     device = prompts[0].device
+    source: WeightStream | None = getattr(target, "stream", None)
+    before = None if source is None else source.stats
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
@@ -126,4 +131,9 @@ def time_generation(
         prefill_seconds=first_token - start,
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
+        streaming=None if source is None or before is None else _streaming(source.stats - before),
     )
+
+
+def _streaming(counts: StreamStats) -> Streaming:
+    return Streaming(**{field.name: getattr(counts, field.name) for field in fields(Streaming)})

@@ -48,6 +48,28 @@ class TreeTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """Counts of a target with a memory budget over a batch's decoding, prefill included.
+
+    Bytes that were read ahead count in the batch that was decoded when they arrived.
+    """
+
+    passes: int
+    bytes_read: int
+    """Bytes of weights read from the target's files."""
+    read_seconds: float
+    """Seconds in which weights were read, copied and cast; most run beside the pass."""
+    wait_seconds: float
+    """Seconds in which passes waited for weights, drafting in them included."""
+    drafts: int
+    """Draft passes during waits."""
+    draft_seconds: float
+    late_drafts: int
+    """Draft passes that took longer than the wait, and so delayed the target's pass."""
+    late_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """One answer: a prompt's turn, answered once by a method.
 
@@ -124,6 +146,8 @@ class EvalRecord:
     pace: str | None = None
     """The pace of a merged drafter, or of a growing tree. With `expected` the trees depend on the
     clock, so the counts of steps and drafts vary from run to run, while the tokens don't."""
+    streaming: Streaming | None = None
+    """Counts of the weights that were read; None for a target that is in memory."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])

@@ -84,7 +84,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Upper bound on plain decoding's speed, set by reading the weights.
+    """Upper bound on plain decoding's speed, set by reading the weights from memory or from files.
 
     The bound ignores the bytes of the KV cache, so it is a little high. The bandwidth is measured
     with a buffer as large as the weights, unless it was `given`. For weights that fit into the
@@ -96,6 +96,8 @@ class Roofline:
     given: bool
     cache_bytes: int | None
     """Size of the processor's last-level cache; None if it is unknown."""
+    streamed: bool = False
+    """Whether each pass reads these bytes from files, at this measured rate."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,7 +105,7 @@ class Roofline:
 
     @property
     def fits_in_cache(self) -> bool:
-        return self.cache_bytes is not None and self.weight_bytes <= self.cache_bytes
+        return self.cache_bytes is not None and self.weight_bytes <= self.cache_bytes and not self.streamed
 
     def to_json(self) -> dict[str, Any]:
         derived = {"tokens_per_second": self.tokens_per_second, "fits_in_cache": self.fits_in_cache}
@@ -202,6 +204,19 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetFacts:
+    """How a target with a memory budget was placed, and what was measured."""
+
+    plan: str
+    """What stays in memory and what is read in each pass, as the log says when the target loads."""
+    read_gbs: float
+    """Gigabytes per second at which weights were read, copied and cast."""
+    peak_bytes: int | None
+    """Largest memory of the process so far, with Python, torch and the drafters (on CUDA: of the
+    device); None if the system doesn't count it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """`facts.json`: facts that only the run can compute.
 
@@ -221,6 +236,8 @@ class Facts:
     measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
+    budget: BudgetFacts | None = None
+    """None for a target without a memory budget."""
 
 
 def read_info(path: Path) -> RunInfo:

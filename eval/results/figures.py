@@ -90,6 +90,11 @@ class Figures(Losslessness, Speeds):
     accepted_by: NotRequired[dict[str, int] | None]
     """Accepted draft tokens by source (`EvalRecord.accepted_by`)."""
     draft_tokens_per_step: float | None
+    read_gb_per_token: NotRequired[float | None]
+    """Gigabytes of weights read from files per token of the answers, prefill included; None for a
+    target that is in memory."""
+    late_draft_seconds: NotRequired[float | None]
+    """Seconds by which draft passes during waits delayed the target's passes, over all answers."""
     tokens_per_second: float | None
     """Throughput of the whole batch."""
     answer_tokens_per_second: float | None
@@ -183,6 +188,8 @@ def compute_figures(
         "accepted_histogram": histogram,
         "accepted_by": stats.accepted_by(counted),
         "draft_tokens_per_step": stats.draft_tokens_per_step(counted),
+        "read_gb_per_token": stats.read_gb_per_token(counted),
+        "late_draft_seconds": stats.late_draft_seconds(counted),
         "tokens_per_second": stats.tokens_per_second(pairs.method) if pairs.method else None,
         "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method) if pairs.method else None,
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),

@@ -5,6 +5,7 @@ They are computed from its records when it ends, and read from its summary later
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from ...data.files import read_dataclass
@@ -48,6 +49,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
     )
     describe_rows(rows, info)
     for row in rows:
+        row["budget"] = None if facts.budget is None else asdict(facts.budget)
         # A step of another program may be faster than plain decoding's, so no bound holds.
         if row["method"] not in (BASELINE, *config["methods"]):
             row["exceeds"] = ""

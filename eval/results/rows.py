@@ -45,6 +45,8 @@ class Conditions(TypedDict):
     """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
     known."""
     roofline: dict[str, Any]
+    budget: NotRequired[dict[str, Any] | None]
+    """Facts about the target's memory budget (`BudgetFacts`); None without one."""
 
 
 class Row(Conditions, Figures):

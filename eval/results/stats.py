@@ -105,6 +105,20 @@ def accepted_by(records: Sequence[EvalRecord]) -> dict[str, int] | None:
     return dict(sorted(counts.items(), key=lambda item: item[0].count("+"))) if records else None
 
 
+def read_gb_per_token(records: Sequence[EvalRecord]) -> float | None:
+    """Compute the gigabytes of weights read per token of the answers; None in memory."""
+    counts = [record.streaming for record in batches(records)]
+    num_bytes = sum(streaming.bytes_read for streaming in counts if streaming is not None)
+    return num_bytes / 1e9 / sum(len(record.token_ids) for record in records) if counts and None not in counts else None
+
+
+def late_draft_seconds(records: Sequence[EvalRecord]) -> float | None:
+    """Sum the seconds by which drafts during waits delayed passes; None in memory."""
+    counts = [record.streaming for record in batches(records)]
+    seconds = sum(streaming.late_seconds for streaming in counts if streaming is not None)
+    return seconds if counts and None not in counts else None
+
+
 def speedup(
     baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int
 ) -> tuple[float, tuple[float, float] | None]:

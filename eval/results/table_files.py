@@ -9,7 +9,7 @@ from typing import Any
 from ..records.names import OOM
 from .marks import is_error
 from .rows import Row, method_name
-from .tables import RESULT_COLUMNS, footnotes, texts
+from .tables import footnotes, result_columns, texts
 
 CSV_COLUMNS = (
     "suite",
@@ -40,6 +40,7 @@ CSV_COLUMNS = (
     "rho",
     "ceiling",
     "draft_seconds_per_step",
+    "read_gb_per_token",
     "parameters",
     "roofline_fraction",
     "lossless_label",
@@ -73,9 +74,10 @@ def latex_table(rows: Sequence[Row]) -> str:
     r"""Format a tabular for the package booktabs; the notes follow as comments."""
     import pandas as pd  # slow to import
 
-    lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
+    columns = result_columns(rows)
+    lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, columns)]
     frame = pd.DataFrame(lines).rename(columns={"Temperature": "Temp."})
-    tabular = frame.to_latex(index=False, escape=True, column_format=f"lrrl{'r' * len(RESULT_COLUMNS)}")
+    tabular = frame.to_latex(index=False, escape=True, column_format=f"lrrl{'r' * len(columns)}")
     notes = "".join(f"% {note}\n" for note in footnotes(rows))
     return f"{LATEX_NEEDS}\n{tabular}{notes}"
 

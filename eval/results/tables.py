@@ -24,6 +24,8 @@ from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_
 from .sources import PACE_NOTE, SOURCES_NOTE, depends_on_clock, merged_rows, shares_text
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
+READ_COLUMN = "GB/tok"
+"""Column of tables with a memory budget: gigabytes of weights read from files per token."""
 UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
 """Columns on the speed by prompt (or by batch of prompts), and on processor time."""
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
@@ -46,13 +48,15 @@ def cells(row: Row) -> dict[str, str]:
     interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
     draft_seconds = row["draft_seconds_per_step"]
     if row["out_of_memory"]:
-        return {**dict.fromkeys((*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS), "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
+        columns = (*RESULT_COLUMNS, READ_COLUMN, *UNIT_COLUMNS, *COST_COLUMNS)
+        return {**dict.fromkeys(columns, "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
     shown = {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
-        "Tok/s": _number(row["tokens_per_second"], ".1f"),
+        "Tok/s": _number(row["tokens_per_second"], ".3g" if row.get("budget") else ".1f"),
         "Speedup [95 %]": _number(row["speedup"], ".2f", "x"),
         "Ceiling": _number(row["ceiling"], ".2f", "x"),
         "Identical": row["lossless_label"],
+        READ_COLUMN: _number(row.get("read_gb_per_token"), ".3g"),
         **_by_unit(row),
         "Params": "-" if row["parameters"] is None else _count(row["parameters"]),
         "Trained s": _number(training["seconds"] if training else None, ".0f"),
@@ -75,6 +79,21 @@ def _by_unit(row: Row) -> dict[str, str]:
         "CPU ms/tok": _number(None if seconds is None else 1e3 * seconds, ".2f"),
         "CPU speedup": _number(row.get("processor_speedup"), ".2f", "x"),
     }
+
+
+def result_columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the columns of results; the bytes read only where weights are read from files."""
+    return (*RESULT_COLUMNS, READ_COLUMN) if any(row.get("budget") for row in rows) else RESULT_COLUMNS
+
+
+def budget_note(row: Row) -> str:
+    """Describe the target's memory budget: its plan, the measured rate, and the peak of memory."""
+    budget = row.get("budget")
+    if not budget:
+        return ""
+    peak = budget["peak_bytes"]
+    memory = "" if peak is None else f" Peak memory, with Python, torch and the drafters: {peak / 2**30:.2f} GiB."
+    return f"Memory budget: {budget['plan']}. Weights were read, copied and cast at {budget['read_gbs']:.2f} GB/s.{memory}"
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
@@ -106,6 +125,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         lossy=LOSSY,
         by_rule=BY_RULE_NOTE,
         loop_note=loop_note,
+        budget_note=budget_note(rows[0]),
+        late=[row for row in measured if row.get("late_draft_seconds")],
         buffer=BUFFER,
         too_few=too_few,
         merged=merged_rows(measured),
@@ -168,7 +189,7 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 
 def markdown(rows: Sequence[Row]) -> str:
     """Format the headline, the table and its notes as a Markdown page."""
-    table = markdown_table(texts(rows, (*RESULT_COLUMNS, *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
+    table = markdown_table(texts(rows, (*result_columns(rows), *UNIT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
     again = measure_again(rows)
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
     notes = notes.replace(escape_markdown(again), again)  # a command is code, which has no escapes

@@ -25,16 +25,17 @@ from .marks import (
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 from .sources import depends_on_clock, merged_rows, shares_text
-from .tables import LOOP_SHARE, RESULT_COLUMNS, by_group, cells, num_units, too_few
+from .tables import LOOP_SHARE, READ_COLUMN, budget_note, by_group, cells, num_units, result_columns, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
-TERMINAL_COLUMNS = tuple(column for column in RESULT_COLUMNS if column != "Ceiling")
 WIDTHS = {"Speedup [95 %]": (21, 21), "Identical": (9, 10)}
 """Smallest and largest width of columns with words, in characters; longer texts take several
 lines."""
 METHOD_WIDTH = 25
 """Width of a method's name beside the widest figures, in characters; longer names take several
 lines."""
+READ_WIDTH = 8
+"""Width that the column of bytes read takes from it."""
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
@@ -48,14 +49,18 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     is_narrow = console.width < MAX_WIDTH
     width = MAX_WIDTH if is_narrow else None
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True, width=width)
-    table.add_column("Method", min_width=METHOD_WIDTH, overflow="fold")
-    for column in TERMINAL_COLUMNS:
+    columns = [column for column in result_columns(rows) if column != "Ceiling"]
+    method_width = METHOD_WIDTH - READ_WIDTH * (READ_COLUMN in columns)
+    table.add_column("Method", min_width=method_width, overflow="fold")
+    for column in columns:
         narrow, wide = WIDTHS.get(column, (None, None))
         table.add_column(column, justify="right", no_wrap=wide is None, min_width=narrow, max_width=wide, overflow="fold")
     for group, of_group in by_group(rows).items():
         table.add_row(Text(group), style="bold")
         for row in of_group:
-            shown = (_in_lines(method_name(row)), *(cells(row)[column].replace("], ", "]\n") for column in TERMINAL_COLUMNS))
+            figures = cells(row)
+            name = _in_lines(method_name(row), method_width)
+            shown = (name, *(figures[column].replace("], ", "]\n") for column in columns))
             is_red = is_broken(row) or is_error(row) or is_disturbed(row)
             table.add_row(*map(Text, shown), style="red" if is_red else None)
         table.add_section()
@@ -104,6 +109,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if any(map(depends_on_clock, measured)):
         notes.append("pace: expected lets tokens per step vary from run to run, not the answers.")
     # 3. How to read the table.
+    if rows[0].get("budget"):
+        notes.append(budget_note(rows[0]))
     notes += [_group_note(members) for members in by_group(measured).values()]
     notes += [f"Sources of {_names([row])}: {shares_text(row)}." for row in merged_rows(measured)]
     return notes
@@ -155,6 +162,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _in_lines(name: str) -> str:
+def _in_lines(name: str, width: int) -> str:
     """Put the setting of a long name on a line of its own."""
-    return name if len(name) <= METHOD_WIDTH else re.sub(r", (?![^(]*\))", ",\n", name, count=1)
+    return name if len(name) <= width else re.sub(r", (?![^(]*\))", ",\n", name, count=1)

@@ -5,11 +5,9 @@ Each kind has a grid. It grows if the fastest setting is at its edge.
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from ...models.drafters.saved.build import DrafterSpec, saved_spec
-from ...models.drafters.saved.loading import read_drafter_config
+from ...models.drafters.saved.build import DrafterSpec
 from ...models.drafters.saved.parts import DrafterParts
 
 Grid = Mapping[str, tuple[Any, ...]]
@@ -39,10 +37,10 @@ MERGED_NODES = (5, 10, 20, 40)
 def is_replayed(parts: DrafterParts, settings: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether stored answers determine the drafter's steps in all of these settings.
 
-    This holds for one trained drafter. Recycling reads the target's logits, and a paced tree
+    This holds for one drafter with weights. Recycling reads the target's logits, and a paced tree
     depends on measured times.
     """
-    return bool(parts.folders) and not any(parts.is_merged(setting) or parts.grows(setting) for setting in settings)
+    return bool(parts.with_weights) and not any(parts.is_merged(setting) or parts.grows(setting) for setting in settings)
 
 
 def measured_settings(parts: DrafterParts) -> list[dict[str, Any]]:
@@ -53,20 +51,16 @@ def measured_settings(parts: DrafterParts) -> list[dict[str, Any]]:
     return [{"pace": "expected"}, *({"tree_nodes": size, **pace} for size in sizes)]
 
 
-def grid_of(directory: Path) -> Grid:
-    """Look up the initial grid of the drafter in a directory.
-
-    Raises ValueError for an unknown kind.
-    """
-    return GRIDS[saved_spec(read_drafter_config(directory)).kind]
+def grid_of(spec: DrafterSpec) -> Grid:
+    """Look up the initial grid of a drafter."""
+    return GRIDS[spec.kind]
 
 
-def candidates(directory: Path, grid: Grid) -> list[dict[str, Any]]:
-    """List the settings of the drafter in a directory that are worth a trial.
+def candidates(spec: DrafterSpec, grid: Grid) -> list[dict[str, Any]]:
+    """List the settings of a drafter that are worth a trial.
 
     The drafter's saved setting comes first, then those of the grid.
     """
-    spec = saved_spec(read_drafter_config(directory))
     default = spec.config
     settings = [{name: getattr(default, name) for name in grid}]
     # A tree given as paths would override the number of its nodes.

@@ -18,6 +18,7 @@ from ...data.files import write_json
 from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
+from ...models.drafters.saved.build import DrafterSpec
 from ...models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
@@ -113,8 +114,9 @@ def tune(
     temperature = config.temperatures[0]
     grid: Grid | None = None
     if settings is None and is_replayed(parts, [{}]):
-        grid = grid_of(parts.folders[0])
-        settings = candidates(parts.folders[0], grid)
+        spec = parts.parts[0].spec()
+        grid = grid_of(spec)
+        settings = candidates(spec, grid)
     elif settings is None:
         settings = measured_settings(parts)
 
@@ -185,7 +187,7 @@ class Tried:
     settings: list[Setting]
     grid: Grid | None
 
-    def extend(self, directory: Path, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
+    def extend(self, spec: DrafterSpec, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
         """Extend the grid if the fastest setting for a batch size lies at its edge.
 
         Returns the added settings.
@@ -197,7 +199,7 @@ class Tried:
             drafting = [speed for speed in predictions if speed.batch_size == size and speed.setting is not None]
             best = max(drafting, key=lambda speed: speed.tokens_per_second, default=None)
             grid = grid if best is None or best.setting is None else extended(grid, best.setting)
-        added: list[Setting] = [setting for setting in candidates(directory, grid) if setting not in self.settings]
+        added: list[Setting] = [setting for setting in candidates(spec, grid) if setting not in self.settings]
         for name, values in grid.items():
             if further := values[len(self.grid[name]) :]:
                 logger.info("the fastest settings have %s at the edge of the grid: trying %s as well", name, further)
@@ -263,7 +265,7 @@ def _predict_all(
     times = _step_times(trial, drafter, replays, batch_sizes)
     predictions = _predictions(replays, times)
     for _ in range(MAX_EXTENSIONS):
-        added = tried.extend(trial.parts.folders[0], predictions, batch_sizes)
+        added = tried.extend(trial.parts.parts[0].spec(), predictions, batch_sizes)
         if not added:
             break
         replays += replay_all(trial, added, batch_sizes)

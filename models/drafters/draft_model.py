@@ -44,6 +44,7 @@ from .small_models import (
     build_model,
     first_layers,
     pretrained,
+    require_same_vocabulary,
     smaller_architecture,
     weights_digest_at,
 )
@@ -86,11 +87,7 @@ class DraftModel(TrainableDrafter):
                 model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs
             )
         # 2. Check its vocabulary.
-        if reader.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the draft model has a vocabulary of {reader.vocab_size} tokens and {target.identity.name} one of "
-                f"{target.vocab_size}; use a smaller model of the same family"
-            )
+        require_same_vocabulary(reader.vocab_size, target)
         # 3. Initialise it from the target's layers, if configured.
         if config.architecture is None:
             if config.init == "target_layers" and config.path is None:

@@ -38,9 +38,12 @@ from ..decoding.types import Counts as RowCounts
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
+<<<<<<< HEAD
 from .calibration import BIN_BOUNDS, MAX_DEPTH, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
+=======
+from .calibration import BIN_BOUNDS, MAX_ESTIMATE, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
+>>>>>>> main
 from .candidates import Nodes, tree_of
-from .merging import MAX_ESTIMATE
 from .ranking import largest
 from .small_models import DraftModelConfig
 from .unread import MAX_UNREAD

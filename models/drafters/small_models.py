@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
@@ -16,7 +16,7 @@ from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
 from ..target.loading import load_target
-from ..target.plain_weights import require_plain_weights, whole
+from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
 from .beams import MAX_SEARCH_NODES
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
@@ -108,7 +108,12 @@ CANT_BE_BUILT = (
 
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return the JSON values from which `build_model` builds such a model."""
-    return _shape(model.config)
+    return architecture_in(model.config)
+
+
+def architecture_in(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the JSON values of a configuration that describe the model's computation."""
+    return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}
 
 
 def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedModel:
@@ -157,20 +162,17 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
         if getattr(config, option) is not None and name not in sizes:
             raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(target_config).__name__} has no {name}")
     # 3. Put them into the target's configuration; some families have other names for these keys.
-    shape = _shape(target_config)
+    shape = architecture_in(target_config)
     for name in PER_LAYER:
         if isinstance(shape.get(name), list):
             shape[name] = shape[name][: config.num_layers]
     return shape | {target_config.attribute_map.get(name, name): size for name, size in sizes.items()}
 
 
-def _shape(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}
-
-
 @torch.no_grad()
 def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
     """Copy the target's weights into a model that is the target with fewer layers."""
+    require_resident_weights(target, "set drafter.init=random")
     require_plain_weights(target.model, "set drafter.init=random")
     weights, target_weights = model.state_dict(), target.model.state_dict()
     if missing := sorted(weights.keys() - target_weights.keys()):
@@ -213,6 +215,15 @@ def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -
     require_same_tokenizer(loaded.identity.name, loaded.identity.tokenizer_sha256, target)
     loaded.model.train().requires_grad_(True)
     return loaded
+
+
+def require_same_vocabulary(vocab_size: int, target: HFTarget) -> None:
+    """Raise ValueError if the draft model's number of tokens differs from the target's."""
+    if vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {vocab_size} tokens and {target.identity.name} one of "
+            f"{target.vocab_size}; use a smaller model of the same family"
+        )
 
 
 def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:

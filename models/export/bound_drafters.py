@@ -131,6 +131,7 @@ def bind(
 
 def _state(model: PreTrainedModel, parts: DrafterParts, options: dict[str, Any]) -> tuple[Any, ...]:
     paths = [folder / name for folder in parts.folders for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)]
+    paths += [path for part in parts.with_weights if part.is_model and part.folder for path in sorted(part.folder.glob("*.*"))]
     paths += map(Path, _references(parts, options))
     files = tuple(path.is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
     # Drafters refer to the model's embeddings and head, whose size may change

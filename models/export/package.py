@@ -96,7 +96,15 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
 
 
 def packaged_folder(parts: DrafterParts) -> Path | None:
-    """Return the folder of the trained part; None without one. Raises ValueError for several."""
+    """Return the folder of the trained part; None without one.
+
+    Raises ValueError for several, and for a model that drafts as it is.
+    """
+    if any(part.is_model for part in parts.parts):
+        raise ValueError(
+            f"{parts.name} drafts with a model of transformers as it is, which has a repository or folder of its own; package "
+            f'the other parts, and decode with drafter="{parts.name}"'
+        )
     if len(parts.folders) > 1:
         raise ValueError(
             f"{parts.name} has {len(parts.folders)} trained drafters, and a package holds the weights of one; package each, "

@@ -54,7 +54,7 @@ class CapturedHiddenStates:
         self._hooks.append(decoder.register_forward_hook(self._capture))
         for index, layer in enumerate(decoder_layers(model)):
             hook = partial(self._capture_input, index)
-            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def detach(self) -> None:
         """Remove the hooks from the model; `of` adds them again."""

@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from .config import TargetConfig
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
+from .streamed_loading import build_without_weights, place_weights, stored_weights
 from .tensor_parallel import make_sharding, require_whole_ends
+from .weight_stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,10 @@ def load_target(
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {device}; choose a CUDA device, or turn it off")
     # 2. Load the model, frozen.
-    model = _load_model(config, device, safetensors_only)
+    if config.memory_budget_gib is None:
+        model, stream = _load_model(config, device, safetensors_only), None
+    else:
+        model, stream = _load_within_budget(config, device)
     model.eval().requires_grad_(False)
     turn_off_cudnn_attention(model.device)
     # 3. Check that the tokenizer belongs to the model.
@@ -70,7 +77,9 @@ def load_target(
     identity = TargetIdentity(
         name=_public_name(config.name_or_path),
         revision=config.revision,
-        weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
+        weights_sha256=weights_digest(
+            config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
+        ),
         config_sha256=config_digest(config.name_or_path),
         quantization=describe(config.quantization),
         tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
@@ -84,7 +93,9 @@ def load_target(
         compiled=config.compiled,
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
-        fast_linears=config.fast_linears,
+        # Packed copies of all weights would be outside the budget. A stream leaves the model out.
+        fast_linears=config.fast_linears and (config.memory_budget_gib is None or stream is not None),
+        stream=stream,
     )
     if tokenizer is not None:
         _check_stop_tokens(target)
@@ -182,7 +193,7 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
-    try:
+    with _loading(config.name_or_path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
             revision=config.revision,
@@ -193,24 +204,43 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
             output_loading_info=True,
             **placement,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"the target {config.name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
-            "is the download complete?"
-        ) from error
-    # 3. Check that no weight is missing: transformers would initialise it at random.
     model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "
-            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
-        )
+    _require_complete(config.name_or_path, sorted(loaded[1]["missing_keys"]))
     if config.tensor_parallel:
         require_whole_ends(model)
     if not placement:
         model.to(device=device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
+
+
+def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
+    """Load as much of the model as the memory budget allows, and start a stream of the rest."""
+    stored = stored_weights(config)
+    with _loading(config.name_or_path):
+        skeleton = build_without_weights(config, stored)
+    _require_complete(config.name_or_path, skeleton.missing)
+    return skeleton.model, place_weights(skeleton, config, device)
+
+
+@contextmanager
+def _loading(name_or_path: str) -> Iterator[None]:
+    """Raise errors of the libraries in the block as ValueErrors that name the target."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the target {name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
+            "is the download complete?"
+        ) from error
+
+
+def _require_complete(name_or_path: str, missing: Sequence[str]) -> None:
+    """Raise ValueError if weights are missing: transformers would initialise them at random."""
+    if missing:
+        raise ValueError(
+            f"the weights of {name_or_path!r} lack {len(missing)} tensors that the model needs "
+            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
+        )
 
 
 def _check_directory(name_or_path: str) -> None:

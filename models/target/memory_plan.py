@@ -8,12 +8,14 @@ The weights of a unit (a decoder layer, or an untied head) go to one of three pl
 
 Every byte that stays is a byte less to read in each pass, whichever unit it belongs to. So as many
 units as possible are kept, which takes their stored bytes. What room is left makes kept units
-resident.
+resident. Units that stay lie evenly among the others: while the pass computes them, the next ones
+are read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import ceil, floor, log10
 
 GIB = 2**30
 NUM_SLOTS = 2
@@ -52,6 +54,8 @@ class MemoryPlan:
     cache_bytes: int
     """Keys and values of `budget_tokens`."""
     budget_tokens: int
+    keeps_on_host: bool = False
+    """Whether kept units are outside the budget, which is an accelerator's memory."""
     slot_bytes: int = 0
     """Bytes of one slot: the largest unit that isn't resident. 0 if all units are resident."""
     staging_bytes: int = 0
@@ -64,8 +68,20 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part of the memory that the plan takes, by its name in messages."""
-        raise NotImplementedError
+        """Bytes of each part of the memory that the plan takes, by its name in messages.
+
+        On an accelerator, kept units are in the host's memory and don't count.
+        """
+        resident = sum(unit.computed_bytes for unit in self.units if unit.place is Place.RESIDENT)
+        kept = sum(unit.stored_bytes for unit in self.units if unit.place is Place.KEPT)
+        return {
+            "embeddings and norms": self.ends_bytes,
+            "layers that stay": resident,
+            "layers kept as stored": 0 if self.keeps_on_host else kept,
+            f"{NUM_SLOTS} slots for layers that are read": NUM_SLOTS * self.slot_bytes,
+            "buffers of the reader": self.staging_bytes,
+            f"keys and values of {self.budget_tokens} tokens": self.cache_bytes,
+        }
 
     @property
     def planned_bytes(self) -> int:
@@ -78,7 +94,17 @@ class MemoryPlan:
 
     def describe(self, bytes_per_second: float | None = None) -> str:
         """Describe in one line what stays, what is read in each pass, and in how many seconds."""
-        raise NotImplementedError
+        heads = [unit for unit in self.units if unit.is_head and unit.place is not Place.RESIDENT]
+        counts = {place: self.count(place) for place in Place}
+        verbs = {Place.RESIDENT: "stay", Place.KEPT: "kept as stored", Place.STREAMED: "stream"}
+        places = ", ".join(f"{count} {verbs[place]}" for place, count in counts.items() if count)
+        head = "".join(f", the head {'streams' if unit.place is Place.STREAMED else 'is kept as stored'}" for unit in heads)
+        reading = f"{_gib(self.streamed_bytes)} GiB a pass" if self.streamed_bytes else "a pass reads no file"
+        if self.streamed_bytes and bytes_per_second:
+            seconds = self.streamed_bytes / bytes_per_second
+            reading += f", {seconds:.2g} s at the {bytes_per_second / 1e9:.2g} GB/s measured"
+        total = f"{_gib(self.planned_bytes)} of {_gib(self.budget_bytes)} GiB"
+        return f"{sum(counts.values())} layers: {places}{head} ({reading}); {total}"
 
 
 def plan_memory(
@@ -93,9 +119,77 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose a place for each unit.
 
-    `token_bytes` are those of one token's keys and values. `host_bytes` is the memory for kept units
-    on an accelerator, where the budget is the device's memory; None counts them into the budget.
+    `token_bytes` are those of one token's keys and values. `host_bytes` is the memory for kept
+    units on an accelerator, where the budget is the device's memory; None counts them into the
+    budget. The head stays if the budget allows it: drafters compute with it outside passes.
 
     Raises ValueError, with the least budget that works, if the budget is too small.
     """
-    raise NotImplementedError
+    plan = MemoryPlan(
+        units=tuple(replace(unit, place=Place.RESIDENT) for unit in units),
+        budget_bytes=budget_bytes,
+        ends_bytes=ends_bytes,
+        cache_bytes=token_bytes * budget_tokens,
+        budget_tokens=budget_tokens,
+        keeps_on_host=host_bytes is not None,
+    )
+    # 1. If all fits, no slots are needed.
+    if plan.planned_bytes <= budget_bytes:
+        return plan
+    # 2. Else slots are the first need. Then the room is filled.
+    leasts = []
+    for head_streams in (False, True):
+        least = _least(plan, staging_bytes, head_streams)
+        if least.planned_bytes <= budget_bytes:
+            return _filled(least, host_bytes)
+        leasts.append(least)
+    # 3. No plan fits: name what the smallest one takes.
+    least = min(leasts, key=lambda plan: plan.planned_bytes)
+    parts = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in least.parts.items() if num_bytes)
+    raise ValueError(
+        f"target.memory_budget_gib is {budget_bytes / GIB:.3g}, and this model needs at least "
+        f"{_gib(least.planned_bytes, up=True)} GiB ({parts}); raise it, or lower target.budget_tokens ({budget_tokens})"
+    )
+
+
+def _least(plan: MemoryPlan, staging_bytes: int, head_streams: bool) -> MemoryPlan:
+    """Return the plan that streams all layers, and the head if `head_streams`."""
+    units = [unit if unit.is_head and not head_streams else replace(unit, place=Place.STREAMED) for unit in plan.units]
+    slot = max(unit.computed_bytes for unit in units if unit.place is Place.STREAMED)
+    return replace(plan, units=tuple(units), slot_bytes=slot, staging_bytes=staging_bytes)
+
+
+def _filled(plan: MemoryPlan, host_bytes: int | None) -> MemoryPlan:
+    """Keep streamed units while there is room, then make kept units resident."""
+    units, room = list(plan.units), plan.budget_bytes - plan.planned_bytes
+    # Reversed binary digits visit the units evenly: 0 4 2 6 1 5 3 7 of 8.
+    order = sorted(range(len(units)), key=lambda index: f"{index:032b}"[::-1])
+    streamed = [index for index in order if units[index].place is Place.STREAMED]
+
+    def move(indexes: Sequence[int], place: Place, room: int, from_bytes: Callable[[Unit], int]) -> int:
+        for index in indexes:
+            num_bytes = from_bytes(units[index])
+            if num_bytes <= room:
+                units[index], room = replace(units[index], place=place), room - num_bytes
+        return room
+
+    if host_bytes is None:
+        # Units that take as little room in the type of the computation stay in that type.
+        narrow = [index for index in streamed if units[index].stored_bytes < units[index].computed_bytes]
+        wide = [index for index in streamed if index not in narrow]
+        room = move(wide, Place.RESIDENT, room, lambda unit: unit.computed_bytes)
+        room = move(narrow, Place.KEPT, room, lambda unit: unit.stored_bytes)
+        kept = [index for index in narrow if units[index].place is Place.KEPT]
+        move(kept, Place.RESIDENT, room, lambda unit: unit.computed_bytes - unit.stored_bytes)
+    else:
+        move(streamed, Place.RESIDENT, room, lambda unit: unit.computed_bytes)
+        rest = [index for index in streamed if units[index].place is Place.STREAMED]
+        move(rest, Place.KEPT, host_bytes, lambda unit: unit.stored_bytes)
+    return replace(plan, units=tuple(units))
+
+
+def _gib(num_bytes: int, *, up: bool = False) -> str:
+    """Format bytes in GiB with three digits; `up` rounds up, so that the figure is enough."""
+    gib = num_bytes / GIB
+    digits = 2 - floor(log10(gib)) if gib else 2
+    return f"{(ceil(gib * 10**digits) / 10**digits if up else gib):.{max(0, digits)}f}"

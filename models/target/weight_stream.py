@@ -1,15 +1,35 @@
 """Streaming of a model's weights: each unit's weights are read ahead of its turn in the pass.
 
-Hooks on the units bind their parameters to a slot before their forward and empty them after it. So
-any forward of the model works, whichever code calls it.
+Hooks on the units bind their parameters to a slot before their forward, and empty them after it. So
+any forward of the model works, whichever code calls it:
+
+    turn     0    1    2    3    4    5    0    ...       units 1, 3 and 4 stream, into two slots
+    slot A   .  [1]    .    .  [4]    .    .              [1]: unit 1 computes with slot A
+    slot B   .    .    .  [3]    .    .    .              Between its turns a slot is filled.
+
+Each released slot is filled with the next unit of the cycle; after the last one comes the first.
 """
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
 
 from ..decoding.protocols import Meanwhile
-from .memory_plan import MemoryPlan
+from .memory_plan import NUM_SLOTS, MemoryPlan
+from .weight_reader import Loading, Weights
+
+ALIGNMENT = 64
+"""Parameters begin at multiples of this number of bytes in a slot, as torch allocates tensors: so
+kernels compute the same as with resident weights."""
+SHORTEST_DRAFT_SECONDS = 1e-4
+"""A call of `meanwhile` that was quicker had nothing that fits. This wait makes no further call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +41,7 @@ class StreamStats:
     bytes_read: int = 0
     """Bytes read from the files, those read in vain included."""
     read_seconds: float = 0.0
-    """Seconds in which units were read from files, copied and cast. Most run beside the pass."""
+    """Seconds of these reads, which run beside the pass."""
     wait_seconds: float = 0.0
     """Seconds in which passes waited for weights, those of `meanwhile` included."""
     drafts: int = 0
@@ -40,35 +60,223 @@ class StreamStats:
         return StreamStats(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamedUnit:
+    """A unit of the model whose weights come and go."""
+
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    weights: Weights
+    """Where the parameters' values are, in their order."""
+    dtypes: tuple[torch.dtype, ...]
+    """Types of the computation."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in a slot."""
+        return sum(_rounded(size) for size in self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        pairs = zip(self.weights.stored, self.dtypes, strict=True)
+        return [stored.num_bytes // stored.dtype.itemsize * dtype.itemsize for stored, dtype in pairs]
+
+    def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' values in a slot."""
+        views, start = [], 0
+        for stored, dtype, size in zip(self.weights.stored, self.dtypes, self._sizes, strict=True):
+            views.append(slot[start : start + size].view(dtype).view(stored.shape))
+            start += _rounded(size)
+        return views
+
+    def bind(self, values: Sequence[torch.Tensor]) -> None:
+        """Let the parameters have these values, without a copy."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """The background reader (`WeightReader`), and what tests put in its place."""
+
+    bytes_read: int
+    read_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float: ...
+
+    def load(self, loading: Loading, *, looks_for_changes: bool = False) -> Loading: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A unit that is being loaded, or that computes."""
+
+    index: int
+    slot: torch.Tensor
+    values: list[torch.Tensor]
+    loading: Loading
+
+
 class WeightStream:
     """Weights of a model's streamed units, read in the order in which passes use them.
 
     Between its turn and the next a unit's parameters are empty tensors: code that reads them then
     finds nothing, not another unit's weights. `require_resident_weights` names such code's remedy.
+
+    A pass may end anywhere, by an error or because no later layer is needed. The next pass begins
+    with the first unit again, and what was read for other units is dropped.
     """
 
-    plan: MemoryPlan
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        reader: Reader,
+        plan: MemoryPlan,
+        device: torch.device,
+        *,
+        num_slots: int = NUM_SLOTS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.units, self.plan, self.device = units, plan, device
+        self.meanwhile: Meanwhile | None = None
+        """Work for the waits of the present pass (`during_waits`)."""
+        self._reader, self._clock = reader, clock
+        self._counts = StreamStats()
+        slot_bytes = max(unit.num_bytes for unit in units)
+        with torch.inference_mode(False):
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+            self._nothing = [[parameter.data.new_empty(0) for parameter in unit.parameters] for unit in units]
+        self._used: dict[int, torch.cuda.Event] = {}
+        self._ahead: deque[Turn] = deque()
+        self._now: Turn | None = None
+        self._last_index = len(units)
+        for index, unit in enumerate(units):
+            unit.bind(self._nothing[index])
+            unit.module.register_forward_pre_hook(partial(self._enter, index))
+            unit.module.register_forward_hook(partial(self._leave, index), always_call=True)
+        self._read_ahead(0)
 
     @property
     def stats(self) -> StreamStats:
         """Counts since the stream's start, as a value."""
-        raise NotImplementedError
+        return replace(self._counts, bytes_read=self._reader.bytes_read, read_seconds=self._reader.read_seconds)
 
     @property
     def bytes_per_second(self) -> float:
-        """Rate at which units were read, cast included; measured first when the target loads."""
-        raise NotImplementedError
-
-    def seconds_left(self) -> float:
-        """Return for how many seconds the pass will still wait; 0 if it needn't."""
-        raise NotImplementedError
+        """Rate at which files were read so far."""
+        return self._reader.bytes_per_second
 
     @contextmanager
     def during_waits(self, meanwhile: Meanwhile | None) -> Iterator[None]:
         """Call `meanwhile` while the pass in the block waits for weights."""
-        raise NotImplementedError
-        yield
+        self.meanwhile = meanwhile
+        try:
+            yield
+        finally:
+            self.meanwhile = None
+
+    def seconds_left(self) -> float:
+        """Return for how many seconds files will still be read for the present pass.
+
+        That is until all slots are full, or until the pass's last unit is read. Work for so long
+        delays no read.
+        """
+        turns = [turn for turn in self._ahead if turn.index >= self._ahead[0].index]
+        return sum(turn.loading.bytes_left for turn in turns) / self.bytes_per_second
+
+    def wait_until_ahead(self) -> None:
+        """Wait until all slots are full. Raises what the reader raised."""
+        for turn in self._ahead:
+            turn.loading.future.result()
 
     def close(self) -> None:
         """Stop reading. Later passes raise RuntimeError."""
-        raise NotImplementedError
+        self._drop(len(self._ahead))
+        self._reader.close()
+
+    # --- the hooks
+
+    def _enter(self, index: int, module: nn.Module, args: Any) -> None:
+        """Bind the unit's parameters before its forward, once they are loaded."""
+        # 1. An interrupted pass (Ctrl-C) ends without forward hooks.
+        self._end_turn()
+        # 2. Drop units that this pass doesn't compute, or that the last one didn't reach.
+        self._count(passes=int(index <= self._last_index))
+        self._last_index = index
+        num_passed = next((place for place, turn in enumerate(self._ahead) if turn.index == index), len(self._ahead))
+        self._count(restarts=int(num_passed > 0))
+        self._drop(num_passed)
+        self._read_ahead(index)
+        # 3. Wait for the weights.
+        try:
+            self._wait(self._ahead[0].loading)
+        except BaseException:
+            self._drop(1)
+            raise
+        self._now = self._ahead.popleft()
+        self.units[index].bind(self._now.values)
+
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Empty the unit's parameters after its forward, also if it raised an error."""
+        if self._now is not None and self._now.index == index:
+            self._end_turn()
+            self._read_ahead((index + 1) % len(self.units))
+
+    def _wait(self, loading: Loading) -> None:
+        """Wait for weights, and draft meanwhile. Raises what the reader raised."""
+        began = self._clock()
+        while self.meanwhile is not None and not loading.future.done():
+            seconds_left, start = self.seconds_left(), self._clock()
+            if not self.meanwhile(seconds_left):
+                self.meanwhile = None
+            spent = self._clock() - start
+            late = max(0.0, spent - seconds_left) if loading.future.done() else 0.0
+            self._count(drafts=1, draft_seconds=spent, late_drafts=int(late > 0), late_seconds=late)
+            if spent < SHORTEST_DRAFT_SECONDS:
+                break
+        try:
+            loading.future.result()
+        finally:
+            self._count(wait_seconds=self._clock() - began)
+
+    # --- slots
+
+    def _read_ahead(self, index: int) -> None:
+        """Load the units from `index` on, or those behind the ones ahead, into the free slots.
+
+        Ctrl-C may come between any two lines here. A slot is free if no turn has it: so none is
+        lost, and a slot that is loaded twice has the later unit's weights.
+        """
+        held = {turn.slot.data_ptr() for turn in (*self._ahead, *([] if self._now is None else [self._now]))}
+        for slot in (slot for slot in self._slots if slot.data_ptr() not in held):
+            if self._ahead:
+                index = (self._ahead[-1].index + 1) % len(self.units)
+            unit = self.units[index]
+            with torch.inference_mode(False):
+                values = unit.views(slot)
+                loading = Loading(unit.weights, values, self._used.get(slot.data_ptr()))
+            self._reader.load(loading, looks_for_changes=index == 0)
+            self._ahead.append(Turn(index, slot, values, loading))
+
+    def _drop(self, num_turns: int) -> None:
+        """Give up the first units ahead."""
+        for _ in range(num_turns):
+            self._ahead.popleft().loading.is_cancelled = True
+
+    def _end_turn(self) -> None:
+        """Empty the parameters of the unit that computed last, and free its slot."""
+        if self._now is not None:
+            self.units[self._now.index].bind(self._nothing[self._now.index])
+            if self.device.type == "cuda":  # the host is ahead of the device, which still computes
+                self._used[self._now.slot.data_ptr()] = torch.cuda.current_stream(self.device).record_event()
+            self._now = None
+
+    def _count(self, **more: int | float) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()})
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

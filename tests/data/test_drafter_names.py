@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.data.drafter_names import TRAINING_FREE_NAMES, folders_of, nearest_name, split_name
+from outrider.data.drafter_names import TRAINING_FREE_NAMES, folders_of, models_of, nearest_name, split_name
 from outrider.models.drafters.registry import TRAINING_FREE
 
 
@@ -35,6 +35,18 @@ def test_an_existing_folder_may_have_a_plus_in_its_name(tmp_path: Path, monkeypa
 def test_an_empty_part_is_an_error(name: str):
     with pytest.raises(ValueError, match="empty part"):
         split_name(name)
+
+
+def test_a_model_is_named_by_its_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a+b").mkdir()
+    name = "draft_model:a+b+suffix+outputs/c+draft_model:user/d@v1"
+    assert split_name(name) == ["draft_model:a+b", "suffix", "outputs/c", "draft_model:user/d@v1"]
+    assert models_of(name) == ["a+b", "user/d@v1"]
+    assert folders_of(name) == ["outputs/c"]
+    assert models_of(Path("draft_model:a")) == []
+    with pytest.raises(ValueError, match="names no model; give draft_model:DIR"):
+        split_name("draft_model:+suffix")
 
 
 def test_a_near_miss_has_a_hint():

@@ -892,7 +892,7 @@ def test_training_free_drafters_are_evaluated_without_a_folder(
         check_inputs(replace(config, settings=[{"beam_width": 2}]), parts)
     with pytest.raises(ValueError, match=r"prompt_lookup would be evaluated twice.*out of baselines \(--baseline\)"):
         check_inputs(replace(config, settings=[{}], baselines=["prompt_lookup"]), parts)
-    with pytest.raises(ValueError, match=r"merge is suffix.*no trained part.*prompt_lookup\+suffix"):
+    with pytest.raises(ValueError, match=r"merge is suffix.*has no weights.*prompt_lookup\+suffix"):
         check_inputs(replace(config, settings=[{}], merge=["suffix"]), parts)
     with pytest.raises(ValueError, match="suffix has share_answers"):
         check_inputs(replace(config, settings=[{"share_answers": True}]), [parse_drafter_name("suffix")])

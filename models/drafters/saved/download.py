@@ -1,5 +1,6 @@
 """Drafters by their name on the Hub: `user/repository`, or `user/repository@revision`."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
+from ....data.drafter_names import MODEL_PREFIX
 from ....data.files import finish_replacing
 from ....data.hub import use_hub
 from ..calibration import CALIBRATION_FILE
@@ -23,6 +25,10 @@ from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE, MERGE_FILE)
 """Files that loading a drafter downloads: JSON and safetensors, no code."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
+"""Files of a causal LM that are downloaded: configuration, tokenizer and weights, no code."""
+NOT_MODEL_FILES = ("*/*", "consolidated*")
+"""Files that repositories have besides: in subfolders, and weights in another form."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 REMEDIES = {
@@ -43,6 +49,36 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     has no such drafter or can't be reached.
     """
     return resolve_folder(name_or_path, READ_FILES, revision, **hub_options)
+
+
+def resolve_model(name_or_path: str, **hub_options: Any) -> Path:
+    """Return the folder of a causal LM, from a directory or a download without code.
+
+    Raises ValueError if there is none, if it holds a drafter, and for weights that are missing or
+    not in safetensors.
+    """
+    called = f"the draft model {name_or_path}"
+    remedy = f"give a model of transformers: {MODEL_PREFIX}DIR or {MODEL_PREFIX}user/name"
+    if not Path(name_or_path).is_dir() and HUB_ID.fullmatch(name_or_path) is None:
+        raise ValueError(f"{called} is neither a folder nor a name on the Hub (user/name); {remedy}")
+    folder = resolve_folder(name_or_path, MODEL_FILES, ignore_patterns=list(NOT_MODEL_FILES), **hub_options)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"{called} has no {CONFIG_FILE}; {remedy}")
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{called}: {CONFIG_FILE} is not a JSON file ({error}); complete the download") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(
+            f"{called} isn't a model of transformers: its {CONFIG_FILE} has no model_type. If it is the folder of a trained "
+            f"drafter, name it without {MODEL_PREFIX}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{called} has no weights in safetensors, and others, such as pickles, can run code, so they aren't read; "
+            "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)"
+        )
+    return folder
 
 
 def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: str | None = None, **hub_options: Any) -> Path:

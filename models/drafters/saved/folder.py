@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt
 
-from ....data.files import finish_replacing, read_dataclass
+from ....data.drafter_names import MODEL_PREFIX
+from ....data.files import finish_replacing, read_dataclass, read_json
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
@@ -47,6 +48,11 @@ def read_drafter_config(directory: Path) -> DrafterFile:
     if not path.is_file():
         raise ValueError(
             f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
+        )
+    if "model_type" in (content := read_json(path)) and "kind" not in content:
+        raise ValueError(
+            f"{directory} holds a model of transformers ({content['model_type']}), not a drafter; to draft with it as it is, "
+            f"name it {MODEL_PREFIX}DIR (or {MODEL_PREFIX}user/name on the Hub)"
         )
     config = read_dataclass(DrafterFile, path)
     if config.format_version != FORMAT_VERSION:

@@ -19,7 +19,8 @@ from ..registry import kind_of, make_training_free
 from ..training_free import TrainingFreeDrafter
 from .build import drafter_of_weights, saved_spec
 from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
-from .parts import MERGE, DrafterParts, parse_drafter_name
+from .model_folder import load_model
+from .parts import MERGE, DrafterParts, Part, parse_drafter_name
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def load_drafter(
     """Load a drafter for `target`, in its device and dtype, ready to draft.
 
     `name` is a folder, a repository on the Hub (`user/name`, `user/name@revision`), a training-free
-    drafter (`suffix`), or several of these, joined by `+`, whose trees are merged.
+    drafter (`suffix`), a model of transformers that drafts as it is (`draft_model:DIR`), or several
+    of these, joined by `+`, whose trees are merged.
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
     merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter that has no
     option of that name. Raises ValueError for an unknown name, for a target of another shape or
@@ -68,12 +70,7 @@ def load_drafter(
     configs = parts.configs(runtime_options)
     options = parts.split_options(runtime_options)
     # 2. Load the parts.
-    sources = {
-        part.name: make_training_free(part.name, options[part.name], target)
-        if part.folder is None
-        else load_trained(part.folder, target, **options[part.name])
-        for part in parts.parts
-    }
+    sources = {part.name: load_part(part, target, options[part.name]) for part in parts.parts}
     if MERGE not in configs:
         return sources[parts.parts[0].name]
     # 3. Merge them, with the calibration that was saved beside the first trained part.
@@ -81,14 +78,31 @@ def load_drafter(
     return MergedDrafter(sources, configs[MERGE], prior, few_sizes=target.has_fixed_shapes)
 
 
-def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
-    """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does.
+def load_part(part: Part, target: HFTarget, runtime_options: Mapping[str, Any]) -> TrainableDrafter | TrainingFreeDrafter:
+    """Load a part of a drafter. Raises ValueError as `load_drafter` does.
 
-    Its linear layers are computed as the target's are: see `choose_linears`.
+    Linear layers of weights are computed as the target's are: see `choose_linears`.
     """
+    if part.folder is None:
+        return make_training_free(part.name, runtime_options, target)
+    if part.is_model:
+        return _beside(load_model(part.folder, part.spec(runtime_options).config, target), target)
+    return load_trained(part.folder, target, **runtime_options)
+
+
+def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
+    """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does."""
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    drafter = drafter_of_weights(saved_spec(saved, runtime_options), directory, target)
+    drafter = _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
+    # A growing tree is calibrated as merged trees are.
+    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
+        drafter.use_prior(prior)
+    return drafter
+
+
+def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
+    """Return a drafter in its target's type and device, frozen."""
     # Cast parameters, not buffers: rotary frequencies in 16 bits would give wrong positions in long
     # texts.
     for parameter in drafter.parameters():
@@ -96,9 +110,6 @@ def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     drafter.to(device=target.device).eval().requires_grad_(False)
     if target.fast_linears:
         choose_linears(drafter)
-    # A growing tree is calibrated as merged trees are.
-    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
-        drafter.use_prior(prior)
     return drafter
 
 

@@ -1,21 +1,33 @@
-"""Drafters by name: folders of trained drafters, training-free drafters, and merges of both.
+"""Drafters by name: folders of trained drafters, training-free drafters, models, and merges of these.
 
-The parts of a merge are joined by `+`, as in `outputs/demo/drafter+suffix+recycling`. The drafters'
-modules are imported where options are checked: finding the parts of a name needs no transformers.
+A model of transformers drafts as it is: `draft_model:DIR`. The parts of a merge are joined by `+`,
+as in `outputs/demo/drafter+suffix+recycling`. The drafters' modules are imported where options are
+checked: finding the parts of a name needs no transformers.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ....data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES, nearest_name, repeated_names, split_name
+from ....data.drafter_names import (
+    MODEL_PREFIX,
+    SEPARATOR,
+    TRAINING_FREE_NAMES,
+    model_of,
+    nearest_name,
+    repeated_names,
+    split_name,
+)
 from ....data.files import read_dataclass, sha256_file
 from ..calibration import CALIBRATION_FILE
-from .download import resolve_drafter
+from .download import resolve_drafter, resolve_model
 from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config
+
+if TYPE_CHECKING:
+    from .build import DrafterSpec
 
 MERGE = ""
 """Key of the merged tree's options, beside those of the parts."""
@@ -28,16 +40,38 @@ class Part:
     name: str
     """The drafter's kind: `redrafter`, or `suffix`. A second one of a kind is `redrafter_2`."""
     folder: Path | None = None
-    """The folder of a trained drafter; None for a training-free one."""
+    """The folder of its weights; None for a training-free one."""
+    is_model: bool = False
+    """Whether the folder holds a model of transformers, which drafts as it is."""
 
     def config(self, options: Mapping[str, Any]) -> Any:
         """Return the configuration with these options. Raises ValueError for wrong ones."""
         from ..registry import TRAINING_FREE, checked_options
-        from .build import saved_spec
 
         if self.folder is None:
             return checked_options(self.name, TRAINING_FREE[self.name].Config, options, section=self.name)
-        return saved_spec(read_drafter_config(self.folder), options).config
+        return self.spec(options).config
+
+    def spec(self, options: Mapping[str, Any] | None = None) -> "DrafterSpec":
+        """Return the specification of a part with weights. Raises ValueError for wrong options."""
+        from .build import saved_spec
+        from .model_folder import model_spec
+
+        assert self.folder is not None
+        if self.is_model:
+            return model_spec(self.folder).with_options(options or {})
+        return saved_spec(read_drafter_config(self.folder), options)
+
+    @cached_property
+    def weights(self) -> str:
+        """Digest of the weights; empty for a training-free drafter."""
+        if self.folder is None:
+            return ""
+        if not self.is_model:
+            return sha256_file(self.folder / WEIGHTS_FILE)
+        from ...target.identity import weights_digest
+
+        return weights_digest(str(self.folder), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +90,17 @@ class DrafterParts:
     @property
     def folders(self) -> list[Path]:
         """The folders of the trained parts."""
-        return [part.folder for part in self.parts if part.folder is not None]
+        return [part.folder for part in self.parts if part.folder is not None and not part.is_model]
 
-    @cached_property
+    @property
+    def with_weights(self) -> list[Part]:
+        """The parts that have weights: trained drafters, and models."""
+        return [part for part in self.parts if part.folder is not None]
+
+    @property
     def weights(self) -> str:
-        """Digests of the trained parts' weights, joined by `+`; empty without a trained part."""
-        return SEPARATOR.join(sha256_file(folder / WEIGHTS_FILE) for folder in self.folders)
+        """Digests of the parts' weights, joined by `+`; empty if all parts are training-free."""
+        return SEPARATOR.join(part.weights for part in self.with_weights)
 
     def prior_digest(self, options: Mapping[str, Any]) -> str | None:
         """Digest of the calibration that a merge or a growing tree starts from; None without one."""
@@ -109,7 +148,7 @@ class DrafterParts:
                 raise ValueError(f"the option {name} of {self.name} is {split[name]!r}; give {name}: {{OPTION: VALUE}}")
         # 2. The others belong to the trained part, if there is one.
         others = {name: value for name, value in options.items() if name not in of_merge and name not in names}
-        trained = [part for part in self.parts if part.folder is not None]
+        trained = self.with_weights
         known = {field.name for field in fields(trained[0].config({}))} if len(trained) == 1 else set()
         if unknown := sorted(others.keys() - known):
             of_trained = f"; and those of {trained[0].name}: {', '.join(sorted(known))}" if known else ""
@@ -134,7 +173,7 @@ class DrafterParts:
         configs = {part.name: part.config(split[part.name]) for part in self.parts}
         if MERGE in split:
             configs[MERGE] = checked_options(self.kind, MergedConfig, split[MERGE], section="drafter")
-            vocab_sizes = {str(folder): read_drafter_config(folder).target.vocab_size for folder in self.folders}
+            vocab_sizes = {str(part.folder): _vocab_size(part) for part in self.with_weights}
             require_mergeable({name: config for name, config in configs.items() if name != MERGE}, vocab_sizes)
         return configs
 
@@ -175,29 +214,41 @@ def parse_drafter_name(name: str | Path | DrafterParts, revision: str | None = N
         return name
     # 1. The kind and the folder of each part.
     options = {"revision": revision, **hub_options}
-    kinds = [_find_part(text, options, is_folder=isinstance(name, Path)) for text in split_name(name)]
-    if twice := repeated_names(str(folder or kind) for kind, folder in kinds):
+    found_parts = [_find_part(text, options, is_folder=isinstance(name, Path)) for text in split_name(name)]
+    if twice := repeated_names(str(part.folder or part.name) for part in found_parts):
         raise ValueError(f"the drafter {name} has {', '.join(twice)} twice; give each part once")
     # 2. Another name for a second drafter of a kind.
     parts, counts = [], Counter[str]()
-    for kind, folder in kinds:
-        counts[kind] += 1
-        parts.append(Part(name=kind if counts[kind] == 1 else f"{kind}_{counts[kind]}", folder=folder))
+    for part in found_parts:
+        counts[part.name] += 1
+        parts.append(part if counts[part.name] == 1 else replace(part, name=f"{part.name}_{counts[part.name]}"))
     return DrafterParts(name=str(name), parts=tuple(parts))
 
 
-def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) -> tuple[str, Path | None]:
-    """Return the kind of a part, and its folder if it is a trained drafter."""
+def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) -> Part:
+    """Return the part that a text names, by its kind. Downloads it if it is on the Hub."""
     if not is_folder:
         if text in TRAINING_FREE_NAMES:
-            return text, None
+            return Part(name=text)
+        if (model := model_of(text)) is not None:
+            return Part(name="draft_model", folder=resolve_model(model, **hub_options).resolve(), is_model=True)
         if "/" not in text and not Path(text).is_dir():
             raise ValueError(
                 f"the drafter {text!r} is neither a folder, nor a name on the Hub (user/name), nor one of "
-                f"{', '.join(TRAINING_FREE_NAMES)}{nearest_name(text)}"
+                f"{', '.join(TRAINING_FREE_NAMES)}, nor a model ({MODEL_PREFIX}DIR){nearest_name(text)}"
             )
     folder = resolve_drafter(text, **hub_options).resolve()
     kind = read_drafter_config(folder).kind
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-    return kind, folder
+    return Part(name=kind, folder=folder)
+
+
+def _vocab_size(part: Part) -> int:
+    """Return the number of tokens of a part with weights, from its configuration."""
+    assert part.folder is not None
+    if not part.is_model:
+        return read_drafter_config(part.folder).target.vocab_size
+    from .model_folder import vocab_size
+
+    return vocab_size(part.folder)

@@ -11,12 +11,12 @@ import torch
 from pydantic import Field, PositiveInt
 
 from ....data.drafter_names import SEPARATOR
-from ....data.files import read_dataclass, sha256_file, write_json
+from ....data.files import read_dataclass, write_json
 from ...decoding.protocols import Drafter
 from ...machine import device_name
 from ...target.hf_target import HFTarget
+from ...target.memory_plan import GIB
 from ..null import NullDrafter
-from .folder import WEIGHTS_FILE
 from .loading import load_drafter
 from .parts import DrafterParts, parse_drafter_name
 
@@ -39,7 +39,7 @@ class DecodingSetup:
     """Digest of the drafter's weights; for a merge also the names of its training-free parts."""
     dtype: str
     form: str
-    """See `HFTarget.form`."""
+    """See `HFTarget.form`; with a memory budget also its GiB."""
     temperature: float
     """0 is greedy decoding."""
 
@@ -84,12 +84,9 @@ def describe_setup(target: HFTarget, drafter: Path | str | DrafterParts, tempera
         device=device_name(target.device),
         num_threads=torch.get_num_threads() if on_cpu else 0,
         target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
-        drafter=SEPARATOR.join(
-            part.name if part.folder is None else sha256_file(part.folder / WEIGHTS_FILE)[:16]
-            for part in parse_drafter_name(drafter).parts
-        ),
+        drafter=SEPARATOR.join(part.weights[:16] or part.name for part in parse_drafter_name(drafter).parts),
         dtype=str(target.dtype).removeprefix("torch."),
-        form=target.form,
+        form=target.form if target.stream is None else f"{target.form} {target.stream.plan.budget_bytes / GIB:g} GiB",
         temperature=temperature,
     )
 
@@ -102,8 +99,8 @@ def tuned_folder(drafter: Path | str | DrafterParts) -> Path:
     parts = parse_drafter_name(drafter)
     if not parts.folders:
         raise ValueError(
-            f"the drafter {parts.name} has no folder, and tuned settings are kept in one; `outrider tune --no-write` prints "
-            "them, and --setting (eval.settings) uses them"
+            f"the drafter {parts.name} has no folder that outrider writes to, and tuned settings are kept in one; `outrider "
+            "tune --no-write` prints them, and --setting (eval.settings) uses them"
         )
     return parts.folders[0]
 

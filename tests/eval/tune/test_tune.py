@@ -41,6 +41,8 @@ from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.registry import TRAINING_FREE
+from outrider.models.drafters.saved.build import saved_spec
+from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
@@ -90,7 +92,7 @@ def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: H
         save_drafter(
             build_drafter(parse_drafter({"kind": kind, **options}), tiny_target), tmp_path / kind, tiny_target.identity
         )
-        settings = candidates(tmp_path / kind, GRIDS[kind])
+        settings = candidates(saved_spec(read_drafter_config(tmp_path / kind)), GRIDS[kind])
         assert 10 <= len(settings) <= 130
         assert len({json.dumps(setting) for setting in settings}) == len(settings)
         for setting in settings:

@@ -104,7 +104,7 @@ def test_a_wrong_option_is_an_error_before_weights_are_read(redrafter, name, opt
 
 
 def test_an_unknown_name_is_an_error_with_the_list_and_a_near_match(redrafter):
-    with pytest.raises(ValueError, match="'prompt_lokup' is neither.*suffix, recycling; did you mean prompt_lookup"):
+    with pytest.raises(ValueError, match="'prompt_lokup' is neither.*suffix, recycling, .*; did you mean prompt_lookup"):
         parse_drafter_name(f"{redrafter}+prompt_lokup")
     with pytest.raises(ValueError, match="nowhere holds no drafter"):
         parse_drafter_name(str(redrafter / "nowhere"))

@@ -1,0 +1,94 @@
+"""A causal LM of transformers that drafts as it is, without training: `draft_model:DIR`.
+
+It is loaded in the target's type and device, and its code, if it comes with any, never runs. The
+folder is only read: tuned settings and calibrations aren't written into it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from ...target.hf_target import HFTarget
+from ...target.identity import tokenizer_digest
+from ..draft_model import DraftModel
+from ..small_models import CANT_BE_BUILT, architecture_in, require_same_tokenizer, require_same_vocabulary
+from .build import DrafterSpec
+
+
+def model_spec(folder: Path) -> DrafterSpec:
+    """Return the specification of a model as a drafter, from its configuration alone.
+
+    Raises ValueError for a configuration that transformers can't read without the model's code.
+    """
+    return DrafterSpec.of("draft_model", {"architecture": architecture_in(_read_config(folder))})
+
+
+def vocab_size(folder: Path) -> int:
+    """Return the number of tokens that the model in a folder has."""
+    return int(_read_config(folder).get_text_config().vocab_size)
+
+
+def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
+    """Load a model to draft for `target`, with the drafting options of `config`.
+
+    Raises ValueError if it has another vocabulary or tokenizer, which is checked before its weights
+    are read, or if the weights are incomplete.
+    """
+    # 1. Compare what ids mean. A tokenizer of the target may be unknown (see `generate`).
+    require_same_vocabulary(vocab_size(folder), target)
+    if target.identity.tokenizer_sha256:
+        require_same_tokenizer(folder.name, _tokenizer_digest(folder), target)
+    # 2. Load the weights.
+    model = _load(folder, target)
+    reader = HFTarget(model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
+    reader.require_plain_head("choose another draft model")
+    return DraftModel(config, reader)
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, *CANT_BE_BUILT) as error:
+        raise ValueError(
+            f"the draft model in {folder} can't be read ({error}); it must be a causal LM that transformers has itself: code "
+            "that comes with a draft model isn't run"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"the draft model in {folder} is quantised, which isn't supported; give the model with plain weights")
+    return config
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    try:
+        return tokenizer_digest(AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the draft model in {folder} has no tokenizer that can be loaded ({error}), so nothing shows that its tokens are "
+            "the target's; copy the model's tokenizer files into the folder"
+        ) from error
+
+
+def _load(folder: Path, target: HFTarget) -> PreTrainedModel:
+    """Load the weights, in the target's type, on its device."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=target.dtype,
+            attn_implementation=target.model.config._attn_implementation,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the draft model in {folder} can't be loaded ({error}); is the download complete?") from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ValueError(
+            f"the weights of the draft model in {folder} lack {len(missing)} tensors (the first: {missing[0]}), which would be "
+            "random; complete the download"
+        )
+    model.to(device=target.device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
+    return model

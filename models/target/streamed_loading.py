@@ -1,0 +1,239 @@
+"""Loading of a model within a memory budget.
+
+transformers builds the model and decides which tensor of the files belongs to which parameter. It
+gets stand-ins instead of the tensors: each has the right shape and type, and takes one element of
+memory. The stand-in that a parameter has received names its tensor. So no file is read before the
+plan is made, and then only by the weight reader, past the page cache.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ..machine import available_memory
+from .config import TargetConfig
+from .hidden_states import decoder_layers
+from .memory_plan import GIB, Place, Unit, plan_memory
+from .weight_files import PAGE, WINDOW_BYTES, StoredTensor, read_folder
+from .weight_reader import Loading, WeightFiles, WeightReader, Weights, staging_bytes
+from .weight_stream import StreamedUnit, WeightStream
+
+logger = logging.getLogger(__name__)
+
+MAX_HOST_SHARE = 0.5
+"""Largest share of the host's free memory for layers that don't fit on an accelerator."""
+
+
+def stored_weights(config: TargetConfig) -> dict[str, StoredTensor]:
+    """Return the tensors of the target's files. Raises ValueError if they can't be streamed."""
+    folder = Path(config.name_or_path)
+    if not folder.is_dir():
+        # Needs the network, and only for names on the Hub.
+        from huggingface_hub import snapshot_download
+
+        patterns = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+        folder = Path(snapshot_download(config.name_or_path, revision=config.revision, allow_patterns=patterns))
+    return read_folder(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model whose parameters are stand-ins for tensors in files."""
+
+    model: PreTrainedModel
+    missing: list[str]
+    """Parameters that the files lack."""
+    by_storage: dict[int, StoredTensor]
+    """Stored tensors by the addresses of their stand-ins."""
+    stand_ins: Mapping[str, torch.Tensor]
+    """The stand-ins, whose addresses no other tensor may get."""
+
+    def source(self, name: str, tensor: torch.Tensor) -> StoredTensor:
+        """Return the stored tensor of a parameter. Raises ValueError if it was converted."""
+        source = self.by_storage.get(tensor.untyped_storage().data_ptr())
+        if source is None or source.shape != tensor.shape:
+            raise ValueError(
+                f"transformers computes {name} from stored tensors of another form (experts of a mixture are an example), and "
+                "target.memory_budget_gib reads stored tensors as they are; leave the budget out, or save the model once "
+                "where it fits into memory, by save_pretrained(FOLDER, save_original_format=False)"
+            )
+        return source
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """Return the names and modules whose weights may come and go: layers, and an untied head.
+
+        Raises ValueError if the model has no list of layers, or if layers share weights.
+        """
+        layers, head = decoder_layers(self.model), self.model.get_output_embeddings()
+        embeddings = {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
+        units = [*layers, *([] if head is None or id(head.weight) in embeddings else [head])]
+        uses = Counter(id(parameter) for unit in units for parameter in {*unit.parameters()})
+        if not layers or max(uses.values()) > 1:
+            why = "its layers share weights" if layers else "it has no list of layers"
+            raise ValueError(f"{type(self.model).__name__} can't be streamed: {why}; leave target.memory_budget_gib out")
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return [(names[id(unit)], unit) for unit in units]
+
+
+def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
+    """Build the model with a stand-in for each stored tensor.
+
+    Raises ValueError for stored weights that are quantised.
+    """
+    # 1. The model's class and type. The class is known once the model was built, without memory.
+    described: Any = AutoConfig.from_pretrained(
+        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    if getattr(described, "quantization_config", None) is not None:
+        raise ValueError(
+            "its weights are quantised, and target.memory_budget_gib can't stream those; leave the budget out, or take the "
+            "model's weights in 16 bits"
+        )
+    options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
+    with torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code, **options)
+    # 2. The model with stand-ins.
+    stand_ins = {
+        name: torch.zeros((), dtype=options["dtype"] if tensor.dtype.is_floating_point else tensor.dtype).expand(tensor.shape)
+        for name, tensor in stored.items()
+    }
+    model, info = type(empty).from_pretrained(None, config=described, state_dict=stand_ins, output_loading_info=True, **options)
+    with suppress(OSError):  # not all models have this file
+        model.generation_config = GenerationConfig.from_pretrained(config.name_or_path, revision=config.revision or "main")
+    by_storage = {tensor.untyped_storage().data_ptr(): stored[name] for name, tensor in stand_ins.items()}
+    return Skeleton(model, sorted(info["missing_keys"]), by_storage, stand_ins)
+
+
+def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device) -> WeightStream | None:
+    """Load the weights that stay, and start a stream of the others; None if all stay.
+
+    Raises ValueError, before anything is read, for a model that can't be streamed and for a budget
+    that is too small.
+    """
+    assert config.memory_budget_gib is not None
+    # 1. Find all sources, and make the plan.
+    model, modules = skeleton.model, skeleton.units()
+    parameters = dict(model.named_parameters())
+    sources = {id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items()}
+    in_units = {id(parameter) for _, module in modules for parameter in module.parameters()}
+    ends = [parameter for parameter in parameters.values() if id(parameter) not in in_units]
+    planned = [_planned(name, module, sources, is_head=module is model.get_output_embeddings()) for name, module in modules]
+    # A window that holds a whole small unit is large enough; it may begin within a page.
+    window_bytes = min(WINDOW_BYTES, PAGE * (2 + max(unit.stored_bytes for unit in planned) // PAGE))
+    plan = plan_memory(
+        planned,
+        budget_bytes=int(config.memory_budget_gib * GIB),
+        ends_bytes=sum(parameter.nbytes for parameter in ends),
+        token_bytes=_token_bytes(model),
+        budget_tokens=config.budget_tokens,
+        staging_bytes=staging_bytes(window_bytes),
+        host_bytes=None if device.type == "cpu" else int(MAX_HOST_SHARE * (available_memory() or 0)),
+    )
+    _warn_of_experts(model)
+    # 2. Load what stays.
+    reader = WeightReader(WeightFiles({source.path for source in sources.values()}), device, window_bytes)
+    loader = _Loader(reader, sources, device, window_bytes)
+    loader.place_buffers(skeleton)
+    loader.place("embeddings and norms", ends)
+    streamed: list[StreamedUnit] = []
+    for (name, module), unit in zip(modules, plan.units, strict=True):
+        contained = tuple(module.parameters())
+        if unit.place is Place.RESIDENT:
+            loader.place(name, contained)
+        else:
+            weights = loader.weights(name, contained, is_kept=unit.place is Place.KEPT)
+            streamed.append(StreamedUnit(module, contained, weights, tuple(parameter.dtype for parameter in contained)))
+    # 3. Start the stream. Reading its first units measures the rate.
+    if not streamed:
+        reader.close()
+        logger.info("%s: %s", config.name_or_path, plan.describe())
+        return None
+    stream = WeightStream(streamed, reader, plan, device)
+    stream.wait_until_ahead()
+    logger.info("%s: %s", config.name_or_path, plan.describe(stream.bytes_per_second))
+    return stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    """Loading of what stays in memory."""
+
+    reader: WeightReader
+    sources: Mapping[int, StoredTensor]
+    """Stored tensors by the ids of their parameters."""
+    device: torch.device
+    window_bytes: int
+
+    def place(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Load parameters in their types."""
+        tensors = [torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device) for parameter in parameters]
+        self._fill(self.weights(name, parameters), tensors)
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def weights(self, name: str, parameters: Sequence[nn.Parameter], *, is_kept: bool = False) -> Weights:
+        """Return the weights of parameters: where they are in files, or copies in host memory."""
+        weights = Weights.in_files(name, [self.sources[id(parameter)] for parameter in parameters], self.window_bytes)
+        if not is_kept:
+            return weights
+        is_pinned = self.device.type == "cuda"
+        kept = [torch.empty(stored.shape, dtype=stored.dtype, pin_memory=is_pinned) for stored in weights.stored]
+        self._fill(weights, kept)
+        return weights.keeping(kept)
+
+    def place_buffers(self, skeleton: Skeleton) -> None:
+        """Load the buffers that are stored, and move the others."""
+        for module_name, module in skeleton.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if source := skeleton.by_storage.get(buffer.untyped_storage().data_ptr()):
+                    placed = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+                    self._fill(Weights.in_files(f"{module_name}.{name}", [source], self.window_bytes), [placed])
+                else:
+                    placed = buffer.to(self.device)
+                module._buffers[name] = placed
+
+    def _fill(self, weights: Weights, tensors: Sequence[torch.Tensor]) -> None:
+        self.reader.load(Loading(weights, tensors)).future.result()
+
+
+def _planned(name: str, module: nn.Module, sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
+    return Unit(
+        name=name,
+        stored_bytes=sum(sources[id(parameter)].num_bytes for parameter in module.parameters()),
+        computed_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        is_head=is_head,
+    )
+
+
+def _token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of one token's keys and values."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+
+
+def _warn_of_experts(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        logger.warning(
+            "%s is a mixture of experts: each pass reads all experts, though a token needs few of them, and drafts gain little",
+            type(model).__name__,
+        )
+
+
+def _dtype(config: TargetConfig, described: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Return the type of the computation, as transformers chooses it."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    dtypes = [described.dtype, *(tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point)]
+    return next(dtype for dtype in dtypes if dtype is not None)

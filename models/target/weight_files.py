@@ -1,0 +1,173 @@
+"""Where the tensors of safetensors files lie, and in which pieces files are read.
+
+Format of a file: eight bytes with the length of the header, the header in JSON, then the data.
+Nothing promises that tensors begin at addresses of their type, or in the header's order.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that the format allows."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+PAGE = 4096
+"""Reads past the page cache begin at multiples of this number of bytes, and have such lengths."""
+WINDOW_BYTES = 8 << 20
+"""Bytes of one read. Larger reads gain nothing, and a read can't be broken off."""
+MAX_GAP_BYTES = 1 << 18
+"""Tensors closer to each other than this are read together, with the bytes between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Place, type and shape of a tensor in a file."""
+
+    path: Path
+    name: str
+    offset: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Position behind the last byte."""
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of one tensor within a window."""
+
+    tensor: int
+    """Index in the list of tensors."""
+    first: int
+    """First element, in the flat tensor."""
+    count: int
+    position: int
+    """Position of the first element's first byte in the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One read of a file, which begins at a multiple of PAGE."""
+
+    path: Path
+    start: int
+    num_bytes: int
+    """Bytes that the pieces need. A read past the page cache rounds this up."""
+    pieces: tuple[Piece, ...]
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's folder by name.
+
+    Raises ValueError if there are no safetensors files, or if a file is damaged.
+    """
+    if (folder / INDEX_FILE).is_file():
+        index = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        files = {folder / name for name in index.values()}
+        tensors = {name: tensor for path in sorted(files) for name, tensor in read_header(path).items() if name in index}
+        if missing := sorted(index.keys() - tensors.keys()):
+            raise ValueError(f"{folder / INDEX_FILE} names {missing[0]}, which its file lacks: complete the download")
+        return tensors
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
+    raise ValueError(
+        f"{folder} has no safetensors files, and only such weights can be read in parts (target.memory_budget_gib); convert "
+        "them where the model fits into memory: from_pretrained(...), then save_pretrained(...)"
+    )
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name. Raises ValueError if the file is damaged."""
+    # 1. Read the header.
+    if not path.is_file():
+        raise ValueError(f"the weight file {path} is missing: complete the download")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise _damaged(path, f"its header would be {length} bytes long, and the file has {size}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            tensors = [_stored(path, name, entry, 8 + length) for name, entry in header.items()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, f"its header is damaged ({type(error).__name__}: {error})") from error
+    # 2. Check that each tensor lies in the file, and that none overlaps another.
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.num_bytes != prod(tensor.shape) * tensor.dtype.itemsize:
+            raise _damaged(path, f"{tensor.name} of shape {list(tensor.shape)} has {tensor.num_bytes} bytes")
+        if tensor.offset < end:
+            raise _damaged(path, f"{tensor.name} overlaps what comes before it")
+        end = tensor.end
+        if end > size:
+            raise _damaged(path, f"{tensor.name} ends at byte {end}, and the file has {size}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _stored(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
+    first, end = (int(position) for position in entry["data_offsets"])
+    shape = tuple(int(size) for size in entry["shape"])
+    if first < 0 or min(shape, default=0) < 0:
+        raise ValueError(f"negative sizes of {name}")
+    return StoredTensor(path, name, data + first, end - first, DTYPES[entry["dtype"]], shape)
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"the weight file {path} can't be read: {why}. Is the download complete?")
+
+
+def windows(tensors: Sequence[StoredTensor], window_bytes: int = WINDOW_BYTES) -> list[Window]:
+    """Divide tensors into the windows in which their files are read, in the files' order.
+
+    A window holds whole elements. It ends before an element that doesn't fit, which the next window
+    begins with: so the next window may begin in the same page. Near tensors share windows.
+    """
+    result: list[Window] = []
+    path, start, end, pieces = Path(), 0, 0, list[Piece]()
+
+    def close() -> None:
+        if pieces:
+            result.append(Window(path, start, end - start, tuple(pieces)))
+            pieces.clear()
+
+    for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].path, tensors[index].offset)):
+        tensor, first = tensors[index], 0
+        num_elements, size = prod(tensor.shape), tensor.dtype.itemsize
+        while first < num_elements:
+            position = tensor.offset + first * size
+            is_near = tensor.path == path and position - end <= MAX_GAP_BYTES and position + size <= start + window_bytes
+            if not pieces or not is_near:
+                close()
+                path, start = tensor.path, position // PAGE * PAGE
+            count = min(num_elements - first, (start + window_bytes - position) // size)
+            pieces.append(Piece(index, first, count, position - start))
+            first, end = first + count, position + count * size
+    close()
+    return result
