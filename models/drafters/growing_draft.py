@@ -38,11 +38,7 @@ from ..decoding.types import Counts as RowCounts
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
-<<<<<<< HEAD
-from .calibration import BIN_BOUNDS, MAX_DEPTH, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
-=======
-from .calibration import BIN_BOUNDS, MAX_ESTIMATE, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
->>>>>>> main
+from .calibration import BIN_BOUNDS, MAX_DEPTH, MAX_ESTIMATE, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
 from .candidates import Nodes, tree_of
 from .ranking import largest
 from .small_models import DraftModelConfig
