@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -165,6 +166,13 @@ def sha256_file(path: Path) -> str:
     """Return the file's SHA-256 digest in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
+    """Remove a file, or a part of it, from the system's page cache; systems may ignore it."""
+    if sys.platform == "linux":
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_json(path: Path, value: Any) -> None:

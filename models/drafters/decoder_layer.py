@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
-from ..target.plain_weights import require_plain_weights, whole
+from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
 from ..target.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
 
@@ -146,6 +146,7 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     both halves get the target's weights: each half is a vector of its residual stream.
     """
     # 1. Copy the target's last layer.
+    require_resident_weights(target, "set drafter.init=random")
     require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():

@@ -16,7 +16,7 @@ from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
 from ..target.loading import load_target
-from ..target.plain_weights import require_plain_weights, whole
+from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
 from .beams import MAX_SEARCH_NODES
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
@@ -159,6 +159,7 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
 @torch.no_grad()
 def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
     """Copy the target's weights into a model that is the target with fewer layers."""
+    require_resident_weights(target, "set drafter.init=random")
     require_plain_weights(target.model, "set drafter.init=random")
     weights, target_weights = model.state_dict(), target.model.state_dict()
     if missing := sorted(weights.keys() - target_weights.keys()):

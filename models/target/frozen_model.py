@@ -72,9 +72,17 @@ class FrozenModel:
 
     @property
     def head(self) -> nn.Linear:
-        """The output embeddings: hidden states to logits, frozen."""
+        """The output embeddings: hidden states to logits, frozen.
+
+        Raises ValueError if a memory budget is too small for them to stay.
+        """
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
+        if not head.weight.numel():
+            raise ValueError(
+                f"the head of {self.identity.name} is read from its file in each pass, and is needed outside passes; raise "
+                "target.memory_budget_gib"
+            )
         return head
 
     @property

@@ -99,13 +99,15 @@ class HFTarget(FrozenModel):
     ) -> TargetOutput:
         """Begin a batch: prefill the prompts, and reserve room for answers and draft trees.
 
-        Raises ValueError if a prompt leaves no room in the context window, or if the model can't
-        read draft trees.
+        Raises ValueError if a prompt leaves no room in the context window, if the batch needs more
+        keys and values than a memory budget allows, or if the model can't read draft trees.
         """
+        room = min(max_new_tokens, self.context_length - min(prompts.lengths))
+        capacity = max(prompts.lengths) + room + 1 + max_nodes
+        self._require_room(len(prompts.lengths), capacity)
         self._require_readable(prompts)
         self._feature_layers = feature_layers
-        room = min(max_new_tokens, self.context_length - min(prompts.lengths))
-        return self._prefill(prompts, self._empty_cache(len(prompts.lengths), max(prompts.lengths) + room + 1 + max_nodes))
+        return self._prefill(prompts, self._empty_cache(len(prompts.lengths), capacity))
 
     def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
         """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
@@ -116,6 +118,7 @@ class HFTarget(FrozenModel):
         if prompts is not None:
             self._require_readable(prompts)
         self._feature_layers = ()
+        self._require_room(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         output = None if prompts is None else self._prefill(prompts, cache)
         cache.put(texts)
@@ -135,6 +138,14 @@ class HFTarget(FrozenModel):
         if not cache.is_fixed:
             self._cache = None
         return cache
+
+    def _require_room(self, batch: int, capacity: int) -> None:
+        """Raise ValueError if a memory budget has no room for a batch's keys and values."""
+        if self.stream is not None and batch * capacity > (most := self.stream.plan.budget_tokens):
+            raise ValueError(
+                f"{batch} rows of {capacity} tokens (prompt, answer and draft tree) are {batch * capacity} tokens, and "
+                f"target.budget_tokens is {most}; raise it, or make batches or answers smaller"
+            )
 
     def _require_readable(self, prompts: Prompts) -> None:
         """Raise ValueError if a prompt fills the context window or the model can't read trees."""
@@ -290,7 +301,7 @@ class HFTarget(FrozenModel):
         first = self._read_eagerly(cache, last, tree)
         keep_path(cache, accepted_path(tree, [[0, 2], [1]]))
         second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
-        # 3. The same texts, each in one plain pass: compare the logits.
+        # 3. The same texts, all in one plain pass: compare the logits.
         rows = [
             (start[0, 0], [*text[:8]]),
             (start[1, 0], [*text[:5]]),
@@ -299,11 +310,13 @@ class HFTarget(FrozenModel):
             (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
             (second[1, 1], [*text[:5], text[9], tree.tokens[1, 1], text[11], tree.tokens[1, 0]]),
         ]
+        texts = Prompts.of([torch.stack(path_ids) for _, path_ids in rows])
+        plain = texts.last(self.model(texts.input_ids, use_cache=False).logits)
         if not all(logits.isfinite().all() for logits in (start, first, second)):
             raise ValueError(
                 f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
             )
-        errors = [self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows]
+        errors = [self._difference(logits, expected) for (logits, _), expected in zip(rows, plain, strict=True)]
         if not all(error < self.rounding for error in errors):  # also true for NaN
             raise ValueError(
                 f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
@@ -318,14 +331,14 @@ class HFTarget(FrozenModel):
         self._trees.begin(cache, tree.num_nodes)
         return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
 
-    def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
-        """Return the relative error of logits against a plain pass, each less its mean.
+    def _difference(self, logits: Float[torch.Tensor, " vocab"], plain: Float[torch.Tensor, " vocab"]) -> float:
+        """Return the relative error of logits against those of a plain pass, each less its mean.
 
         Softmax ignores a constant that is added to all logits, so a difference of means is no
         error.
         """
-        plain = self.model(text[None], use_cache=False).logits[0, -1].float()
-        error = logits.float() - plain
+        error = logits.float() - plain.float()
+        plain = plain.float()
         return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
 
 

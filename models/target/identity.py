@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ...data.files import sha256_file
+from ...data.files import drop_from_cache, sha256_file
 
 IRRELEVANT_KEYS = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Keys of a configuration that may differ between two copies of one model.
@@ -29,10 +29,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def weights_digest(name_or_path: str, commit: str | None) -> str:
+def weights_digest(name_or_path: str, commit: str | None, *, keeps_cache: bool = True) -> str:
     """Return the SHA-256 of a directory's weight files, or of name and commit on the Hub.
 
-    The files of a commit on the Hub never change.
+    The files of a commit on the Hub never change. Without `keeps_cache` the files don't stay in the
+    system's page cache, which a memory budget doesn't count.
     """
     directory = Path(name_or_path)
     if not directory.is_dir():
@@ -40,6 +41,8 @@ def weights_digest(name_or_path: str, commit: str | None) -> str:
     digest = hashlib.sha256()
     for path in sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern)):
         digest.update(f"{path.name}:{sha256_file(path)}\n".encode())
+        if not keeps_cache:
+            drop_from_cache(path)
     return digest.hexdigest()
 
 

@@ -77,7 +77,9 @@ def load_target(
     identity = TargetIdentity(
         name=_public_name(config.name_or_path),
         revision=config.revision,
-        weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
+        weights_sha256=weights_digest(
+            config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
+        ),
         config_sha256=config_digest(config.name_or_path),
         quantization=describe(config.quantization),
         tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),

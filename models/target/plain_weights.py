@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .hf_target import HFTarget
+
 
 def require_plain_weights(module: nn.Module, remedy: str) -> None:
     """Raise ValueError if linear layers of a module have no plain weights to copy.
@@ -15,6 +17,15 @@ def require_plain_weights(module: nn.Module, remedy: str) -> None:
         plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
         if name.endswith(("proj", "fc1", "fc2")) and not plain:
             raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
+
+
+def require_resident_weights(target: HFTarget, remedy: str) -> None:
+    """Raise ValueError if a target's weights are streamed: outside passes they aren't in memory."""
+    if target.stream is not None:
+        raise ValueError(
+            "the target's layers are read from its files during passes (target.memory_budget_gib), so their weights can't be "
+            f"copied: {remedy}"
+        )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

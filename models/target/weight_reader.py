@@ -21,6 +21,7 @@ from queue import SimpleQueue
 
 import torch
 
+from ...data.files import drop_from_cache
 from .weight_files import PAGE, WINDOW_BYTES, Piece, StoredTensor, Window, windows
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ class WeightFiles:
             if count == 0 or (is_direct and count % PAGE and num_read < window.num_bytes):
                 raise changed(path, f"it ends at byte {window.start + num_read}")
         if not is_direct:
-            # Systems without the call, such as macOS, keep the pages.
-            getattr(os, "posix_fadvise", lambda *_: None)(descriptor, window.start, end, getattr(os, "POSIX_FADV_DONTNEED", 0))
+            drop_from_cache(path, window.start, end)
 
     def require_unchanged(self) -> None:
         """Raise ValueError if a file was replaced, written or cut since it was opened."""

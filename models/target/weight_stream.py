@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -95,6 +95,7 @@ class StreamedUnit:
             parameter.data = value
 
 
+@runtime_checkable
 class Reader(Protocol):
     """The background reader (`WeightReader`), and what tests put in its place."""
 
