@@ -229,10 +229,15 @@ def _certify_sampling(
     quantiles, num_accepted = [], 0
     for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
         texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
-        seeds = RowSeeds(range(first_seed, first_seed + SAMPLED_BATCH_SIZE))
-        steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
-        num_accepted += sum(sum(step.num_accepted) for step in steps)
-        tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
+        num_rows = min(SAMPLED_BATCH_SIZE, target.most_rows(texts.shape[1] + SAMPLED_TOKENS + 1 + drafter.max_nodes))
+        drawn: list[list[int]] = []
+        for first in range(0, SAMPLED_BATCH_SIZE, num_rows):
+            rows = texts[first : first + num_rows]
+            seeds = RowSeeds(range(first_seed + first, first_seed + first + len(rows)))
+            steps = list(generate(target, drafter, rule, rows, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
+            num_accepted += sum(sum(step.num_accepted) for step in steps)
+            drawn += _answers(steps, len(rows))
+        tokens = torch.tensor(drawn, device=texts.device)
         both = torch.cat([texts, tokens], dim=1)
         probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
         of_tokens = probs.gather(2, tokens[..., None].cpu())

@@ -274,7 +274,7 @@ class WeightStream:
                 self._used[self._now.slot.data_ptr()] = torch.cuda.current_stream(self.device).record_event()
             self._now = None
 
-    def _count(self, **more: float) -> None:
+    def _count(self, **more: int | float) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()})
 
 
