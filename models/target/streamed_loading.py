@@ -22,8 +22,8 @@ from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Place, Unit, plan_memory
-from .weight_files import StoredTensor, read_folder
-from .weight_reader import STAGING_BYTES, Loading, WeightFiles, WeightReader, Weights
+from .weight_files import PAGE, WINDOW_BYTES, StoredTensor, read_folder
+from .weight_reader import Loading, WeightFiles, WeightReader, Weights, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
 logger = logging.getLogger(__name__)
@@ -125,19 +125,22 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     sources = {id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items()}
     in_units = {id(parameter) for _, module in modules for parameter in module.parameters()}
     ends = [parameter for parameter in parameters.values() if id(parameter) not in in_units]
+    planned = [_planned(name, module, sources, is_head=module is model.get_output_embeddings()) for name, module in modules]
+    # A window that holds a whole small unit is large enough; it may begin within a page.
+    window_bytes = min(WINDOW_BYTES, PAGE * (2 + max(unit.stored_bytes for unit in planned) // PAGE))
     plan = plan_memory(
-        [_planned(name, module, sources, is_head=module is model.get_output_embeddings()) for name, module in modules],
+        planned,
         budget_bytes=int(config.memory_budget_gib * GIB),
         ends_bytes=sum(parameter.nbytes for parameter in ends),
         token_bytes=_token_bytes(model),
         budget_tokens=config.budget_tokens,
-        staging_bytes=STAGING_BYTES,
+        staging_bytes=staging_bytes(window_bytes),
         host_bytes=None if device.type == "cpu" else int(MAX_HOST_SHARE * (available_memory() or 0)),
     )
     _warn_of_experts(model)
     # 2. Load what stays.
-    reader = WeightReader(WeightFiles({source.path for source in sources.values()}), device)
-    loader = _Loader(reader, sources, device)
+    reader = WeightReader(WeightFiles({source.path for source in sources.values()}), device, window_bytes)
+    loader = _Loader(reader, sources, device, window_bytes)
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)
     streamed: list[StreamedUnit] = []
@@ -167,6 +170,7 @@ class _Loader:
     sources: Mapping[int, StoredTensor]
     """Stored tensors by the ids of their parameters."""
     device: torch.device
+    window_bytes: int
 
     def place(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         """Load parameters in their types."""
@@ -177,7 +181,7 @@ class _Loader:
 
     def weights(self, name: str, parameters: Sequence[nn.Parameter], *, is_kept: bool = False) -> Weights:
         """Return the weights of parameters: where they are in files, or copies in host memory."""
-        weights = Weights.in_files(name, [self.sources[id(parameter)] for parameter in parameters])
+        weights = Weights.in_files(name, [self.sources[id(parameter)] for parameter in parameters], self.window_bytes)
         if not is_kept:
             return weights
         is_pinned = self.device.type == "cuda"
@@ -191,7 +195,7 @@ class _Loader:
             for name, buffer in module.named_buffers(recurse=False):
                 if source := skeleton.by_storage.get(buffer.untyped_storage().data_ptr()):
                     placed = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
-                    self._fill(Weights.in_files(f"{module_name}.{name}", [source]), [placed])
+                    self._fill(Weights.in_files(f"{module_name}.{name}", [source], self.window_bytes), [placed])
                 else:
                     placed = buffer.to(self.device)
                 module._buffers[name] = placed

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 """Staging buffers: one is read into, one is copied from."""
-STAGING_BYTES = NUM_BUFFERS * (WINDOW_BYTES + PAGE)
-"""Memory of all staging buffers; each has a page more, since its start is rounded up to one."""
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 """Flag for reads past the page cache; 0 on systems without it."""
 Fingerprint = tuple[int, ...]
@@ -114,9 +112,9 @@ class Weights:
     kept: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def in_files(cls, name: str, stored: Sequence[StoredTensor]) -> "Weights":
+    def in_files(cls, name: str, stored: Sequence[StoredTensor], window_bytes: int = WINDOW_BYTES) -> "Weights":
         """Return weights that are read from their files each time."""
-        return cls(name=name, stored=tuple(stored), windows=tuple(windows(stored)))
+        return cls(name=name, stored=tuple(stored), windows=tuple(windows(stored, window_bytes)))
 
     def keeping(self, kept: Sequence[torch.Tensor]) -> "Weights":
         """Return these weights with their copies in memory instead of the files."""
@@ -155,23 +153,23 @@ class Loading:
 
 
 class WeightReader:
-    """Two threads that load units in turn: one reads files, the other one fills tensors."""
+    """Two threads that load units in turn: one reads files, the other one fills tensors.
 
-    def __init__(self, files: WeightFiles, device: torch.device) -> None:
+    `window_bytes` is the size of the largest window.
+    """
+
+    def __init__(self, files: WeightFiles, device: torch.device, window_bytes: int = WINDOW_BYTES) -> None:
         self.files = files
         self.bytes_read, self.read_seconds = 0, 0.0
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(NUM_BUFFERS):
-            self._free.put(aligned_buffer(WINDOW_BYTES, pinned=is_cuda))
+            self._free.put(aligned_buffer(window_bytes, pinned=is_cuda))
         # Executors end their threads at the interpreter's exit, and when the reader is collected.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="outrider-weights-disk")
-        self._memory = ThreadPoolExecutor(
-            1, thread_name_prefix="outrider-weights-memory", initializer=torch.set_num_threads, initargs=(1,)
-        )
-        # The setting is one of the thread, except that later threads would begin with it. Copies
-        # with several threads would fight with the pass for the processors.
+        self._memory = ThreadPoolExecutor(1, thread_name_prefix="outrider-weights-memory", initializer=_compute_on_one_thread)
+        # Start it now, and set again the number of threads that later threads begin with.
         self._memory.submit(int).result()
         torch.set_num_threads(torch.get_num_threads())
 
@@ -206,10 +204,10 @@ class WeightReader:
                 began, buffer = time.perf_counter(), self._free.get()
                 try:
                     self.files.read(window, buffer, loading.weights.name)
-                except BaseException:
+                    self._memory.submit(self._copy, loading, window, buffer)
+                except BaseException:  # at the interpreter's exit `submit` raises RuntimeError
                     self._free.put(buffer)
                     raise
-                self._memory.submit(self._copy, loading, window, buffer)
                 loading.bytes_left -= window.num_bytes
                 self.bytes_read += window.num_bytes
                 self.read_seconds += time.perf_counter() - began
@@ -245,6 +243,17 @@ class WeightReader:
             for tensor, source in zip(tensors, sources, strict=True):
                 tensor.copy_(source, non_blocking=True)
         self._stream.synchronize()
+
+
+def _compute_on_one_thread() -> None:
+    """Let operations of the present thread use no others: they would fight with the pass's."""
+    torch.get_num_threads()  # a thread's first operation sets its number
+    torch.set_num_threads(1)
+
+
+def staging_bytes(window_bytes: int) -> int:
+    """Return the memory of all staging buffers, each of which begins at a page."""
+    return NUM_BUFFERS * (window_bytes + PAGE)
 
 
 def aligned_buffer(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
