@@ -63,7 +63,7 @@ def load_streamed(
     """
     values = {"budget_tokens": BUDGET_TOKENS, "fast_linears": False, **options}
     config = TargetConfig(name_or_path=str(folder), dtype=dtype, **values)
-    with patch.object(streamed_loading, "STAGING_BYTES", 0):
+    with patch.object(streamed_loading, "staging_bytes", return_value=0):
         config.memory_budget_gib = budget_bytes(config, num_staying, head_streams=head_streams) / GIB
         target = load_target(config, CPU, needs_tokenizer=needs_tokenizer)
     assert target.stream is not None
