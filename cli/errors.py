@@ -18,6 +18,8 @@ COMMAND_OPTIONS = {
     "target.revision": "--revision",
     "target.dtype": "--dtype",
     "target.cuda_graphs": "--cuda-graphs",
+    "target.memory_budget_gib": "--memory-budget-gib",
+    "target.budget_tokens": "--budget-tokens",
 }
 """Options of a configuration, and their names in the commands other than `outrider run`."""
 COMMAND_VARIABLE = "OUTRIDER_COMMAND"

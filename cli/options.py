@@ -172,6 +172,10 @@ def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = Tr
 
     silence_bars()
     target = load_target(target_config(options), needs_tokenizer=needs_tokenizer)
+    if target.stream is not None:
+        typer.echo(f"{options['target']}: {target.stream.plan.describe(target.stream.bytes_per_second)}", err=True)
+    elif options.get("memory_budget_gib") is not None:
+        typer.echo(f"{options['target']}: all weights fit into --memory-budget-gib, so none are read in passes", err=True)
     if not needs_tokenizer:
         return target
     use_chat_template(target.tokenizer, options.get("chat_template"))

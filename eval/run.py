@@ -21,12 +21,12 @@ from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.target.hf_target import HFTarget
-from ..models.target.memory_plan import GIB
 from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
 from .measure.bench import Bench
+from .measure.budget import budget_facts, recorded_budget
 from .measure.environment import describe_environment
-from .measure.memory import peak_bytes, within_memory
+from .measure.memory import within_memory
 from .measure.methods import (
     Drafters,
     MethodSpec,
@@ -43,7 +43,7 @@ from .measure.turns import Method, answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
-from .records.run_files import RECORDED_OPTIONS, Audit, BudgetFacts, DrafterFacts, Environment, Facts, RunInfo, read_info
+from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
 from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
@@ -140,7 +140,7 @@ def audited_facts(
         out_of_memory=bench.out_of_memory,
         without_profile=bench.without_profile,
         unaudited=unaudited,
-        budget=_budget_facts(bench.target),
+        budget=budget_facts(bench.target),
     )
 
 
@@ -244,28 +244,12 @@ def recorded_config(
             "dtype": str(target.dtype),
             "form": target.form,
             "fast_linears": target.fast_linears,
-            **_recorded_budget(target),
+            **recorded_budget(target),
         },
         "chat_template": digest_of(tokenizer.chat_template),
         "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
     }
-
-
-def _recorded_budget(target: HFTarget) -> dict[str, Any]:
-    """Return the memory budget that speeds depend on; nothing without one."""
-    if target.stream is None:
-        return {}
-    plan = target.stream.plan
-    return {"memory_budget": {"gib": plan.budget_bytes / GIB, "bytes_per_pass": plan.streamed_bytes}}
-
-
-def _budget_facts(target: HFTarget) -> BudgetFacts | None:
-    """Collect the facts about the memory budget that tables show; None without one."""
-    if target.stream is None:
-        return None
-    rate = target.stream.bytes_per_second
-    return BudgetFacts(plan=target.stream.plan.describe(rate), read_gbs=rate / 1e9, peak_bytes=peak_bytes(target.device))
 
 
 def open_run(
@@ -293,7 +277,7 @@ def open_run(
             "directory"
         )
     else:
-        roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs, target.stream)
+        roofline = measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info

@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, dtype: str, threads: int) -> dict[str, Any
     others = [
         method_of("rows first", rows_first),
         method_of("packed", packed),
-        transformers_method("transformers", rows_first),
+        transformers_method("transformers", rows_first.model),
     ]
     # 2. The evaluation.
     config = EvalConfig(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from outrider.eval.measure.timing import Generation
 from outrider.eval.measure.turns import Method
@@ -35,11 +36,11 @@ class PassTimes:
         """Do nothing: the last pass is recorded."""
 
 
-def transformers_method(name: str, weights: HFTarget, **options: Any) -> Method:
+def transformers_method(name: str, model: PreTrainedModel, **options: Any) -> Method:
     """Build a method that decodes one prompt at a time with transformers, greedily.
 
-    `weights` is the target whose model decodes, with these `options` of `generate`. Drafts that the
-    first pass accepts are part of the prefill.
+    `model` decodes, with these `options` of `generate`. Drafts that the first pass accepts are part
+    of the prefill.
     """
 
     def decode(
@@ -55,11 +56,11 @@ def transformers_method(name: str, weights: HFTarget, **options: Any) -> Method:
         # 1. Decode, and record each pass: tokens read, tokens emitted, time.
         (prompt,) = prompts
         passes, lengths = PassTimes(), []
-        hook = weights.model.register_forward_pre_hook(
+        hook = model.register_forward_pre_hook(
             lambda _, __, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
         )
         processor_start, start = time.process_time(), time.perf_counter()
-        weights.model.generate(
+        model.generate(
             input_ids=prompt[None],
             attention_mask=torch.ones_like(prompt)[None],
             max_new_tokens=max_new_tokens,
@@ -98,8 +99,8 @@ def transformers_method(name: str, weights: HFTarget, **options: Any) -> Method:
 def standard_methods(weights: HFTarget) -> list[Method]:
     """Build the methods that need no other model: `generate`, and its prompt lookup."""
     return [
-        transformers_method(TRANSFORMERS, weights),
-        transformers_method(LOOKUP, weights, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        transformers_method(TRANSFORMERS, weights.model),
+        transformers_method(LOOKUP, weights.model, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     ]
 
 
@@ -112,4 +113,4 @@ def assisted_method(weights: HFTarget, folder: Path) -> Method:
     drafter = load_drafter(folder, weights)
     if not isinstance(drafter, DraftModel):
         raise ValueError(f"{folder} holds no draft_model; assisted generation needs one, as `outrider run compare_demo` trains")
-    return transformers_method(ASSISTED, weights, assistant_model=drafter.model)
+    return transformers_method(ASSISTED, weights.model, assistant_model=drafter.model)

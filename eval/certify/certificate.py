@@ -226,6 +226,7 @@ def _certify_sampling(
     # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
+<<<<<<< HEAD
     quantiles, num_accepted = [], 0
     for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
         texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
@@ -238,6 +239,15 @@ def _certify_sampling(
             num_accepted += sum(sum(step.num_accepted) for step in steps)
             drawn += _answers(steps, len(rows))
         tokens = torch.tensor(drawn, device=texts.device)
+=======
+    quantiles, num_accepted, size = [], 0, _batch_size(target, drafter, prompts)
+    for first_seed in range(0, NUM_TEXTS, size):
+        texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
+        seeds = RowSeeds(range(first_seed, first_seed + size))
+        steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
+>>>>>>> main
         both = torch.cat([texts, tokens], dim=1)
         probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
         of_tokens = probs.gather(2, tokens[..., None].cpu())
@@ -322,6 +332,16 @@ def _greedy(
 ) -> Iterator[Step]:
     rows = [prompt[0] for prompt in prompts]
     return generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+
+
+def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
+    """Return the rows of sampled batches: a power of two for which a memory budget has room."""
+    size = SAMPLED_BATCH_SIZE
+    if target.stream is not None:
+        tokens = max(prompt.shape[1] for prompt in prompts) + SAMPLED_TOKENS + 1 + drafter.max_nodes
+        while size > 1 and size * tokens > target.stream.plan.budget_tokens:
+            size //= 2
+    return size
 
 
 def _answers(steps: Iterable[Step], num_rows: int) -> list[list[int]]:

@@ -1,11 +1,8 @@
-"""Continuation after an out-of-memory error, and the peak of memory."""
+"""Continuation after an out-of-memory error."""
 
 import logging
-import sys
 from collections.abc import Callable
 from typing import TypeVar
-
-import torch
 
 from ...models.machine import find_out_of_memory, release_memory
 from ...models.target.hf_target import HFTarget
@@ -32,15 +29,3 @@ def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
     target.release_cache()
     release_memory(target.device)
     return None
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the largest memory of the device, or of this process on a CPU; None if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource  # Windows has no such module
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import nn
 
 from ...models.machine import is_out_of_memory, synchronize
-from ...models.target.weight_stream import WeightStream
+from ...models.target.hf_target import HFTarget
 from ..records.run_files import Roofline
 
 MAX_BUFFER_BYTES, MAX_ACCELERATOR_BYTES = 1 << 30, 1 << 32
@@ -23,32 +23,24 @@ NUM_READS, NUM_QUEUED_READS = 7, 10
 Read = Callable[[], torch.Tensor]
 
 
-def measure_roofline(
-    model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None, stream: WeightStream | None = None
-) -> Roofline:
-    """Compute the roofline of `model` on `device` with torch's current number of threads.
+def measure_roofline(target: HFTarget, bandwidth_gbs: float | None = None) -> Roofline:
+    """Compute the roofline of a target with torch's current number of threads.
 
-    If `bandwidth_gbs` is None, the bandwidth of memory is measured. A target with a memory budget
-    has the lower one of two bounds: reading all weights from memory, and some of them from files.
+    If `bandwidth_gbs` is None, the bandwidth is measured. A target whose weights are streamed is
+    bound by the bytes that each pass reads from its files, and by the rate of these reads so far.
     """
-    # Without a pass, parameters that are read from files are empty.
-    num_bytes = weight_bytes(model) if stream is None else sum(unit.computed_bytes for unit in stream.plan.units)
-    memory = Roofline(
+    if target.stream is not None and (num_bytes := target.stream.plan.streamed_bytes):
+        rate = target.stream.bytes_per_second / 1e9
+        return Roofline(weight_bytes=num_bytes, bandwidth_gbs=rate, given=False, cache_bytes=None, streamed=True)
+    num_bytes = weight_bytes(target.model)
+    if target.stream is not None:  # all of it is in memory, but some units only during their turn
+        num_bytes += sum(unit.num_bytes for unit in target.stream.units)
+    return Roofline(
         weight_bytes=num_bytes,
-        bandwidth_gbs=bandwidth_gbs or measure_bandwidth(num_bytes, device),
+        bandwidth_gbs=bandwidth_gbs or measure_bandwidth(num_bytes, target.device),
         given=bandwidth_gbs is not None,
-        cache_bytes=cache_bytes(device),
+        cache_bytes=cache_bytes(target.device),
     )
-    if stream is None or not stream.plan.streamed_bytes:
-        return memory
-    files = Roofline(
-        weight_bytes=stream.plan.streamed_bytes,
-        bandwidth_gbs=stream.bytes_per_second / 1e9,
-        given=False,
-        cache_bytes=None,
-        source="files",
-    )
-    return min(files, memory, key=lambda roofline: roofline.tokens_per_second)
 
 
 def weight_bytes(model: nn.Module) -> int:

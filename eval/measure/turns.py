@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.protocols import Drafter
+from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
 from ..records.digests import digest_of
 from ..records.records import RecordKey
@@ -38,8 +39,11 @@ class Method:
 
     @property
     def pace(self) -> str | None:
-        """The drafter's pace; None unless it is merged."""
-        return self.drafter.config.pace if isinstance(self.drafter, MergedDrafter) else None
+        """The drafter's pace; None unless it is merged or grows one tree."""
+        if isinstance(self.drafter, MergedDrafter):
+            return self.drafter.config.pace
+        config = self.drafter.config if isinstance(self.drafter, DraftModel) else None
+        return config.pace if config is not None and config.pace != "fixed" else None
 
 
 def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:

@@ -144,8 +144,8 @@ class EvalRecord:
     sources that proposed the token together, joined by "+". None for a drafter that isn't merged,
     and in records of older versions."""
     pace: str | None = None
-    """The pace of a merged drafter. With `expected` the trees depend on the clock, so the counts of
-    steps and drafts vary from run to run, while the tokens don't."""
+    """The pace of a merged drafter, or of a growing tree. With `expected` the trees depend on the
+    clock, so the counts of steps and drafts vary from run to run, while the tokens don't."""
     streaming: Streaming | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
 

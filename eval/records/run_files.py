@@ -96,9 +96,8 @@ class Roofline:
     given: bool
     cache_bytes: int | None
     """Size of the processor's last-level cache; None if it is unknown."""
-    source: str = "memory"
-    """`memory`, or `files`: those of the weights that a target with a memory budget reads in every
-    pass, at the rate that was measured when it was loaded."""
+    streamed: bool = False
+    """Whether each pass reads these bytes from files, at this measured rate."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,7 +105,7 @@ class Roofline:
 
     @property
     def fits_in_cache(self) -> bool:
-        return self.source == "memory" and self.cache_bytes is not None and self.weight_bytes <= self.cache_bytes
+        return self.cache_bytes is not None and self.weight_bytes <= self.cache_bytes and not self.streamed
 
     def to_json(self) -> dict[str, Any]:
         derived = {"tokens_per_second": self.tokens_per_second, "fits_in_cache": self.fits_in_cache}

@@ -20,6 +20,8 @@ from .runs import Entry, Group
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Number of accepted lengths shown separately; longer ones are summed in the last."""
+SLOW = 10
+"""Tokens per second below which a roofline is shown with decimal places."""
 MAX_METHODS = 5
 """Number of methods that fit the page side by side."""
 NO_MEMORY = Value(text=OOM, tone="bad")
@@ -354,11 +356,12 @@ def roofline(group: Group) -> list[Table]:
         spec = ".3g" if any(entry.row.get("budget") for entry in entries) else ".1f"
         speeds = [number(entry.row["decode_tokens_per_second"], spec) for entry in entries]
         bounds = [_bound(entry) for entry in entries]
+        texts = [f"{bound:.3g}" if bound < SLOW else f"{bound:.0f}" for bound in bounds]
         scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
         columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
         lines = [
-            _line(entry, [speed, Value(text=f"{bound:{'.3g' if bound < 10 else '.0f'}}"), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
-            for entry, speed, bound in zip(entries, speeds, bounds, strict=True)
+            _line(entry, [speed, Value(text=text), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
+            for entry, speed, text in zip(entries, speeds, texts, strict=True)
         ]
         tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
     return tables
@@ -377,9 +380,11 @@ def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
     for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
         values = dict(facts)
         what, source = "a token", "given" if values["given"] else f"measured on a buffer of {BUFFER}"
-        if values.get("source") == "files":
-            what, source = "read from files in a pass", "measured when the target was loaded"
-        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights {what} at {values['bandwidth_gbs']:{'.2f' if values.get('source') == 'files' else '.1f'}} GB/s ({source})."
+        rate = f"{values['bandwidth_gbs']:.1f}"
+        if values.get("streamed"):
+            what, source = "read from files in a pass", "the rate at which they were read"
+            rate = f"{values['bandwidth_gbs']:.2f}"
+        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights {what} at {rate} GB/s ({source})."
         if values["fits_in_cache"]:
             note += " The weights fit into the processor's cache, so main memory does not bound this target."
         notes.append(note)

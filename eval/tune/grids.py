@@ -40,7 +40,7 @@ def is_replayed(parts: DrafterParts, settings: Sequence[Mapping[str, Any]]) -> b
     This holds for one drafter with weights. Recycling reads the target's logits, and a paced tree
     depends on measured times.
     """
-    return bool(parts.with_weights) and not any(parts.is_merged(setting) for setting in settings)
+    return bool(parts.with_weights) and not any(parts.is_merged(setting) or parts.grows(setting) for setting in settings)
 
 
 def measured_settings(parts: DrafterParts) -> list[dict[str, Any]]:

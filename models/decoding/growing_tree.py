@@ -77,6 +77,12 @@ class GrowingTree:
         self.entries[node] = entry
         self._open.update(dict.fromkeys(self.children(node)))
 
+    def reweigh(self, estimates: Sequence[float]) -> None:
+        """Replace the estimates of all nodes, and compute their probabilities anew."""
+        self.estimates = [*estimates]
+        for node, (parent, estimate) in enumerate(zip(self.parents, self.estimates, strict=True)):
+            self.probs[node] = estimate if parent == NO_NODE else self.probs[parent] * estimate
+
     def children(self, node: int) -> Sequence[int]:
         """Return the children of a node, or of the root (NO_NODE)."""
         return self._children.get(node, ())

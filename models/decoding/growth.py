@@ -12,9 +12,11 @@ the surest branch is unlikely. It is blind to costs. `ExpectedRule` compares cos
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from math import inf
+from typing import Protocol, runtime_checkable
 
-from .pacing import STALL, Seconds, StepSeconds, TokenRate, best_width
+from .growing_tree import GrowingTree
+from .pacing import MAX_PATIENCE, NUM_TRIALS, PATIENCE, STALL, Seconds, StepSeconds, TokenRate, best_width
 from .types import NO_NODE
 
 BRANCH_THRESHOLD = 0.3
@@ -24,51 +26,34 @@ FIRST_CONFIDENCE = 0.01
 FALLING = 0.5
 """Factor of alpha after a step without errors: the confidence of 3 to 5 tokens (section 3.3)."""
 
-COLD_PROB = 0.5
-"""The first step drafts until the unread nodes that it would read hold less than this: nothing is
-known of costs."""
 LEAST_PROB = 0.001
 """Less likely nodes aren't read, even if that costs nothing."""
 CHILDREN_WEIGHT = 20.0
 """Nodes that were read before the mean of what their children hold follows later ones."""
 
 
-class Growing(Protocol):
-    """The part of a growing tree that rules read."""
-
-    @property
-    def parents(self) -> Sequence[int]:
-        """Parent of each node, or NO_NODE for a child of the root. Parents come first."""
-
-    @property
-    def probs(self) -> Sequence[float]:
-        """q of each node: the probability that it is accepted. It never rises along a path."""
-
-    def unread(self, count: int) -> list[int]:
-        """Return the likeliest nodes that the draft model hasn't read, but whose path it has."""
-
-
+@runtime_checkable
 class GrowthRule(Protocol):
     """Decides how a growing tree is drafted and verified. A batch has one tree for each row.
 
     A tree without nodes is one whose root isn't read: its only unread node is the root, NO_NODE.
     """
 
-    def reads(self, trees: Sequence[Growing]) -> list[list[int]]:
+    def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
         """Return each row's nodes to read in the next draft pass; all empty: verify now."""
 
-    def spare_reads(self, tree: Growing, seconds: float) -> list[int]:
+    def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
         """Return the nodes to read while the target's pass waits for so many seconds."""
 
-    def sends(self, trees: Sequence[Growing]) -> list[list[int]]:
+    def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
         """Return each row's nodes to verify, in ascending order; a node's parent is among them."""
 
-    def add_draft(self, trees: Sequence[Growing], reads: Sequence[Sequence[int]], seconds: float) -> None:
+    def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
         """Learn from a draft pass that read these nodes, whose children are the last of the trees."""
 
     def add_step(
         self,
-        trees: Sequence[Growing],
+        trees: Sequence[GrowingTree],
         sent: Sequence[Sequence[int]],
         accepted: Sequence[Sequence[int]],
         draft_seconds: float,
@@ -90,29 +75,31 @@ class ConfidenceRule:
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes, self.alpha = max_nodes, FIRST_CONFIDENCE
 
-    def reads(self, trees: Sequence[Growing]) -> list[list[int]]:
+    def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
         return [self._reads(tree, self.alpha) for tree in trees]
 
-    def spare_reads(self, tree: Growing, seconds: float) -> list[int]:
+    def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
         return self._reads(tree, LEAST_PROB)
 
-    def _reads(self, tree: Growing, least: float) -> list[int]:
-        if not len(tree.parents):
+    def _reads(self, tree: GrowingTree, least: float) -> list[int]:
+        if not len(tree):
             return [NO_NODE]
-        branches = Branches.of(tree)
-        if len(branches.nodes) >= self.max_nodes or branches.confidence < least:
+        nodes = branch_nodes(tree)
+        ends = branch_ends(tree, nodes)
+        # Tree-cumulative confidence T_c: that of the surest branch.
+        if len(nodes) >= self.max_nodes or max(tree.probs[end] for end in ends) < least:
             return []
-        return [branches.owed_most()]
+        return [owed_most(tree, ends, len(nodes))]
 
-    def sends(self, trees: Sequence[Growing]) -> list[list[int]]:
-        return [Branches.of(tree).nodes[: self.max_nodes] for tree in trees]
+    def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
+        return [branch_nodes(tree)[: self.max_nodes] for tree in trees]
 
-    def add_draft(self, trees: Sequence[Growing], reads: Sequence[Sequence[int]], seconds: float) -> None:
+    def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
         """Learn nothing: the rule doesn't know costs."""
 
     def add_step(
         self,
-        trees: Sequence[Growing],
+        trees: Sequence[GrowingTree],
         sent: Sequence[Sequence[int]],
         accepted: Sequence[Sequence[int]],
         draft_seconds: float,
@@ -120,14 +107,12 @@ class ConfidenceRule:
     ) -> None:
         for tree, nodes, path in zip(trees, sent, accepted, strict=True):
             if nodes:
-                # 1. The surest branch, and the surest one of those that follow the accepted path.
-                leaves = leaves_of(tree, nodes)
-                confidence = max(leaf.prob for leaf in leaves)
+                # The best matching branch is the surest one of those that follow the accepted path.
+                ends = branch_ends(tree, nodes)
                 last = path[-1] if path else NO_NODE
-                matching = [leaf for leaf in leaves if last in (NO_NODE, leaf.node) or last in above(tree, leaf.node)]
-                length = max(matching, key=lambda leaf: leaf.prob).depth
-                # 2. Formula (3).
-                self.alpha = next_alpha(self.alpha, confidence, len(path), length)
+                best = max((end for end in ends if is_above(tree, last, end)), key=tree.probs.__getitem__)
+                confidence = max(tree.probs[end] for end in ends)
+                self.alpha = next_alpha(self.alpha, confidence, len(path), tree.depths[best])
 
 
 def next_alpha(alpha: float, confidence: float, num_correct: int, num_all: int) -> float:
@@ -142,69 +127,43 @@ def next_alpha(alpha: float, confidence: float, num_correct: int, num_all: int) 
     return min(alpha / factor, 1.0) if factor > 0.0 else 1.0
 
 
-class Leaf(NamedTuple):
-    """The end of a branch."""
+def branch_nodes(tree: GrowingTree) -> list[int]:
+    """Return the nodes of all branches, in ascending order.
 
-    node: int
-    depth: int
-    """Tokens of the branch."""
-    prob: float
-    """Cumulative confidence: the product of the probabilities of the branch's tokens."""
-
-
-class Branches(NamedTuple):
-    """The branches of a tree (section 3.2)."""
-
-    nodes: list[int]
-    """The nodes of all branches, ascending."""
-    leaves: list[Leaf]
-
-    @classmethod
-    def of(cls, tree: Growing) -> "Branches":
-        """Return the branches: of a node's children the likeliest, and those above the threshold."""
-        # 1. The likeliest child of each node.
-        best: dict[int, int] = {}
-        for node, (parent, prob) in enumerate(zip(tree.parents, tree.probs, strict=True)):
-            if parent not in best or prob > tree.probs[best[parent]]:
-                best[parent] = node
-        # 2. Follow the branches from the root.
-        kept = {NO_NODE: 1.0}
-        for node, (parent, prob) in enumerate(zip(tree.parents, tree.probs, strict=True)):
-            if parent in kept and (best[parent] == node or prob > BRANCH_THRESHOLD * kept[parent]):
-                kept[node] = prob
-        nodes = [node for node in kept if node != NO_NODE]
-        return cls(nodes, leaves_of(tree, nodes))
-
-    @property
-    def confidence(self) -> float:
-        """Tree-cumulative confidence T_c: that of the surest branch."""
-        return max(leaf.prob for leaf in self.leaves)
-
-    def owed_most(self) -> int:
-        """Return the end of the branch that is owed most tokens: the arg-max of formula (1).
-
-        A branch's fair share of all tokens is in proportion to its confidence.
-        """
-        total = sum(leaf.prob for leaf in self.leaves)
-        share = len(self.nodes) / total if total > 0.0 else 0.0
-        return max(self.leaves, key=lambda leaf: share * leaf.prob - leaf.depth).node
+    Of a node's children the likeliest extends the branch, and others above the threshold start one.
+    """
+    nodes, ends = [], [NO_NODE]
+    while ends:
+        children = tree.children(ends.pop())
+        best = max(children, key=tree.probs.__getitem__, default=NO_NODE)
+        kept = [node for node in children if node == best or tree.estimates[node] > BRANCH_THRESHOLD]
+        nodes += kept
+        ends += kept
+    return sorted(nodes)
 
 
-def leaves_of(tree: Growing, nodes: Sequence[int]) -> list[Leaf]:
-    """Return the ends of the branches of these nodes, which ascend and whose parents are there."""
-    depths = {NO_NODE: 0}
-    for node in nodes:
-        depths[node] = depths[tree.parents[node]] + 1
+def branch_ends(tree: GrowingTree, nodes: Sequence[int]) -> list[int]:
+    """Return those of the nodes that have no child among them."""
     inner = {tree.parents[node] for node in nodes}
-    return [Leaf(node, depths[node], tree.probs[node]) for node in nodes if node not in inner]
+    return [node for node in nodes if node not in inner]
 
 
-def above(tree: Growing, node: int) -> list[int]:
-    """Return the nodes on the path to a node, the nearest first."""
-    path = []
-    while (node := tree.parents[node]) != NO_NODE:
-        path.append(node)
-    return path
+def is_above(tree: GrowingTree, node: int, end: int) -> bool:
+    """Return whether a path from the root (NO_NODE) to `end` goes through a node."""
+    while end > node:
+        end = tree.parents[end]
+    return end == node
+
+
+def owed_most(tree: GrowingTree, ends: Sequence[int], num_tokens: int) -> int:
+    """Return the end of the branch that is owed most tokens: the arg-max of formula (1).
+
+    A branch's fair share of all `num_tokens` is in proportion to its cumulative confidence, the
+    product of the probabilities of its tokens.
+    """
+    total = sum(tree.probs[end] for end in ends)
+    share = num_tokens / total if total > 0.0 else 0.0
+    return max(ends, key=lambda end: share * tree.probs[end] - tree.depths[end])
 
 
 class ExpectedRule:
@@ -221,62 +180,90 @@ class ExpectedRule:
         self.verify, self.draft = StepSeconds(max_nodes), StepSeconds(top_k)
         self.drafting, self.mean = Seconds(), TokenRate()
         self.step = 0
-        self._drafts = 0
-        self._read, self._held = CHILDREN_WEIGHT, CHILDREN_WEIGHT
+        self._drafts = self._skipped = 0
+        self._read, self._held = CHILDREN_WEIGHT, [CHILDREN_WEIGHT, *[0.0] * (top_k - 1)]
 
     @property
     def rate(self) -> float:
         """Tokens per second of a row so far; 0 before the first step."""
         return self.mean.of(self.verify.table) if self.step else 0.0
 
-    def reads(self, trees: Sequence[Growing]) -> list[list[int]]:
-        # 1. What each row would read, and the probability of the n likeliest of these nodes.
-        nodes = [tree.unread(self.top_k) if len(tree.parents) else [NO_NODE] for tree in trees]
-        probs = [[probability(tree, node) for node in row] for tree, row in zip(trees, nodes, strict=True)]
-        read = mean_sums(probs)
+    def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
+        # The first steps read the root only, so that the cost of a small tree is known.
+        begins = not any(map(len, trees))
+        if self.step < NUM_TRIALS:
+            return [[NO_NODE] if begins else [] for _ in trees]
+        # 1. What each row would read, and the tokens that its children are expected to add.
+        nodes = [tree.unread(self.top_k) if len(tree) else [NO_NODE] for tree in trees]
+        profile = [held / self._read for held in self._held]
+        added = [
+            [children_gain(probability(tree, node), profile, floor) for node in row]
+            for tree, row, floor in zip(trees, nodes, self._floors(trees), strict=True)
+        ]
         # 2. The number of nodes whose children add most, less what the pass costs.
-        if not self.step:
-            best = len(read) - 1 if read[-1] >= COLD_PROB else 0
+        gains = [self.mean.share * total for total in mean_sums(added)]
+        best, value = best_width(gains, self.draft.table, self.rate, self.draft.widths)
+        if value > 0.0:
+            best = max(self.draft.revisited(best, len(gains) - 1, self._drafts), 1)
         else:
-            scale = self.mean.share * self._held / self._read
-            best, value = best_width([scale * prob for prob in read], self.draft.table, self.rate, self.draft.widths)
-            best = best if value > 0.0 else 0
+            best = int(begins and self._is_due(self.rate * self.draft.table[1]))
         return [row[:best] for row in nodes]
 
-    def spare_reads(self, tree: Growing, seconds: float) -> list[int]:
+    def _is_due(self, cost: float) -> bool:
+        """Return whether to draft in vain, at a cost in tokens: costs change, and so do texts."""
+        self._skipped += 1
+        if self._skipped <= min(PATIENCE * cost, MAX_PATIENCE):
+            return False
+        self._skipped = 0
+        return True
+
+    def _floors(self, trees: Sequence[GrowingTree]) -> list[float]:
+        """Return the probability that a new node of each row gains nothing by.
+
+        It is what one more node costs in time, or the least likely node that it would replace.
+        """
+        probs = [sorted(tree.probs, reverse=True) for tree in trees]
+        best = self._best(probs)
+        table, widths = self.verify.table, self.verify.widths
+        slope = min(((table[width] - table[best]) / (width - best) for width in widths if width > best), default=inf)
+        cost = self.rate * slope / self.mean.share
+        return [min(cost, row[best - 1]) if 0 < best <= len(row) else cost for row in probs]
+
+    def _best(self, probs: Sequence[Sequence[float]]) -> int:
+        """Return the best number of nodes to verify; `probs` are each row's, the likeliest first."""
+        gains = self.mean.trusted([1.0 + total for total in mean_sums([row[: self.max_nodes] for row in probs])])
+        return best_width(gains, self.verify.table, self.rate, self.verify.widths)[0]
+
+    def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
         if self.draft.table[-1] > seconds:
             return []
-        nodes = tree.unread(self.top_k) if len(tree.parents) else [NO_NODE]
+        nodes = tree.unread(self.top_k) if len(tree) else [NO_NODE]
         return [node for node in nodes if probability(tree, node) >= LEAST_PROB]
 
-    def sends(self, trees: Sequence[Growing]) -> list[list[int]]:
+    def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
         # A parent is before its children and has at least their probability: a stable sort keeps
         # that order.
-        orders = [sorted(range(len(tree.probs)), key=tree.probs.__getitem__, reverse=True) for tree in trees]
-        probs = [[tree.probs[node] for node in order[: self.max_nodes]] for tree, order in zip(trees, orders, strict=True)]
-        gains = self.mean.trusted([1.0 + total for total in mean_sums(probs)])
-        best = len(gains) - 1
-        if self.step:
-            best, _ = best_width(gains, self.verify.table, self.rate, self.verify.widths)
-            best = self.verify.revisited(best, len(gains) - 1, self.step)
+        orders = [sorted(range(len(tree)), key=tree.probs.__getitem__, reverse=True) for tree in trees]
+        best = self._best([[tree.probs[node] for node in order] for tree, order in zip(trees, orders, strict=True)])
+        most = min(max(map(len, trees)), self.max_nodes)
+        best = self.verify.revisited(best, most, self.step) if self.step else most
         return [sorted(order[:best]) for order in orders]
 
-    def add_draft(self, trees: Sequence[Growing], reads: Sequence[Sequence[int]], seconds: float) -> None:
+    def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
         self.draft.add(max(map(len, reads)), seconds, self._drafts)
         self._drafts += 1
         # What the children of the read nodes hold: they are the last ones of each tree.
         kept = 1.0 - 1.0 / CHILDREN_WEIGHT
-        self._read, self._held = kept * self._read, kept * self._held
+        self._read, self._held = kept * self._read, [kept * held for held in self._held]
         for tree, row in zip(trees, reads, strict=True):
-            nodes, node = set(row), len(tree.parents) - 1
-            self._read += sum(probability(tree, node) for node in row)
-            while node >= 0 and tree.parents[node] in nodes:
-                self._held += tree.probs[node]
-                node -= 1
+            for node in row:
+                self._read += probability(tree, node)
+                for rank, child in enumerate(tree.children(node)[: len(self._held)]):
+                    self._held[rank] += tree.probs[child]
 
     def add_step(
         self,
-        trees: Sequence[Growing],
+        trees: Sequence[GrowingTree],
         sent: Sequence[Sequence[int]],
         accepted: Sequence[Sequence[int]],
         draft_seconds: float,
@@ -298,7 +285,21 @@ class ExpectedRule:
         self.mean.add(tokens, expected, seconds)
 
 
-def probability(tree: Growing, node: int) -> float:
+def children_gain(prob: float, profile: Sequence[float], floor: float) -> float:
+    """Return the tokens that the children of a node are expected to add.
+
+    `profile` are the shares of a node's probability that its children have, the likeliest first. A
+    child gains what its probability exceeds the floor by.
+    """
+    total = 0.0
+    for share in profile:
+        if prob * share <= floor:
+            break
+        total += prob * share - floor
+    return total
+
+
+def probability(tree: GrowingTree, node: int) -> float:
     return 1.0 if node == NO_NODE else tree.probs[node]
 
 

@@ -42,7 +42,7 @@ Drafted = TypeVar("Drafted")
 
 Meanwhile = Callable[[float], bool]
 """Work for the time in which a pass waits for weights, called with the seconds that the wait will
-still last. Returns whether there is more to do. A call that doesn't fit the wait does nothing."""
+still last. Returns whether it did something; if not, nothing fits this wait."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from ...data.types import DrafterBatch
 from ..decoding.protocols import Drafter
 from ..target.hf_target import HFTarget
 from .beams import SearchTree
+from .calibration import Prior
 from .objective import Loss, Objective
 
 
@@ -74,6 +75,12 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     @abstractmethod
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
         """Return what `advance` needs in a step without drafts of this drafter."""
+
+    def use_prior(self, prior: Prior) -> None:
+        """Start the calibration of each text from these counts.
+
+        By default nothing: the trees of one drafter depend on its own scores only.
+        """
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -41,6 +41,15 @@ MAX_PRIOR = 30.0
 MAX_TOTAL = 120.0
 """Cells with more observations are halved, so that the recent text counts most."""
 
+SCORE_BOUNDS = (1e-4, 1e-3, 0.004, 0.015, 0.05, 0.12, 0.25, 0.4, 0.55, 0.7, 0.82, 0.92, 0.97)
+"""Bounds of the bins of one draft model's probabilities: of narrow ranges, also where they are small."""
+PRIOR_WEIGHT = 4.0
+"""How many observations a draft model's own probability counts for."""
+SCORE_MEMORY = 500.0
+"""Observations of a cell that are remembered."""
+MAX_ESTIMATE = 0.995
+"""No token is sure to be accepted."""
+
 Counts = dict[int, tuple[float, float]]
 """Hits and observations of each cell, by its key. A missing cell has none."""
 NO_COUNTS = (0.0, 0.0)
@@ -67,6 +76,31 @@ def teach(counts: Counts, keys: Sequence[int], was_hit: bool) -> None:
         if total >= MAX_TOTAL:
             hits, total = hits / 2, total / 2
         counts[key] = (hits + was_hit, total + 1)
+
+
+class ScoreCalibration:
+    """Calibration of one draft model's probabilities, for all its texts.
+
+    In each cell, the scores are scaled so that they add up to the hits. A step begins after a token
+    that the drafter missed, where it is worse than after its own tokens: so depth 1 has cells of its
+    own. Ranks and further depths have none: they would only be noisier (benchmarks/pace_study).
+    """
+
+    def __init__(self) -> None:
+        self._cells = [[[0.0, 0.0] for _ in range(len(SCORE_BOUNDS) + 1)] for _ in range(2)]
+        """Hits and sum of scores, by whether the depth is 1, and by bin."""
+
+    def estimate(self, depth: int, score: float) -> float:
+        """Return the probability that a token is accepted if its parent is."""
+        hits, scores = self._cells[depth == 1][bisect(SCORE_BOUNDS, score)]
+        prior = PRIOR_WEIGHT * score
+        return min(score * (hits + prior) / (scores + prior), MAX_ESTIMATE) if prior > 0.0 else 0.0
+
+    def add(self, depth: int, score: float, was_hit: bool) -> None:
+        """Count a token after an accepted one: whether it was the next token of the text."""
+        cell = self._cells[depth == 1][bisect(SCORE_BOUNDS, score)]
+        kept = 1.0 - 1.0 / SCORE_MEMORY
+        cell[:] = kept * (cell[0] + was_hit), kept * (cell[1] + score)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

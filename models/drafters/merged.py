@@ -202,18 +202,10 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         )
 
     def meanwhile(self, drafted: MergedDraft) -> Meanwhile | None:
-        """Return what the sources do meanwhile, one after another."""
+        """Return what the sources do meanwhile: the next one if those before have nothing to do."""
         works = [source.meanwhile(part) for source, part in zip(self._sources, drafted.drafted, strict=True)]
-        left = [work for work in works if work is not None]
-        if not left:
-            return None
-
-        def work_on(seconds: float) -> bool:
-            if left and not left[0](seconds):
-                left.pop(0)
-            return bool(left)
-
-        return work_on
+        works = [work for work in works if work is not None]
+        return (lambda seconds: any(work(seconds) for work in works if work is not None)) if works else None
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
         # 1. The sources' states.

@@ -19,6 +19,7 @@ from .beams import SearchTree
 from .calibration import (
     AGREEMENT_WEIGHT,
     BIN_BOUNDS,
+    MAX_ESTIMATE,
     NO_COUNTS,
     SCORE_WEIGHT,
     Counts,
@@ -32,8 +33,6 @@ DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
 
 Measured with the demo's target and drafters, like all constants of calibration."""
-MAX_ESTIMATE = 0.995
-"""No token is sure to be accepted."""
 
 
 class Child(NamedTuple):

@@ -25,6 +25,8 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quan
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys whose value is a list with one item per layer."""
 
+DRAFT_PACES = ("confidence", "expected", "fixed")
+
 
 @dataclass(kw_only=True, config=OPTIONS)
 class DraftModelConfig:
@@ -63,8 +65,14 @@ class DraftModelConfig:
     temperature: NonNegativeFloat = 0.0
     """Above 0, draft tokens are drawn at this temperature; use the target's. Trees can't be drawn:
     `top_k` must be 1."""
+    pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
+    """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
+    step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
+    bounds the nodes verified at a step (None: GROWN_NODES). `expected`: draft as long as the
+    expected gain exceeds its cost in time. `confidence`: draft until the surest branch is unlikely
+    (LLMCad, arXiv 2309.04255)."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
 
     def __post_init__(self) -> None:
         problems = []
@@ -75,6 +83,11 @@ class DraftModelConfig:
             problems.append(
                 f"temperature is {self.temperature} and top_k {self.top_k}; only a chain can be drawn: set temperature to 0 or "
                 "top_k to 1. A tree that isn't drawn works at every temperature of the target"
+            )
+        if self.temperature > 0 and self.pace != "fixed":
+            problems.append(
+                f"temperature is {self.temperature} and pace {self.pace}; a drawn chain can't grow: set temperature to 0 (a "
+                "tree that isn't drawn works at every temperature of the target), or pace to fixed"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
             problems.append(

@@ -60,9 +60,10 @@ def load_drafter(
     drafter (`suffix`), a model of transformers that drafts as it is (`draft_model:DIR`), or several
     of these, joined by `+`, whose trees are merged.
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
-    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter. Raises
-    ValueError for an unknown name, for a target of another shape or tokenizer, for options that
-    would change the weights, and for missing, unknown or wrongly shaped tensors.
+    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter that has no
+    option of that name. Raises ValueError for an unknown name, for a target of another shape or
+    tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped
+    tensors.
     """
     # 1. Check all options, which is fast.
     parts = parse_drafter_name(name, revision)
@@ -93,7 +94,11 @@ def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does."""
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
+    drafter = _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
+    # A growing tree is calibrated as merged trees are.
+    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
+        drafter.use_prior(prior)
+    return drafter
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:

@@ -103,9 +103,11 @@ class DrafterParts:
         return SEPARATOR.join(part.weights for part in self.with_weights)
 
     def prior_digest(self, options: Mapping[str, Any]) -> str | None:
-        """Digest of the calibration that a merge starts from; None without one."""
-        path = self.folders[0] / CALIBRATION_FILE if self.folders and self.is_merged(options) else None
-        return sha256_file(path) if path is not None and path.is_file() else None
+        """Digest of the calibration that a merge or a growing tree starts from; None without one."""
+        if not self.folders or not (self.folders[0] / CALIBRATION_FILE).is_file():
+            return None
+        is_calibrated = self.is_merged(options) or self.grows(options)
+        return sha256_file(self.folders[0] / CALIBRATION_FILE) if is_calibrated else None
 
     def merged_with(self, names: Iterable[str]) -> "DrafterParts":
         """Return this drafter merged with training-free ones, except those that it has already."""
@@ -114,8 +116,16 @@ class DrafterParts:
         return DrafterParts(name=SEPARATOR.join([self.name, *(part.name for part in added)]), parts=(*self.parts, *added))
 
     def is_merged(self, options: Mapping[str, Any]) -> bool:
-        """Return whether it drafts merged trees: it has several parts, or `options` has a pace."""
-        return len(self.parts) > 1 or "pace" in options
+        """Return whether it drafts merged trees.
+
+        It does if it has several parts, or if `options` has a pace and its only part has no option
+        of that name.
+        """
+        return len(self.parts) > 1 or ("pace" in options and not hasattr(self.parts[0].config({}), "pace"))
+
+    def grows(self, options: Mapping[str, Any]) -> bool:
+        """Return whether it is one draft model whose tree grows from step to step."""
+        return not self.is_merged(options) and getattr(self.parts[0].config(options), "pace", "fixed") != "fixed"
 
     def split_options(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Split run-time options by the part that has them; those of the merged tree are at MERGE.

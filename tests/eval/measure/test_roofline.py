@@ -40,10 +40,10 @@ def test_half_precision_halves_the_bytes() -> None:
 
 def test_measured_bandwidth_is_plausible_and_a_configured_one_is_kept(tiny_target: HFTarget) -> None:
     assert 0.05 < measure_bandwidth(1 << 20, torch.device("cpu")) < 100_000
-    configured = measure_roofline(tiny_target.model, tiny_target.device, 20.0)
+    configured = measure_roofline(tiny_target, 20.0)
     assert configured.given
     assert configured.tokens_per_second == 20e9 / configured.weight_bytes
-    assert not measure_roofline(tiny_target.model, tiny_target.device).given
+    assert not measure_roofline(tiny_target).given
 
 
 def test_the_cache_size_is_a_number_or_marked_as_unknown() -> None:

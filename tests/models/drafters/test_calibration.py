@@ -1,7 +1,9 @@
-"""Calibration files: what they hold, and what is wrong with a damaged one."""
+"""Calibration: its files, what is wrong with damaged ones, and scores that become probabilities."""
 
 import json
+import random
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -12,6 +14,7 @@ from outrider.models.drafters.calibration import (
     Agreement,
     Cell,
     Prior,
+    ScoreCalibration,
     agreement_key,
     read_prior,
     source_key,
@@ -112,3 +115,48 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, damage, problem):
         read_prior(tmp_path, IDENTITY)
     assert str(path) in str(error.value)
     assert "delete" in str(error.value)
+
+
+def taught(gamma: float, count: int = 4000, depths: tuple[int, ...] = (1, 2)) -> ScoreCalibration:
+    """Teach a calibration of a drafter whose score is the probability of acceptance ** gamma."""
+    rng, calibration = random.Random(0), ScoreCalibration()
+    for _ in range(count):
+        acceptance = rng.random()
+        calibration.add(rng.choice(depths), acceptance**gamma, rng.random() < acceptance)
+    return calibration
+
+
+@pytest.mark.parametrize("gamma", [1 / 3, 1.0, 3.0])
+def test_scores_become_probabilities_of_acceptance(gamma):
+    calibration = taught(gamma)
+    acceptances = [number / 100 for number in range(5, 100)]
+    for depth in (1, 2, 9):
+        errors = [calibration.estimate(depth, acceptance**gamma) - acceptance for acceptance in acceptances]
+        assert abs(mean(errors)) < 0.02
+        assert mean(map(abs, errors)) < 0.07, "the scores themselves are wrong by 0.23 where gamma isn't 1"
+
+
+def test_scores_are_taken_as_they_are_at_first_and_never_as_certain():
+    calibration = ScoreCalibration()
+    assert calibration.estimate(1, 0.3) == pytest.approx(0.3)
+    assert calibration.estimate(1, 0.0) == 0.0
+    assert calibration.estimate(3, 1.0) < 1.0
+    for _ in range(100):
+        calibration.add(1, 0.95, True)
+    assert calibration.estimate(1, 0.95) < 1.0
+
+
+def test_the_first_depth_has_counts_of_its_own():
+    calibration = ScoreCalibration()
+    for _ in range(100):
+        calibration.add(1, 0.5, False)
+        calibration.add(5, 0.5, True)
+    assert calibration.estimate(1, 0.5) < 0.1
+    assert calibration.estimate(2, 0.5) > 0.9
+
+
+def test_the_latest_text_counts_most():
+    calibration = ScoreCalibration()
+    for was_hit in [False] * 2000 + [True] * 1000:
+        calibration.add(2, 0.5, was_hit)
+    assert calibration.estimate(2, 0.5) > 0.8

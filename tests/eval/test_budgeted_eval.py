@@ -1,0 +1,118 @@
+"""Commands on a target with a memory budget: what they print, record and refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from outrider.cli.certify import certify_command
+from outrider.cli.eval import eval_command
+from outrider.cli.tune import tune_command
+from outrider.models.target import streamed_loading
+from outrider.models.target.memory_plan import GIB
+
+from ..tiny_models import save_tiny_target
+
+app = typer.Typer()
+for name, function in {"eval": eval_command, "tune": tune_command, "certify": certify_command}.items():
+    app.command(name)(function)
+TOKENS = 600
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a target of six layers, most of whose weights are in its MLPs."""
+    sizes = {"num_hidden_layers": 6, "intermediate_size": 2048, "initializer_range": 0.2}
+    return save_tiny_target(tmp_path_factory.mktemp("target"), LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **sizes)
+
+
+@pytest.fixture
+def command(folder: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(streamed_loading, "STAGING_BYTES", 0)
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
+    return [
+        *("--target", str(folder), "--budget-tokens", str(TOKENS), "--max-new-tokens", "6"),
+        *("--drafter", f"draft_model:{tiny_target_dir}", "--suite", str(tmp_path / "mine.jsonl")),
+        *("--output", str(tmp_path / "out")),
+    ]
+
+
+def gib(share: float) -> str:
+    """Return a budget: the embeddings, keys and values of TOKENS, and this share of the layers."""
+    layer, ends = 4 * (3 * 32 * 2048 + 3 * 32 * 32), 4 * 2 * 300 * 32
+    return str((ends + 4 * 6 * 2 * 16 * TOKENS + share * 6 * layer) / GIB)
+
+
+def test_an_evaluation_counts_what_was_read_and_prints_the_plan(command: list[str], tmp_path: Path) -> None:
+    arguments = ["eval", *command, "--bandwidth", "10", "--profile-prompts", "1", "--memory-budget-gib", gib(0.6)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "6 layers: " in result.output, "the line at load"
+    assert "GB/tok" in result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["lossless"] for row in rows] == [True, True]
+    assert all(row["read_gb_per_token"] > 0 and row["budget"]["read_gbs"] > 0 for row in rows)
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    assert all(record["streaming"]["passes"] >= 1 for record in records)
+    info = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert info["config"]["target"]["form"] == "streamed"
+    assert info["roofline"]["streamed"]
+    # Another budget is another evaluation; the same one resumes.
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    result = CliRunner().invoke(app, [*arguments[:-1], gib(0.8)])
+    assert result.exit_code != 0
+    assert "memory_budget" in str(result.exception)
+
+
+def test_a_certificate_is_of_the_streamed_target(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--memory-budget-gib", gib(0.6)])
+    assert result.exit_code == 0, result.output
+    assert "LOSSLESS" in result.output
+    assert json.loads((tmp_path / "out").read_text())["subject"]["form"] == "streamed"
+
+
+def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -> None:
+    options = ["--no-write", "--setting", "{length: 2}", "--memory-budget-gib", gib(0.6)]
+    result = CliRunner().invoke(app, ["tune", *command, *options])
+    assert result.exit_code == 0, result.output
+    place = json.loads((tmp_path / "out" / "tuning.json").read_text())["place"]
+    assert place["form"].startswith("streamed 0.00"), "the budget is part of the setup that a choice is for"
+
+
+def test_a_budget_for_all_weights_reads_no_file_in_passes(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["eval", *command, "--bandwidth", "10", "--memory-budget-gib", "1"])
+    assert result.exit_code == 0, result.output
+    assert "all weights fit into --memory-budget-gib" in result.output
+    assert "GB/tok" not in result.output
+
+
+@pytest.mark.parametrize("name", ["eval", "tune", "certify"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-budget-gib", "1", "--compiled"], "memory_budget_gib is 1.0, which doesn't work together with compiled"),
+        (["--memory-budget-gib", "1", "--quantization", "torchao"], "doesn't work together with quantization"),
+        (["--memory-budget-gib", "0"], "memory_budget_gib"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_before_prompts_are_read(
+    command: list[str], name: str, options: list[str], message: str
+) -> None:
+    suite = command.index("--suite") + 1
+    result = CliRunner().invoke(app, [name, *command[:suite], "no_such_suite", *command[suite + 1 :], *options])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
+def test_a_budget_that_is_too_small_names_the_least(command: list[str]) -> None:
+    result = CliRunner().invoke(app, ["eval", *command, "--memory-budget-gib", "0.0001"])
+    assert result.exit_code != 0
+    assert "needs at least" in str(result.exception)
+
+
+def test_tokens_without_a_budget_are_a_mistake(command: list[str]) -> None:
+    result = CliRunner().invoke(app, ["eval", *command])
+    assert "--budget-tokens is 600, without --memory-budget-gib" in str(result.exception)
