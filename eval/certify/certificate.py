@@ -226,20 +226,6 @@ def _certify_sampling(
     # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
-<<<<<<< HEAD
-    quantiles, num_accepted = [], 0
-    for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
-        texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
-        num_rows = min(SAMPLED_BATCH_SIZE, target.most_rows(texts.shape[1] + SAMPLED_TOKENS + 1 + drafter.max_nodes))
-        drawn: list[list[int]] = []
-        for first in range(0, SAMPLED_BATCH_SIZE, num_rows):
-            rows = texts[first : first + num_rows]
-            seeds = RowSeeds(range(first_seed + first, first_seed + first + len(rows)))
-            steps = list(generate(target, drafter, rule, rows, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
-            num_accepted += sum(sum(step.num_accepted) for step in steps)
-            drawn += _answers(steps, len(rows))
-        tokens = torch.tensor(drawn, device=texts.device)
-=======
     quantiles, num_accepted, size = [], 0, _batch_size(target, drafter, prompts)
     for first_seed in range(0, NUM_TEXTS, size):
         texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
@@ -247,7 +233,6 @@ def _certify_sampling(
         steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
->>>>>>> main
         both = torch.cat([texts, tokens], dim=1)
         probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
         of_tokens = probs.gather(2, tokens[..., None].cpu())

@@ -16,7 +16,7 @@ from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
-from .frozen_model import UNLIMITED, FrozenModel
+from .frozen_model import FrozenModel
 from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
 from .tree_reader import TreeReader
@@ -138,10 +138,6 @@ class HFTarget(FrozenModel):
         if not cache.is_fixed:
             self._cache = None
         return cache
-
-    def most_rows(self, capacity: int) -> int:
-        """Return how many rows of `capacity` tokens a memory budget has room for; at least one."""
-        return UNLIMITED if self.stream is None else max(1, self.stream.plan.budget_tokens // capacity)
 
     def _require_room(self, batch: int, capacity: int) -> None:
         """Raise ValueError if a memory budget has no room for a batch's keys and values."""
