@@ -84,21 +84,31 @@ class Window:
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model's folder by name.
 
+    Like transformers, it prefers a single file, and takes a tensor from the last file that has it.
     Raises ValueError if there are no safetensors files, or if a file is damaged.
     """
+    if (folder / SINGLE_FILE).is_file():
+        return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
-        index = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        index = _read_index(folder / INDEX_FILE)
         files = {folder / name for name in index.values()}
-        tensors = {name: tensor for path in sorted(files) for name, tensor in read_header(path).items() if name in index}
+        tensors = {name: tensor for path in sorted(files) for name, tensor in read_header(path).items()}
         if missing := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{folder / INDEX_FILE} names {missing[0]}, which its file lacks: complete the download")
         return tensors
-    if (folder / SINGLE_FILE).is_file():
-        return read_header(folder / SINGLE_FILE)
     raise ValueError(
         f"{folder} has no safetensors files, and only such weights can be read in parts (target.memory_budget_gib); convert "
         "them where the model fits into memory: from_pretrained(...), then save_pretrained(...)"
     )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return each tensor's file name. Raises ValueError if the index is damaged."""
+    try:
+        index = {name: str(Path(file)) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"it doesn't name a file for each tensor ({type(error).__name__}: {error})") from error
+    return index
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -86,14 +86,14 @@ class WeightFiles:
         if not is_direct:
             drop_from_cache(path, window.start, end)
 
-    def require_unchanged(self) -> None:
+    def require_unchanged(self, paths: Iterable[Path]) -> None:
         """Raise ValueError if a file was replaced, written or cut since it was opened."""
-        for path, fingerprint in self._fingerprints.items():
+        for path in paths:
             try:
                 now = _fingerprint(path)
             except OSError as error:
                 raise changed(path, f"it is gone ({error.strerror})") from error
-            if now != fingerprint:
+            if now != self._fingerprints[path]:
                 raise changed(path, "it was written or replaced")
 
     def close(self) -> None:
@@ -178,13 +178,12 @@ class WeightReader:
         """Rate at which files were read so far; infinite before the first read."""
         return self.bytes_read / self.read_seconds if self.read_seconds else float("inf")
 
-    def load(self, loading: Loading, *, looks_for_changes: bool = False) -> Loading:
+    def load(self, loading: Loading) -> Loading:
         """Begin to fill a loading's tensors, whose types may differ from the stored ones.
 
-        With `looks_for_changes` the files are compared with those that were opened. The loading's
-        future raises what went wrong.
+        The loading's future raises what went wrong.
         """
-        self._disk.submit(self._read, loading, looks_for_changes)
+        self._disk.submit(self._read, loading)
         return loading
 
     def close(self) -> None:
@@ -193,11 +192,9 @@ class WeightReader:
         self._memory.shutdown()
         self.files.close()
 
-    def _read(self, loading: Loading, looks_for_changes: bool) -> None:
+    def _read(self, loading: Loading) -> None:
         """Read the windows of one unit; the other thread copies each of them."""
         with loading.failing():
-            if looks_for_changes:
-                self.files.require_unchanged()
             for window in loading.weights.windows:
                 if loading.is_cancelled:
                     return
@@ -211,6 +208,8 @@ class WeightReader:
                 loading.bytes_left -= window.num_bytes
                 self.bytes_read += window.num_bytes
                 self.read_seconds += time.perf_counter() - began
+            # After the reads, so that no pass computes with bytes that were written during the run.
+            self.files.require_unchanged({window.path for window in loading.weights.windows})
             self._memory.submit(self._finish, loading)
 
     def _copy(self, loading: Loading, window: Window, buffer: torch.Tensor) -> None:

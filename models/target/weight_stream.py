@@ -10,6 +10,7 @@ any forward of the model works, whichever code calls it:
 Each released slot is filled with the next unit of the cycle; after the last one comes the first.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +106,7 @@ class Reader(Protocol):
     @property
     def bytes_per_second(self) -> float: ...
 
-    def load(self, loading: Loading, *, looks_for_changes: bool = False) -> Loading: ...
+    def load(self, loading: Loading) -> Loading: ...
 
     def close(self) -> None: ...
 
@@ -143,7 +144,7 @@ class WeightStream:
         self.units, self.plan, self.device = units, plan, device
         self.meanwhile: Meanwhile | None = None
         """Work for the waits of the present pass (`during_waits`)."""
-        self._reader, self._clock = reader, clock
+        self._reader, self._clock, self._process = reader, clock, os.getpid()
         self._counts = StreamStats()
         slot_bytes = max(unit.num_bytes for unit in units)
         with torch.inference_mode(False):
@@ -157,6 +158,7 @@ class WeightStream:
             unit.bind(self._nothing[index])
             unit.module.register_forward_pre_hook(partial(self._enter, index))
             unit.module.register_forward_hook(partial(self._leave, index), always_call=True)
+            unit.module.register_state_dict_pre_hook(_refuse_to_save)
         self._read_ahead(0)
 
     @property
@@ -201,6 +203,8 @@ class WeightStream:
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         """Bind the unit's parameters before its forward, once they are loaded."""
+        if os.getpid() != self._process:  # a fork has no threads: it would wait forever
+            raise RuntimeError("streamed weights are read only in the process that loaded the target; load it in each process")
         # 1. An interrupted pass (Ctrl-C) ends without forward hooks.
         self._end_turn()
         # 2. Drop units that this pass doesn't compute, or that the last one didn't reach.
@@ -258,7 +262,7 @@ class WeightStream:
             with torch.inference_mode(False):
                 values = unit.views(slot)
                 loading = Loading(unit.weights, values, self._used.get(slot.data_ptr()))
-            self._reader.load(loading, looks_for_changes=index == 0)
+            self._reader.load(loading)
             self._ahead.append(Turn(index, slot, values, loading))
 
     def _drop(self, num_turns: int) -> None:
@@ -276,6 +280,14 @@ class WeightStream:
 
     def _count(self, **more: int | float) -> None:
         self._counts = replace(self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()})
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise ValueError where weights would be saved or copied, since they are empty then."""
+    raise ValueError(
+        f"the weights of {prefix.rstrip('.') or type(module).__name__} are in memory only during passes "
+        "(target.memory_budget_gib), so they can't be saved or copied; load the target without a budget"
+    )
 
 
 def _rounded(num_bytes: int) -> int:
