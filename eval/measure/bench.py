@@ -34,6 +34,8 @@ from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, v
 logger = logging.getLogger(__name__)
 
 WARMUP_NEW_TOKENS = 32
+STREAMED_WARMUP_TOKENS = 3
+"""New tokens of the warm-up where a pass may take seconds: shapes cost nothing there."""
 MAX_REPETITIONS = 2
 """Times that a run decodes a disturbed answer again, at most; the next run may repeat it again."""
 T = TypeVar("T")
@@ -269,7 +271,8 @@ class Bench:
 
     def _answer_briefly(self, suite: PromptSet, profiled: bool) -> bool:
         """Let every method answer the first prompts briefly; return False if memory runs out."""
-        num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
+        most = WARMUP_NEW_TOKENS if self.target.stream is None else STREAMED_WARMUP_TOKENS
+        num_tokens = min(self.config.max_new_tokens, most)
         for size in self.config.batch_sizes:
             num_groups = math.ceil(self.config.warmup_prompts / size)
             for index, group in enumerate(islice(self._groups(suite, suite.prompts, size), num_groups)):
