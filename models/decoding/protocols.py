@@ -10,8 +10,9 @@ Both values stay valid whatever happens to others. One state proposes the same t
 One `drafted` can be advanced along two different paths, and each continues as if the other didn't
 exist. Pass on the state as a whole only, never its parts.
 
-One exception: trees of merged drafters with `pace: expected` also depend on measured seconds, which
-the drafter object keeps (see `pacing`). So one state may propose different trees.
+One exception: trees with `pace: expected`, and growing trees, also depend on measured seconds and
+on what the drafter object has learned from earlier steps (see `pacing` and `growth`). So one state
+may propose different trees.
 
 Keys and values of a text are too large to copy at each step. So successive states share one cache,
 in which each state records the length of its text (`CacheSnapshot`). The newest state appends to
