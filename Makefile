@@ -18,7 +18,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help install demo test test-slow test-all lint format docs package benchmarks clean
+.PHONY: help install demo offload test test-slow test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -28,6 +28,11 @@ install: $(STAMP) ## Make .venv and install outrider with its pinned dependencie
 
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
 	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))" $(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
+
+offload: $(STAMP) ## Draft for a target that is larger than its memory budget (minutes on two cores)
+	$(BIN)/outrider run offload_demo
+	test -e outputs/grown_demo || $(BIN)/python scripts/grow_target.py outputs/grown_demo --parameters 200M
+	$(BIN)/outrider run offload_demo target=grown_demo stages=[eval]
 
 test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 4 minutes on two cores)
 	$(PYTEST) -m "not slow"

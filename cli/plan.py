@@ -46,6 +46,8 @@ from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
 
 WIDTH = 80
+SLOW = 10
+"""Tokens a second below which a speed has decimal places."""
 BUSY = 0.5
 """Load of the machine per core, before anything is measured, above which the times are called rough."""
 SAMPLE_TEXTS = 32
@@ -229,7 +231,7 @@ def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget)
     num_drafters = sum(len(run.settings) + bool(config.eval.merge) for run in config.drafter_runs())
     num_methods = 1 + len(config.eval.baselines) + num_drafters
     plan = estimate_evaluation(config.eval, suites, num_methods, target)
-    speeds = ", ".join(f"{speed:,.0f} in batches of {size}" for size, speed in plan.tokens_per_second.items())
+    speeds = ", ".join(f"{_speed(speed)} in batches of {size}" for size, speed in plan.tokens_per_second.items())
     rows = {
         "answers": f"{plan.num_answers:,}: {plan.num_prompts:,} prompts x {num_methods} methods x temperatures, batch sizes, "
         "turns and repeats",
@@ -246,6 +248,11 @@ def _plan_export(config: RunConfig, drafter_bytes: Mapping[Path, int]) -> StageP
     )
     rows = {"disk": f"{_size(num_bytes)} for the package and {len(config.export.formats)} format(s) (computed)"}
     return StagePlan(table=make_table("export", rows), seconds=0.0, num_bytes=num_bytes)
+
+
+def _speed(tokens_per_second: float) -> str:
+    """Format a speed; that of a target with a memory budget may be below 1."""
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= SLOW else f"{tokens_per_second:.2g}"
 
 
 def _file_bytes(path: Path) -> int:

@@ -50,7 +50,7 @@ from offload_cells import (
     Method,
     cells_of,
 )
-from offload_figures import ANSWERS_FILE, WORKERS_FILE, rows_of
+from offload_figures import ANSWERS_FILE, WORKERS_FILE, faults_of, rows_of
 from offload_report import judge, notes, plot, tables
 from offload_run import (
     Facts,
@@ -83,10 +83,12 @@ BASELINE = "nothing"
 DRAFTER = "outputs/offload_demo/drafter"
 RATIO = 37
 """Draft passes that a streamed pass costs, beside the grown drafter (LLMCad, table 1)."""
-ALLOWANCE_BYTES = 128 << 20
-"""Memory of a worker beside its baseline, its drafter and the budget: activations, page tables.
+ALLOWANCE_BYTES = 96 << 20
+"""Memory of a worker beside its baseline, its drafter, the budget and activations: page tables, Python.
 
 The peers use what is left of it as page cache, so more of it would spare them reads."""
+ACTIVATION_BYTES = 16
+"""Memory of activations per token of the longest prompt and neuron of an MLP: four values of 32 bits."""
 GIB = 1 << 30
 COST_NEW_TOKENS = 24
 CANDIDATES = 16
@@ -147,6 +149,7 @@ def run(args: argparse.Namespace) -> None:
     cells = cells_of(disks, args.shares, drafters, args.free, {PLAIN, *args.methods})
     settings = settings_of(args, folders)
     require_same_settings(args.output, settings)
+    allowance = ALLOWANCE_BYTES + ACTIVATION_BYTES * max(map(len, prompts)) * size.intermediate
     # 2. The cells.
     if reason:
         print(reason)
@@ -160,10 +163,9 @@ def run(args: argparse.Namespace) -> None:
                 drafter_costs(folders, size, args)
                 folders[GROWN] = args.output / "grown_drafter"
                 for cell in cells:
-                    measure_cell(cell, target, folders, prompts, args)
+                    measure_cell(cell, target, folders, prompts, allowance, args)
         # 3. Record, tables and plot.
-        costs = read_json(args.output / COSTS_FILE)
-        write_results(cells, costs, size, [reason] if reason else [], args)
+        write_results(cells, size, allowance, [reason] if reason else [], args)
 
 
 def drafter_folders(args: argparse.Namespace) -> dict[str, Path]:
@@ -234,19 +236,23 @@ def drafter_costs(folders: dict[str, Path], size: Size, args: argparse.Namespace
         return costs
     costs = {name: cost_of(folder, args) for name, folder in folders.items()}
     # A second size gives the seconds per parameter, and with them the size that takes as long as wanted.
-    source, output = drafter_source(folders[CLOSE]), args.output / "grown_drafter"
+    source, first = drafter_source(folders[CLOSE]), costs[CLOSE]
+    costs[GROWN] = grown_cost(FIRST_GROWTH * first["parameters"], folders[CLOSE], args)
+    slope = (costs[GROWN]["seconds"] - first["seconds"]) / (costs[GROWN]["parameters"] - first["parameters"])
     pass_seconds = (1 - args.shares[0]) * size.parameters * DTYPES["bfloat16"].itemsize / parse_bytes(args.rate)
-    first, growth = costs[CLOSE], FIRST_GROWTH * source.size.parameters
-    for _ in range(2):
-        shutil.rmtree(output, ignore_errors=True)
-        grow_drafter(folders[CLOSE], output, source.choose_size(growth))
-        costs[GROWN] = cost_of(output, args)
-        slope = (costs[GROWN]["seconds"] - first["seconds"]) / (costs[GROWN]["parameters"] - first["parameters"])
-        if args.tiny or slope <= 0:
-            break
-        growth = max(source.size.parameters, round(first["parameters"] + (pass_seconds / RATIO - first["seconds"]) / slope))
+    if slope > 0 and not args.tiny:
+        wanted = first["parameters"] + (pass_seconds / RATIO - first["seconds"]) / slope
+        costs[GROWN] = grown_cost(max(source.size.parameters, round(wanted)), folders[CLOSE], args)
     write_json(path, costs)
     return costs
+
+
+def grown_cost(parameters: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Grow a drafter to so many parameters, and measure its cost."""
+    output = args.output / "grown_drafter"
+    shutil.rmtree(output, ignore_errors=True)
+    grow_drafter(folder, output, drafter_source(folder).choose_size(parameters))
+    return cost_of(output, args)
 
 
 def cost_of(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -257,13 +263,18 @@ def cost_of(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     with started({**spec, "meanwhile": False}, Limits(), args.output / "logs" / "cost.log") as worker:
         worker.ready()
         prompt = list(range(5, 40))
-        answers = [worker.ask({"prompt": prompt, "max_new_tokens": COST_NEW_TOKENS}) for _ in range(2)]
-    seconds = answers[-1]["draft_seconds"] / answers[-1]["num_steps"] / setting["length"]
-    return {"seconds": seconds, "parameters": drafter_source(folder).size.parameters}
+        answers = [worker.ask({"prompt": prompt, "max_new_tokens": COST_NEW_TOKENS}) for _ in range(3)]
+    seconds = min(answer["draft_seconds"] / answer["num_steps"] for answer in answers)
+    return {"seconds": seconds / setting["length"], "parameters": drafter_source(folder).size.parameters}
 
 
 def measure_cell(
-    cell: Cell, target: Path, folders: dict[str, Path], prompts: Sequence[list[int]], args: argparse.Namespace
+    cell: Cell,
+    target: Path,
+    folders: dict[str, Path],
+    prompts: Sequence[list[int]],
+    allowance: int,
+    args: argparse.Namespace,
 ) -> None:
     """Let the methods of a cell answer the prompts that it lacks, in turns."""
     if not (turns := missing(cell, len(prompts), args.output)):
@@ -276,14 +287,14 @@ def measure_cell(
         first, *others = sorted(dict.fromkeys(method for _, method in turns), key=lambda method: method.letter != PLAIN)
         workers: dict[str, Worker] = {}
         for methods in ([first], others):
-            options = [worker_options(cell, method, target, folders, facts, args) for method in methods]
+            options = [worker_options(cell, method, target, folders, facts, allowance, args) for method in methods]
             logs = [folder / "logs" / f"{method.key}.log" for method in methods]
             loading = [stack.enter_context(started(*option, log)) for option, log in zip(options, logs, strict=True)]
             for method, worker, (_, limits) in zip(methods, loading, options, strict=True):
                 if facts.keep(method.key, worker, limits):
                     workers[method.key] = worker
-        if PLAIN not in facts.values:
-            raise ValueError(f"{first.title} can't be measured with a budget of {cell.share:.0%}; give other --shares")
+            if "streamed_bytes" not in facts.values[PLAIN]:
+                raise ValueError(f"{first.title} can't be measured with a budget of {cell.share:.0%}; give other --shares")
         # 2. Take turns. After each, look at what is left in the page cache, and drop it.
         for prompt, method in tqdm(turns, desc=cell.name, unit="answer"):
             if method.key not in workers:
@@ -304,9 +315,12 @@ def measure_cell(
 
 
 def worker_options(
-    cell: Cell, method: Method, target: Path, folders: dict[str, Path], facts: Facts, args: argparse.Namespace
+    cell: Cell, method: Method, target: Path, folders: dict[str, Path], facts: Facts, allowance: int, args: argparse.Namespace
 ) -> tuple[dict[str, Any], Limits]:
-    """Return the options of a method's worker, and its limits."""
+    """Return the options of a method's worker, and its limits.
+
+    `allowance` is the memory beside its baseline, its drafter and the budget.
+    """
     budget = round(cell.share * sum(file.stat().st_size for file in target.glob("*.safetensors")))
     shared = {"target": str(target), "dtype": args.dtype, "threads": args.threads}
     shared |= {"budget_gib": budget / GIB, "budget_tokens": args.budget_tokens}
@@ -317,7 +331,7 @@ def worker_options(
     rate, cap = parse_bytes(args.rate) if cell.disk == THROTTLED else None, None
     if spec["budget_gib"] is not None:
         parts = {**facts.values[BASELINE], "drafter_bytes": drafter_bytes(method, folders, args.dtype)}
-        cap = cap_for(parts, budget, ALLOWANCE_BYTES, by_rlimit=rate is None and means_rlimit())
+        cap = cap_for(parts, budget, allowance, by_rlimit=rate is None and means_rlimit())
     return spec, Limits(memory_bytes=cap, reads_per_second=rate, disk_of=target)
 
 
@@ -326,23 +340,24 @@ def drafter_bytes(method: Method, folders: dict[str, Path], dtype: str) -> int:
     return drafter_source(folders[method.drafter]).size.parameters * DTYPES[dtype].itemsize if method.drafts else 0
 
 
-def write_results(
-    cells: Sequence[Cell], costs: dict[str, Any], size: Size, doubts: Sequence[str], args: argparse.Namespace
-) -> None:
+def write_results(cells: Sequence[Cell], size: Size, allowance: int, doubts: Sequence[str], args: argparse.Namespace) -> None:
     """Write and print tables, marks, record and plot."""
+    costs = read_json(args.output / COSTS_FILE)
     rows = [row for cell in cells for row in rows_of(cell, args.output)]
-    marks = judge(rows, costs, ALLOWANCE_BYTES)
-    lines = [*doubts, *notes(rows, costs, args.rate), *(mark["text"] for mark in marks)]
-    text = f"{tables(rows, costs)}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
-    environment = asdict(describe_environment(CPU))
+    faults = [fault for cell in cells for fault in faults_of(cell, args.output)]
+    marks = judge(rows, faults, costs, allowance)
+    lines = [*doubts, *notes(rows, faults, costs, args.rate), *(mark["text"] for mark in marks)]
+    made = tables(rows, costs)
+    text = f"{made}\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     report = {
         "rows": rows,
+        "tables": made,
         "marks": marks,
         "notes": lines,
         "drafters": costs,
         "target": asdict(size),
         "settings": read_json(args.output / SETTINGS_FILE),
-        "environment": environment,
+        "environment": asdict(describe_environment(CPU)),
     }
     write_json(args.output / RECORD_FILE, report)
     atomic_write_text(args.output / "table.md", text)

@@ -29,6 +29,16 @@ def rows_of(cell: Cell, output: Path) -> list[Row]:
     return [row_of(cell, method, answers, workers[method.key]) for method in measured]
 
 
+def faults_of(cell: Cell, output: Path) -> list[Row]:
+    """Return the methods of a cell whose workers have ended, and why."""
+    workers = read_json(cell.folder(output) / WORKERS_FILE)
+    return [
+        {**cell.described, "letter": method.letter, "title": method.title, "fault": workers[method.key]["fault"]}
+        for method in cell.methods
+        if workers.get(method.key, {}).get("fault")
+    ]
+
+
 def row_of(cell: Cell, method: Method, answers: dict[str, list[dict[str, Any]]], facts: dict[str, Any]) -> Row:
     """Compute the figures of a method, and its speed over each other one of the cell."""
     own = answers[method.key]

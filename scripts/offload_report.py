@@ -99,13 +99,13 @@ def ratio_of_costs(plain: Row, costs: Mapping[str, Any], drafter: str) -> float:
     return float(plain["pass_seconds"] / costs[drafter]["seconds"])
 
 
-def judge(rows: Sequence[Row], costs: Mapping[str, Any], allowance_bytes: int) -> list[Mark]:
+def judge(rows: Sequence[Row], faults: Sequence[Row], costs: Mapping[str, Any], allowance_bytes: int) -> list[Mark]:
     """Judge all marks of what was measured."""
     disks = list(dict.fromkeys(row["disk"] for row in rows))
     marks = []
     for disk in disks:
         marks += [*stream_marks(rows, disk), *text_marks(rows, disk), *overlap_marks(rows, costs, disk)]
-    return [*marks, *rule_marks(rows, disks), *memory_marks(rows, allowance_bytes), *speed_marks(rows)]
+    return [*marks, *rule_marks(rows, disks), *memory_marks(rows, faults, allowance_bytes), *speed_marks(rows)]
 
 
 def stream_marks(rows: Sequence[Row], disk: str) -> list[Mark]:
@@ -182,21 +182,20 @@ def overlap_marks(rows: Sequence[Row], costs: Mapping[str, Any], disk: str) -> l
     return marks
 
 
-def memory_marks(rows: Sequence[Row], allowance_bytes: int) -> list[Mark]:
+def memory_marks(rows: Sequence[Row], faults: Sequence[Row], allowance_bytes: int) -> list[Mark]:
     """Judge that streamed targets survive under their caps."""
-    ours = [row for row in rows if row["letter"] in (PLAIN, MEANWHILE) and row["facts"].get("cap_bytes")]
-    if not ours:
-        return []
+    ours = [row for row in rows if row["letter"] in ABLATION and row["facts"].get("cap_bytes")]
+    ended = [fault for fault in faults if fault["letter"] in ABLATION]
     marks = []
-    for share in dict.fromkeys(row["share"] for row in ours):
+    for share in dict.fromkeys(row["share"] for row in [*ours, *ended]):
         of_share = [row for row in ours if row["share"] == share]
-        faults = [f"{row['title']}: {row['facts']['fault']}" for row in of_share if row["facts"].get("fault")]
-        beyond = [beyond_plan(row) for row in of_share if row["facts"].get("anonymous_bytes")]
-        words = "; ".join(faults) or f"capped by {of_share[0]['facts'].get('means')}"
-        if beyond:
-            words += f"; at most {max(beyond) / MIB:.0f} MiB beside baseline, drafter and budget"
-        rule = f"a budget of {share:.0%} survives a cap of it and {allowance_bytes // MIB} MiB"
-        marks.append(mark(rule, not faults and max(beyond, default=0) <= allowance_bytes, words))
+        words = [f"{fault['title']} ({fault['disk']}): {fault['fault']}" for fault in ended if fault["share"] == share]
+        survives = not words
+        words += [f"capped by {of_share[0]['facts']['means']}"] * bool(of_share)
+        beyond = max((beyond_plan(row) for row in of_share if row["facts"].get("anonymous_bytes")), default=0)
+        words += [f"at most {beyond / MIB:.0f} MiB beside baseline, drafter and plan"] * (beyond > 0)
+        rule = f"a budget of {share:.0%} survives a cap of it and {allowance_bytes / MIB:.0f} MiB"
+        marks.append(mark(rule, survives and beyond <= allowance_bytes, "; ".join(words)))
     return marks
 
 
@@ -228,7 +227,7 @@ def speed_marks(rows: Sequence[Row]) -> list[Mark]:
     return marks
 
 
-def notes(rows: Sequence[Row], costs: Mapping[str, Any], rate: str) -> list[str]:
+def notes(rows: Sequence[Row], faults: Sequence[Row], costs: Mapping[str, Any], rate: str) -> list[str]:
     """List the notes below the tables."""
     lines = ["Seconds of decoding, without the prefill. GB are read from the disk, by the process's own count."]
     lines.append("Peak: anonymous memory. Left cached: of the weights, after an answer. As (c): answers with its text.")
@@ -243,8 +242,7 @@ def notes(rows: Sequence[Row], costs: Mapping[str, Any], rate: str) -> list[str]
         f"The drafter {name}: {cost['parameters'] / 1e6:.1f}M parameters, {1e3 * cost['seconds']:.1f} ms a draft pass."
         for name, cost in costs.items()
     ]
-    faulty = [row for row in rows if row["facts"].get("fault")]
-    return [*lines, *(f"{row['title']} ({row['disk']}, {row['share']:.0%}): {row['facts']['fault']}." for row in faulty)]
+    return [*lines, *(f"{fault['title']} ({fault['disk']}, {fault['share']:.0%}): {fault['fault']}." for fault in faults)]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

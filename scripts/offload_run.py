@@ -142,11 +142,10 @@ class Facts:
         return True
 
     def fail(self, key: str, error: WorkerError) -> None:
-        """Add why a worker has ended to its facts, if there are any, and print it."""
+        """Add why a worker has ended to its facts, and print it."""
         tqdm.write(f"{key}: {error}")
-        if key in self.values:
-            self.values[key]["fault"] = str(error).splitlines()[0].split(";")[0]
-            write_json(self.path, self.values)
+        self.values.setdefault(key, {})["fault"] = str(error).splitlines()[0].split(";")[0]
+        write_json(self.path, self.values)
 
 
 def drop_cache(paths: Sequence[Path]) -> None:
@@ -181,9 +180,11 @@ def cached_share(paths: Sequence[Path]) -> float:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Append a record to a file, which a kill can't cut."""
-    with path.open("a") as file:
-        file.write(json.dumps(value) + "\n")
+    """Append a record to a file. A last line that a kill has cut is removed first."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -6,7 +6,8 @@ takes longer only for trees of more than KNEE nodes.
 """
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pace_traces import TOP_K, UNREAD, Trace
@@ -29,6 +30,8 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 WIDTHS = (1, 2, 4, TOP_K)
 NODES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, MAX_NODES)
 """Depths, widths and numbers of nodes of fixed trees."""
+Q_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Bounds of the bins of a reliability plot."""
 WARM_STEPS = 50
 """Steps after which a calibration is judged."""
 
@@ -58,7 +61,7 @@ class Text:
         return [(prob, UNREAD) for prob in self.usual]
 
 
-class Replay:
+class Growth:
     """A tree that grows from a position of a text. A node's token is its rank among its siblings."""
 
     def __init__(self, text: Text, position: int, calibration: ScoreCalibration | None) -> None:
@@ -97,50 +100,61 @@ class Replay:
 
 @dataclass(slots=True)
 class Outcome:
-    """Sums over the steps of a replay."""
+    """What decoding all texts took. Lists have a number for each text."""
 
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     steps: int = 0
-    seconds: float = 0.0
     drafts: int = 0
     nodes: int = 0
     errors: list[float] = field(default_factory=list)
     """Accepted draft tokens less expected ones, of steps that didn't end an answer."""
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(len(Q_BOUNDS) + 1)])
+    """Number, sum of q, and accepted ones of the verified nodes, by q."""
 
     @property
     def rate(self) -> float:
-        return self.tokens / self.seconds
+        return sum(self.tokens) / sum(self.seconds)
+
+    def judge(self, probs: Sequence[float], is_accepted: Sequence[bool]) -> None:
+        """Compare the probabilities of verified nodes with what was accepted."""
+        self.errors.append(sum(is_accepted) - sum(probs))
+        if len(self.errors) > WARM_STEPS:
+            for prob, accepted in zip(probs, is_accepted, strict=True):
+                cell = self.bins[bisect(Q_BOUNDS, prob)]
+                cell[:] = cell[0] + 1, cell[1] + prob, cell[2] + accepted
 
 
 def replay(texts: Sequence[Text], rule: GrowthRule, ratio: float, *, calibrated: bool) -> Outcome:
     """Decode all texts by a rule."""
     outcome, calibration = Outcome(), ScoreCalibration() if calibrated else None
     for text in texts:
-        position = 0
+        position, total_seconds = 0, 0.0
         while position < text.num_tokens:
             # 1. Draft.
-            growth, num_drafts = Replay(text, position, calibration), 0
+            growth, num_drafts = Growth(text, position, calibration), 0
             tree = growth.tree
             while growth.num_read < MAX_READS and (reads := rule.reads([tree]))[0]:
                 growth.read(reads[0])
                 rule.add_draft([tree], reads, 1.0)
                 num_drafts += 1
             # 2. Verify.
-            sent = rule.sends([tree])
-            verified = set(sent[0])
+            (sent,) = rule.sends([tree])
+            verified = set(sent)
             accepted = [node for node in growth.path if node in verified]
-            seconds = pass_seconds(ratio, len(verified))
+            seconds = pass_seconds(ratio, len(sent))
             # 3. Learn.
-            rule.add_step([tree], sent, [accepted], float(num_drafts), seconds)
+            rule.add_step([tree], [sent], [accepted], float(num_drafts), seconds)
             growth.learn(accepted)
-            outcome.tokens += min(1 + len(accepted), text.num_tokens - position)
-            outcome.steps += 1
-            outcome.seconds += num_drafts + seconds
-            outcome.drafts += num_drafts
-            outcome.nodes += len(verified)
             position += 1 + len(accepted)
+            total_seconds += num_drafts + seconds
+            outcome.steps += 1
+            outcome.drafts += num_drafts
+            outcome.nodes += len(sent)
             if position < text.num_tokens:
-                outcome.errors.append(len(accepted) - sum(tree.probs[node] for node in verified))
+                outcome.judge([tree.probs[node] for node in sent], [node in accepted for node in sent])
+        outcome.tokens.append(text.num_tokens)
+        outcome.seconds.append(total_seconds)
     return outcome
 
 
@@ -191,24 +205,22 @@ def true_ranks(text: Text, position: int, width: int) -> dict[int, list[int]]:
     return ranks
 
 
-def replay_fixed(texts: Sequence[Text]) -> dict[Fixed, tuple[int, int, int]]:
-    """Decode all texts with each fixed tree. Returns tokens, steps, and draft passes."""
-    outcomes = dict.fromkeys(fixed_settings(), (0, 0, 0))
+def replay_fixed(texts: Sequence[Text], tick: Callable[[int], object] = lambda tokens: None) -> dict[Fixed, list[int]]:
+    """Decode all texts with each fixed tree, and return the steps of each text."""
+    outcomes: dict[Fixed, list[int]] = {setting: [] for setting in fixed_settings()}
     for text in texts:
         ranks = {width: [true_ranks(text, position, width) for position in range(text.num_tokens)] for width in WIDTHS}
-        for setting in outcomes:
-            position = steps = 0
+        for setting, steps in outcomes.items():
+            position, of_width = 0, ranks[setting.width]
+            steps.append(0)
             while position < text.num_tokens:
-                of_length = ranks[setting.width][position][setting.length]
-                position += 1 + sum(rank < setting.nodes for rank in of_length)
-                steps += 1
-            before = outcomes[setting]
-            outcomes[setting] = before[0] + text.num_tokens, before[1] + steps, before[2] + steps * setting.length
+                position += 1 + sum(rank < setting.nodes for rank in of_width[position][setting.length])
+                steps[-1] += 1
+        tick(text.num_tokens)
     return outcomes
 
 
-def rate_of(setting: Fixed, outcome: tuple[int, int, int], ratio: float) -> float:
-    """Return the tokens per draft pass of time of a fixed tree."""
-    tokens, steps, drafts = outcome
-    nodes = min(setting.nodes, setting.length * setting.width)
-    return tokens / (drafts + steps * pass_seconds(ratio, nodes))
+def fixed_seconds(setting: Fixed, steps: Sequence[int], ratio: float) -> list[float]:
+    """Return the time of each text with a fixed tree."""
+    per_step = setting.length + pass_seconds(ratio, min(setting.nodes, setting.length * setting.width))
+    return [count * per_step for count in steps]

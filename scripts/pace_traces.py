@@ -62,7 +62,7 @@ class Trace:
     def load(cls, path: Path) -> "Trace":
         """Read a trace. Raises ValueError for a damaged file."""
         try:
-            with np.load(path) as file:
+            with path.open("rb") as opened, np.load(opened) as file:
                 return cls(num_tokens=int(file["num_tokens"]), **{name: file[name] for name in ("first", "probs", "contexts")})
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is damaged ({error}); delete it, and the same command makes it again") from error

@@ -137,7 +137,7 @@ def estimate_training(
         tokens_per_text=sum(len(example.example.input_ids) for example in examples) / len(examples),
         most_logits=sum(num_labels[-config.batch_size :]) * target.vocab_size,
         parameters=_num_parameters(drafter),
-        target_bytes=sum(each.numel() * each.element_size() for each in target.model.parameters()),
+        target_bytes=target.weight_bytes,
         seconds_per_step=seconds_per_step,
         checkpoint_seconds=copies * copy_seconds,
         validation_seconds=(measurements + 1) * answer_seconds,  # plain decoding answers the prompts once before

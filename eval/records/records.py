@@ -58,7 +58,7 @@ class Streaming:
     bytes_read: int
     """Bytes of weights read from the target's files."""
     read_seconds: float
-    """Seconds in which weights were read, copied and cast; most run beside the pass."""
+    """Seconds of these reads; most run beside the pass."""
     wait_seconds: float
     """Seconds in which passes waited for weights, drafting in them included."""
     drafts: int

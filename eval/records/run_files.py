@@ -210,7 +210,7 @@ class BudgetFacts:
     plan: str
     """What stays in memory and what is read in each pass, as the log says when the target loads."""
     read_gbs: float
-    """Gigabytes per second at which weights were read, copied and cast."""
+    """Gigabytes per second at which weights were read from files."""
     peak_bytes: int | None
     """Largest memory of the process so far, with Python, torch and the drafters (on CUDA: of the
     device); None if the system doesn't count it."""

@@ -93,7 +93,7 @@ def budget_note(row: Row) -> str:
         return ""
     peak = budget["peak_bytes"]
     memory = "" if peak is None else f" Peak memory, with Python, torch and the drafters: {peak / 2**30:.2f} GiB."
-    return f"Memory budget: {budget['plan']}. Weights were read, copied and cast at {budget['read_gbs']:.2f} GB/s.{memory}"
+    return f"Memory budget: {budget['plan']}. Weights were read at {budget['read_gbs']:.2f} GB/s.{memory}"
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:

@@ -11,7 +11,7 @@ beside a drafter's weights, in `calibration.json`.
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -95,6 +95,15 @@ class ScoreCalibration:
         hits, scores = self._cells[depth == 1][bisect(SCORE_BOUNDS, score)]
         prior = PRIOR_WEIGHT * score
         return min(score * (hits + prior) / (scores + prior), MAX_ESTIMATE) if prior > 0.0 else 0.0
+
+    def start_from(self, cells: Iterable["Cell"]) -> None:
+        """Start from counts that were saved, each at the middle of its bin of scores."""
+        bounds = (0.0, *BIN_BOUNDS, 1.0)
+        for cell in cells:
+            score = sum(bounds[min(cell.bin, NUM_BINS - 1) :][:2]) / 2
+            hits, total = _limited(cell.hits, cell.total)
+            counted = self._cells[cell.depth == 1][bisect(SCORE_BOUNDS, score)]
+            counted[:] = counted[0] + hits, counted[1] + total * score
 
     def add(self, depth: int, score: float, was_hit: bool) -> None:
         """Count a token after an accepted one: whether it was the next token of the text."""

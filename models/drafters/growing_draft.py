@@ -8,15 +8,15 @@ weights (`meanwhile`). After the step, the part below the accepted path and the 
 with its keys and values, which depend on tokens and positions alone (LLMCad, arXiv 2309.04255,
 section 3.4, keeps a branch that was right in the same way).
 
-A node's probability q is the product of calibrated probabilities on its path: `calibration` counts
-how often the target chose the model's tokens, for each text.
+A node's probability q is the product of calibrated probabilities on its path: see
+`ScoreCalibration`. What it has learned is kept here, as the rules' costs are, so one state may
+propose different trees. The tokens don't change.
 
 Trees of a batch have rows of different shapes, so a batch drafts anew at each step, by the same
 rule. The host reads the device once in each draft pass. Nothing here reads random numbers.
 """
 
 import time
-from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,12 +33,11 @@ from ..decoding.pacing import Seconds
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import NO_NODE, AcceptedPath
-from ..decoding.types import Counts as RowCounts
+from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
-from .calibration import BIN_BOUNDS, MAX_ESTIMATE, NO_COUNTS, SCORE_WEIGHT, Counts, Prior, source_key, teach
+from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
 from .ranking import largest
 from .small_models import DraftModelConfig
@@ -64,8 +63,6 @@ class Row:
     tree: GrowingTree = field(default_factory=GrowingTree)
     scores: list[float] = field(default_factory=list)
     """Each node's probability after its parent, as the draft model sees it."""
-    counts: Counts
-    """Calibration of the text up to the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +101,8 @@ class GrowingDraft:
 class GrowingSearch:
     """Search of a draft model for likely continuations, over many steps.
 
-    What the rules learn of costs is kept here, for all texts, by the size of the batch (up to twice
-    as large).
+    The calibration is one for all texts. So are the costs that the rules learn, by the size of the
+    batch (up to twice as large).
     """
 
     max_entries = MAX_ENTRIES
@@ -118,13 +115,13 @@ class GrowingSearch:
                 "target.cuda_graphs compile or record each shape first: set pace to fixed, or both of these to false"
             )
         self.reader, self.pace, self.max_nodes, self.clock = reader, config.pace, config.tree_nodes or GROWN_NODES, clock
-        self._prior_counts: Counts = {}
+        self.calibration = ScoreCalibration()
         self._rules: dict[int, GrowthRule] = {}
         self._pass_seconds = Seconds()
 
     def use_prior(self, prior: Prior) -> None:
-        """Start each text's calibration from these counts."""
-        self._prior_counts = prior.counts(["draft_model"])
+        """Start the calibration from these counts."""
+        self.calibration.start_from(prior.sources.get("draft_model", ()))
 
     def rule(self, batch: int) -> GrowthRule:
         """Return the rule of batches of about this size."""
@@ -138,7 +135,7 @@ class GrowingSearch:
 
     def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> GrowingState:
         """Return the state of texts whose last tokens aren't in the cache."""
-        rows = tuple(Row(tokens=(token,), counts=self._prior_counts) for token in last_tokens.tolist())
+        rows = tuple(Row(tokens=(token,)) for token in last_tokens.tolist())
         return GrowingState(text=text, rows=rows, has_tree=False)
 
     def propose(
@@ -219,11 +216,19 @@ class GrowingSearch:
     def _continued(self, state: GrowingState, last_tokens: Sequence[int]) -> GrowingDraft:
         """Return the trees below the last tokens: what is left of the last ones, or empty ones."""
         rows = [replace(row, tokens=(*row.tokens, token)) for row, token in zip(state.rows, last_tokens, strict=True)]
-        learned = [replace(row, counts=_taught(row)) for row in rows]
+        for row in rows:
+            self._learn(row)
         if state.has_tree:
-            return self._rerooted(self._writable(state), learned[0])
-        empty = [Row(tokens=row.tokens, counts=row.counts) for row in learned]
+            return self._rerooted(self._writable(state), rows[0])
+        empty = [Row(tokens=row.tokens) for row in rows]
         return GrowingDraft(text=state.text, rows=empty, is_rooted=False, order=[[] for _ in empty])
+
+    def _learn(self, row: Row) -> None:
+        """Learn from a row's tokens: what the tree expected after each of them, and what came."""
+        tree, tokens = row.tree, row.tokens[1:]
+        for depth, (above, token) in enumerate(zip([NO_NODE, *tree.follow(tokens)], tokens, strict=False), 1):
+            for child in tree.children(above):
+                self.calibration.add(depth, row.scores[child], tree.tokens[child] == token)
 
     def _rerooted(self, cache: TreeCache, row: Row) -> GrowingDraft:
         """Commit the tokens that were read, and keep the tree below the last token if it was read."""
@@ -234,14 +239,14 @@ class GrowingSearch:
             path = [row.tree.entries[node] for node in row.tree.follow(tokens)]
             path = list(takewhile(lambda entry: entry != UNREAD, path))
             _keep(cache, [0, *path], 1 + len(path))
-            rest = Row(tokens=row.tokens[1 + len(path) :], counts=row.counts)
+            rest = Row(tokens=row.tokens[1 + len(path) :])
             return GrowingDraft(text=cache.snapshot(), rows=[rest], is_rooted=False, order=[[]])
         # 2. Move the entries that stay behind the text.
         _keep(cache, [0, *rerooted.path, *rerooted.entries], 1 + len(rerooted.path))
         # 3. Estimate the nodes anew: they are less deep now, and there is more to learn from.
         tree, scores = rerooted.tree, [row.scores[node] for node in rerooted.nodes]
-        tree.reweigh([_estimate(row.counts, depth, score) for depth, score in zip(tree.depths, scores, strict=True)])
-        kept = Row(tokens=row.tokens[-1:], tree=tree, scores=scores, counts=row.counts)
+        tree.reweigh([*map(self.calibration.estimate, tree.depths, scores)])
+        kept = Row(tokens=row.tokens[-1:], tree=tree, scores=scores)
         return GrowingDraft(text=cache.snapshot(), rows=[kept], is_rooted=True, order=[_order(tree)])
 
     def _writable(self, state: GrowingState) -> TreeCache:
@@ -268,7 +273,7 @@ class GrowingSearch:
                 # At least one: a rule may wait for a node to have children.
                 count = max(1, sum(score >= LEAST_PROB for score in scores))
                 depth = 1 if node == NO_NODE else row.tree.depths[node] + 1
-                estimates = [_estimate(row.counts, depth, score) for score in scores[:count]]
+                estimates = [self.calibration.estimate(depth, score) for score in scores[:count]]
                 row.tree.add(node, map(int, token_values[:count]), estimates)
                 row.scores.extend(scores[:count])
         # 3. Learn what it took.
@@ -281,7 +286,7 @@ class GrowingSearch:
         cache, device = draft.text.writable(), self.reader.device
         tokens = pad_sequence([torch.tensor(row.tokens) for row in draft.rows], batch_first=True).to(device)
         logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
-        last = RowCounts.of([len(row.tokens) - 1 for row in draft.rows], device)
+        last = Counts.of([len(row.tokens) - 1 for row in draft.rows], device)
         cache.keep(None, last)
         draft.rows = [replace(row, tokens=row.tokens[-1:]) for row in draft.rows]
         draft.text, draft.is_rooted = cache.snapshot(), True
@@ -318,7 +323,7 @@ def _keep(cache: TreeCache, entries: list[int], count: int) -> None:
     """Move these entries of one row behind its text, and commit the first `count` of them."""
     device = cache.lengths.device.device
     in_place = entries == list(range(len(entries)))
-    cache.keep(None if in_place else torch.tensor([entries], device=device), RowCounts.of([count], device))
+    cache.keep(None if in_place else torch.tensor([entries], device=device), Counts.of([count], device))
 
 
 def _nodes(tree: GrowingTree, nodes: Sequence[int]) -> Nodes:
@@ -329,25 +334,6 @@ def _nodes(tree: GrowingTree, nodes: Sequence[int]) -> Nodes:
 def _order(tree: GrowingTree) -> list[int]:
     """Return the nodes that were read, by entry."""
     return sorted((node for node, entry in enumerate(tree.entries) if entry != UNREAD), key=tree.entries.__getitem__)
-
-
-def _estimate(counts: Counts, depth: int, score: float) -> float:
-    """Return the calibrated probability that a node of this depth and score is accepted."""
-    hits, total = counts.get(source_key(0, depth) + bisect(BIN_BOUNDS, score), NO_COUNTS)
-    return min((hits + SCORE_WEIGHT * score) / (total + SCORE_WEIGHT), MAX_ESTIMATE)
-
-
-def _taught(row: Row) -> Counts:
-    """Return the calibration after a row's tokens: what the tree expected after each, and what came."""
-    if not len(row.tree):
-        return row.counts
-    counts, tokens = dict(row.counts), row.tokens[1:]
-    path = row.tree.follow(tokens)
-    for depth, (above, token) in enumerate(zip([NO_NODE, *path], tokens, strict=False), 1):
-        for child in row.tree.children(above):
-            key = source_key(0, depth) + bisect(BIN_BOUNDS, row.scores[child])
-            teach(counts, (key,), row.tree.tokens[child] == token)
-    return counts
 
 
 def _path_scores(row: Row, nodes: Sequence[int]) -> tuple[list[int], list[int], list[float]]:

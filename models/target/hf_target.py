@@ -82,6 +82,13 @@ class HFTarget(FrozenModel):
         return " ".join([*names, *["streamed"] * (self.stream is not None)]) or "eager"
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of memory that the weights take: with a memory budget, those of its plan."""
+        if self.stream is not None:
+            return self.stream.plan.planned_bytes - self.stream.plan.cache_bytes
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 

@@ -76,7 +76,7 @@ class MemoryPlan:
         kept = sum(unit.stored_bytes for unit in self.units if unit.place is Place.KEPT)
         return {
             "embeddings and norms": self.ends_bytes,
-            "layers that stay": resident,
+            "layers and head that stay": resident,
             "layers kept as stored": 0 if self.keeps_on_host else kept,
             f"{NUM_SLOTS} slots for layers that are read": NUM_SLOTS * self.slot_bytes,
             "buffers of the reader": self.staging_bytes,

@@ -22,7 +22,7 @@ from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Place, Unit, plan_memory
-from .weight_files import PAGE, WINDOW_BYTES, StoredTensor, read_folder
+from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, read_folder
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
@@ -39,7 +39,7 @@ def stored_weights(config: TargetConfig) -> dict[str, StoredTensor]:
         # Needs the network, and only for names on the Hub.
         from huggingface_hub import snapshot_download
 
-        patterns = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+        patterns = ["model*.safetensors", INDEX_FILE]
         folder = Path(snapshot_download(config.name_or_path, revision=config.revision, allow_patterns=patterns))
     return read_folder(folder)
 

@@ -210,7 +210,7 @@ class WeightStream:
         # 2. Drop units that this pass doesn't compute, or that the last one didn't reach.
         self._count(passes=int(index <= self._last_index))
         self._last_index = index
-        num_passed = next((place for place, turn in enumerate(self._ahead) if turn.index == index), len(self._ahead))
+        num_passed = next((position for position, turn in enumerate(self._ahead) if turn.index == index), len(self._ahead))
         self._count(restarts=int(num_passed > 0))
         self._drop(num_passed)
         self._read_ahead(index)

@@ -8,6 +8,7 @@ from typing import Any
 from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
+from .pace import growth_rules
 from .scheduling import SCHEDULING
 from .suffix import suffix_index
 from .tables import Records, count, method_name, number, table, with_interval
@@ -386,6 +387,7 @@ STUDIES: dict[str, Callable[..., str]] = {
             target_change,
             checkpoints,
             kernels,
+            growth_rules,
         )
     },
 }

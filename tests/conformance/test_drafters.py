@@ -44,7 +44,9 @@ from ..host_reads import HostReads, ScalarReads
 # A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
+    "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
+    "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
     "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
@@ -63,6 +65,8 @@ MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"
 """The pace of each merge of a trained drafter and training-free ones."""
 PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
+GROWING = {"draft_confidence", "draft_expected"}
+"""Rows whose trees grow: they depend on earlier steps and on measured seconds."""
 VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
@@ -264,8 +268,8 @@ def test_rows_leave_the_batch_and_the_others_continue(either, target, plain):
 
 
 def test_a_row_in_a_batch_accepts_as_many_tokens_as_alone(drafter, name, target):
-    if MERGED.get(name) == "expected":
-        pytest.skip("these trees also depend on measured seconds")
+    if MERGED.get(name) == "expected" or name in GROWING:
+        pytest.skip("these trees also depend on measured seconds, or on the steps before")
 
     def drafted(rows: list[int]) -> list[list[int]]:
         return answer(target, drafter, [PROMPTS[row] for row in rows], generator=RowSeeds(rows)).num_accepted
@@ -286,7 +290,7 @@ def test_equal_seeds_sample_equal_tokens(drafter, name, target):
     rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
 
     def generator(seed: int) -> Any:
-        if MERGED.get(name) == "expected":
+        if MERGED.get(name) == "expected" or name in GROWING:
             return RowSeeds(range(seed, seed + len(PROMPTS)))
         return torch.Generator().manual_seed(seed)
 
@@ -327,17 +331,23 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
     """A training-free drafter reads the last token, and Token Recycling the target's choices.
 
     A merge reads the last token once for all parts, and the trained drafter's search. Its first
-    steps are trials, which ask all parts.
+    steps are trials, which ask all parts. A growing tree reads the last token, and each draft pass.
     """
+    num_passes: list[int] = []
+    if name in GROWING:
+        read = drafter.drafting._read
+        drafter.drafting._read = lambda draft, reads: num_passes.append(1) or read(draft, reads)
     num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": 3}.get(name, 4 if name in MERGED else 1)
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)
     num_steps = 0
     for _ in range(3):
+        num_passes.clear()
         with HostReads() as reads, ScalarReads() as scalars:
             next(steps)
-        assert [read for read in reads.names if read != "item"] == ["tolist"] * num_reads
+        num_more = 1 + len(num_passes) if name in GROWING else 0
+        assert [read for read in reads.names if read != "item"] == ["tolist"] * (num_reads + num_more)
         assert scalars.count == 0
         num_steps += 1
     assert num_steps == 3

@@ -31,7 +31,7 @@ def folder(tiny_tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(folder: Path, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(streamed_loading, "STAGING_BYTES", 0)
+    monkeypatch.setattr(streamed_loading, "staging_bytes", lambda *_: 0)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
     return [
         *("--target", str(folder), "--budget-tokens", str(TOKENS), "--max-new-tokens", "6"),
@@ -71,7 +71,7 @@ def test_a_certificate_is_of_the_streamed_target(command: list[str], tmp_path: P
     result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--memory-budget-gib", gib(0.6)])
     assert result.exit_code == 0, result.output
     assert "LOSSLESS" in result.output
-    assert json.loads((tmp_path / "out").read_text())["subject"]["form"] == "streamed"
+    assert json.loads((tmp_path / "out").read_text())["form"] == "streamed"
 
 
 def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -> None:

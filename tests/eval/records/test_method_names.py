@@ -131,3 +131,12 @@ def test_the_same_drafter_of_two_runs_has_one_name() -> None:
 def test_a_long_option_is_not_quoted() -> None:
     pair = [method(f"draft_model {name}", weights=name, architecture={"name": name * 40}) for name in ("a", "b")]
     assert shown(*pair) == ["Draft model (a), 4 beams of 5", "Draft model (b), 4 beams of 5"]
+
+
+def test_a_growing_tree_has_no_length_and_no_width() -> None:
+    options = {"length": 5, "top_k": 8, "tree_nodes": 256, "pace": "expected"}
+    assert setting_words("draft_model", options, {"pace": "expected"}) == "256 nodes, paced"
+    by_confidence = {**options, "pace": "confidence"}
+    assert setting_words("draft_model", by_confidence, {"pace": "confidence"}) == "256 nodes, paced by confidence"
+    fixed = {**options, "pace": "fixed"}
+    assert setting_words("draft_model", fixed, {"pace": "fixed"}) == "length 5, top-k 8, 256 nodes"

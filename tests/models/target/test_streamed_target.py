@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,9 +120,9 @@ def test_the_text_is_that_of_the_whole_target(load: Load, whole: HFTarget, num_l
         assert answers(target, TEXTS[:batch], sampled=sampled) == expected
     tree = chain_tree(torch.tensor([[10, 11, 12]]))
     with torch.inference_mode():
-        for each in (whole, target):
-            each.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
-        logits = [each.verify(torch.tensor([9]), tree).logits for each in (whole, target)]
+        for reader in (whole, target):
+            reader.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
+        logits = [reader.verify(torch.tensor([9]), tree).logits for reader in (whole, target)]
     assert torch.equal(*logits)
 
 
@@ -174,8 +175,8 @@ def test_hidden_states_and_layers_inputs_are_the_same(load: Load, whole: HFTarge
     target, text = load(), TEXTS[2][None]
     for _ in range(2):
         assert torch.equal(target.layer_inputs((1, 3), input_ids=text), whole.layer_inputs((1, 3), input_ids=text))
-        for found, expected in zip(target.hidden_states(text, (0, 5)), whole.hidden_states(text, (0, 5)), strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(target.hidden_states(text, (0, 5)), whole.hidden_states(text, (0, 5)), strict=True):
+            assert torch.equal(actual, expected)
     assert answers(target, TEXTS) == answers(whole, TEXTS)
 
 
@@ -228,6 +229,8 @@ def test_the_roofline_of_a_streamed_target_is_the_reading(load: Load, whole: HFT
     assert roofline.bandwidth_gbs == pytest.approx(target.stream.bytes_per_second / 1e9, rel=0.5)
     assert not measure_roofline(whole, 20.0).streamed
     assert measure_roofline(whole, 20.0).weight_bytes == weight_bytes(whole.model)
+    assert target.weight_bytes < whole.weight_bytes == sum(parameter.nbytes for parameter in whole.model.parameters())
+    assert not target.has_fixed_shapes  # nothing is compiled for each shape
 
 
 def test_drafting_runs_while_a_pass_waits_and_never_on_a_target_in_memory(load: Load, whole: HFTarget) -> None:
@@ -247,6 +250,31 @@ def test_drafting_runs_while_a_pass_waits_and_never_on_a_target_in_memory(load: 
     assert target.stream is not None
     assert target.stream.stats.drafts == len(calls)
     assert target.stream.meanwhile is None
+
+
+def test_another_models_pass_inside_a_wait_changes_nothing(
+    load: Load, whole: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model reads its tree in the middle of the target's pass, on the same thread."""
+    target, system_read, outputs = load(0), os.preadv, []
+    tree, last = chain_tree(torch.tensor([[10, 11, 12]])), torch.tensor([9])
+
+    def slow(descriptor: int, buffers: Any, offset: int) -> int:
+        time.sleep(0.005)
+        return system_read(descriptor, buffers, offset)
+
+    def draft(seconds: float) -> bool:
+        outputs.append(whole.verify(last, tree).logits)
+        return True
+
+    monkeypatch.setattr(weight_reader.os, "preadv", slow)
+    with torch.inference_mode():
+        for reader in (whole, target):
+            reader.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
+        actual = target.verify(last, tree, meanwhile=draft).logits
+        expected = whole.verify(last, tree).logits
+    assert len(outputs) >= NUM_LAYERS // 2
+    assert all(torch.equal(logits, expected) for logits in (actual, *outputs))
 
 
 # --- what is refused

@@ -34,10 +34,10 @@ def test_the_header_gives_the_bytes_of_every_tensor(tmp_path: Path) -> None:
     stored, content = read_header(tmp_path / "x.safetensors"), (tmp_path / "x.safetensors").read_bytes()
     assert stored.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        place = stored[name]
-        found = torch.frombuffer(bytearray(content[place.offset : place.end]), dtype=place.dtype).view(place.shape)
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor), name
+        entry_of = stored[name]
+        actual = torch.frombuffer(bytearray(content[entry_of.offset : entry_of.end]), dtype=entry_of.dtype).view(entry_of.shape)
+        assert actual.dtype == tensor.dtype
+        assert torch.equal(actual, tensor), name
 
 
 @pytest.mark.parametrize(

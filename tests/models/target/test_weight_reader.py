@@ -78,8 +78,8 @@ def test_weights_arrive_cast_as_whole_loads_cast_them(
     assert reader.files._direct == ({path} if is_direct else set())
     filled = empty_like(tensors, dtype)
     reader.load(Loading(weights_of(path, tensors), filled)).future.result(timeout=60)
-    for (name, tensor), found in zip(tensors.items(), filled, strict=True):
-        assert torch.equal(found, tensor.to(dtype or tensor.dtype)), name
+    for (name, tensor), actual in zip(tensors.items(), filled, strict=True):
+        assert torch.equal(actual, tensor.to(dtype or tensor.dtype)), name
     assert reader.bytes_read >= sum(tensor.nbytes for tensor in tensors.values())
     assert 0 < reader.bytes_per_second < float("inf")
     reader.close()
@@ -106,7 +106,7 @@ def test_kept_weights_are_copied_without_the_files(reader: WeightReader, path: P
     filled = empty_like(tensors, torch.float32)
     assert weights.num_bytes == 0
     reader.load(Loading(weights, filled)).future.result(timeout=60)
-    assert all(torch.equal(found, tensor.float()) for tensor, found in zip(tensors.values(), filled, strict=True))
+    assert all(torch.equal(actual, tensor.float()) for tensor, actual in zip(tensors.values(), filled, strict=True))
     assert reader.bytes_read == 0
 
 
