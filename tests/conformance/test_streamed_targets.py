@@ -5,6 +5,7 @@ bit.
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +26,7 @@ from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, Specu
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.memory_plan import Place
+from outrider.models.target.weight_reader import WeightFiles
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 
@@ -85,10 +87,17 @@ KINDS = {
 }
 """Draft models and EAGLE can't start with weights that aren't in memory."""
 MERGES = {"fixed": "suffix+recycling", "expected": "prompt_lookup+suffix+recycling"}
-ITSELF = {"itself": "", "itself and suffix": "+suffix"}
+ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
+    "itself": ("", {"tree_nodes": 8}),
+    "itself and suffix": ("+suffix", {"tree_nodes": 8}),
+    "itself growing by gain": ("", {"tree_nodes": 12, "pace": "expected"}),
+    "itself growing by confidence": ("", {"tree_nodes": 12, "pace": "confidence"}),
+}
 """The target in memory drafts for itself: nearly all of its tokens are accepted."""
 DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *KINDS]
 QUICK_DRAFTERS = ["recycling", "itself"]
+CLOCKED = {"expected", "itself growing by gain", "itself growing by confidence"}
+"""Their trees depend on measured seconds."""
 DRAWN = "draft_drawn"
 WITH_HEAD = {"blockwise", "medusa", "eagle", "eagle-static", "eagle3"}
 """Kinds that use the target's head outside passes."""
@@ -116,7 +125,8 @@ class Pair:
         if kind in MERGES:
             return load_drafter(MERGES[kind], target, pace=kind, tree_nodes=12)
         if kind in ITSELF:
-            return load_drafter(f"draft_model:{self.folder}{ITSELF[kind]}", target, tree_nodes=8)
+            suffix, options = ITSELF[kind]
+            return load_drafter(f"draft_model:{self.folder}{suffix}", target, **options)
         return build_drafter(parse_drafter({"kind": kind, **KINDS[kind]}), target).to(target.dtype).eval()
 
 
@@ -195,6 +205,25 @@ def test_a_streamed_target_decodes_the_text_of_the_target_in_memory(pair, archit
     assert stats.restarts == 0, "a pass broke off"
 
 
+@pytest.mark.parametrize("kind", ["itself growing by gain", "itself growing by confidence"])
+def test_drafting_while_a_pass_waits_changes_no_text(pair, kind, monkeypatch):
+    both, read = pair("qwen3", "bf16 kept"), WeightFiles.read
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.02)
+        read(*args)
+
+    monkeypatch.setattr(WeightFiles, "read", slowly)
+    before = stream_of(both.streamed).stats
+    drafter = both.drafter(kind, both.streamed)
+    expected, _ = answers(both.memory, NullDrafter(), PROMPTS[:1], "greedy")
+    actual, num_accepted = answers(both.streamed, drafter, PROMPTS[:1], "greedy")
+    stats = stream_of(both.streamed).stats - before
+    assert actual == expected
+    assert num_accepted > 0
+    assert stats.drafts > 0, "no draft pass ran during a wait"
+
+
 EVERY_PAIR = [
     pytest.param(architecture, placing, kind, marks=pytest.mark.slow)
     for architecture in ARCHITECTURES
@@ -203,7 +232,7 @@ EVERY_PAIR = [
     if architecture in LLAMA_LIKE or not kind.startswith("eagle")
     if not (architecture == "gpt2" and placing == "head streamed")  # its head is tied
     if not (architecture == "gemma3" and placing == "head streamed")
-    if not (placing == "bf16 passes" and kind == "expected")  # its trees depend on the clock
+    if not (placing == "bf16 passes" and kind in CLOCKED)
     if not (placing == "head streamed" and kind in WITH_HEAD)
 ]
 
