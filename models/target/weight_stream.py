@@ -29,8 +29,6 @@ from .weight_reader import Loading, Weights
 ALIGNMENT = 64
 """Parameters begin at multiples of this number of bytes in a slot, as torch allocates tensors: so
 kernels compute the same as with resident weights."""
-SHORTEST_DRAFT_SECONDS = 1e-4
-"""A call of `meanwhile` that was quicker had nothing that fits. This wait makes no further call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class StreamStats:
     wait_seconds: float = 0.0
     """Seconds in which passes waited for weights, those of `meanwhile` included."""
     drafts: int = 0
-    """Calls of `meanwhile`."""
+    """Calls of `meanwhile` that did something."""
     draft_seconds: float = 0.0
     """Seconds in `meanwhile`."""
     late_drafts: int = 0
@@ -235,12 +233,10 @@ class WeightStream:
         while self.meanwhile is not None and not loading.future.done():
             seconds_left, start = self.seconds_left(), self._clock()
             if not self.meanwhile(seconds_left):
-                self.meanwhile = None
+                break
             spent = self._clock() - start
             late = max(0.0, spent - seconds_left) if loading.future.done() else 0.0
             self._count(drafts=1, draft_seconds=spent, late_drafts=int(late > 0), late_seconds=late)
-            if spent < SHORTEST_DRAFT_SECONDS:
-                break
         try:
             loading.future.result()
         finally:
