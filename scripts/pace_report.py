@@ -106,8 +106,8 @@ def table(rows: Sequence[StudyRow]) -> str:
 
 def plot(rows: Sequence[StudyRow], path: Path) -> None:
     """Draw the speeds over the best fixed tree, and how often nodes of a probability are accepted."""
-    with drawing(path, 9.6, 3.8) as figure:
-        left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    with drawing(path, 10.4, 3.8) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
         styles = dict(zip(sorted({row["gamma"] for row in rows if "gamma" in row}), ("--", "-", ":"), strict=False))
         for method, color in COLORS.items():
             for gamma, style in styles.items():
@@ -118,10 +118,13 @@ def plot(rows: Sequence[StudyRow], path: Path) -> None:
                 if method != CONFIDENCE:
                     right.plot(*reliability(cells), **options)
         left.axhline(1.0, **PARITY_LINE)
+        ratios = sorted({row["ratio"] for row in rows})
         left.set_xscale("log")
+        left.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
+        left.minorticks_off()
         left.set_xlabel("time of a target's pass, in draft passes")
         left.set_title("Speed over the best fixed tree", loc="left")
-        left.legend(frameon=False, fontsize=6)
+        left.legend(frameon=False, fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         right.plot([0, 1], [0, 1], **PARITY_LINE)
         right.set_xlabel("expected probability of a verified node")
         right.set_title("Share that was accepted", loc="left")
