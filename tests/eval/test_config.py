@@ -4,7 +4,7 @@ import json
 
 import pytest
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from outrider.eval.config import EvalConfig, SuiteConfig, suite_of
 
@@ -68,3 +68,12 @@ def test_a_file_of_prompts_is_a_suite_that_is_named_after_it() -> None:
         EvalConfig(suites=["a/mine.jsonl", "b/mine.jsonl"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="would be named stdlib"):
         suite_of("stdlib.jsonl")
+
+
+def test_a_baseline_is_a_drafter_that_needs_no_training() -> None:
+    config = EvalConfig(suites=["stdlib"], baselines=["suffix", "draft_model:user/small"])
+    assert config.baselines == ["suffix", "draft_model:user/small"]
+    with pytest.raises(ValidationError, match=r"must be one of .*or draft_model:MODEL; did you mean suffix"):
+        EvalConfig(suites=["stdlib"], baselines=["sufix"])
+    with pytest.raises(ValidationError, match="must be one of"):
+        EvalConfig(suites=["stdlib"], merge=["draft_model:user/small"])
