@@ -322,9 +322,9 @@ def _greedy(
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
     """Return the rows of sampled batches: a power of two for which a memory budget has room."""
     size = SAMPLED_BATCH_SIZE
-    if target.stream is not None:
+    if target.budget_tokens is not None:
         tokens = max(prompt.shape[1] for prompt in prompts) + SAMPLED_TOKENS + 1 + drafter.max_nodes
-        while size > 1 and size * tokens > target.stream.plan.budget_tokens:
+        while size > 1 and size * tokens > target.budget_tokens:
             size //= 2
     return size
 

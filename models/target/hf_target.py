@@ -48,10 +48,13 @@ class HFTarget(FrozenModel):
         fast_linears: bool = False,
         recorder: Recorder | None = None,
         stream: "WeightStream | None" = None,
+        budget_tokens: int | None = None,
     ) -> None:
         super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
         self.stream = stream
         """Source of the weights that don't stay in memory (`memory_budget_gib`); None if all do."""
+        self.budget_tokens = budget_tokens
+        """Tokens whose keys and values a memory budget has room for; None without a budget."""
         self.fast_linears = fast_linears and not (compiled or tensor_parallel)
         self.linears = ""
         """How linear layers are computed; empty if all are computed as transformers does."""
@@ -148,10 +151,10 @@ class HFTarget(FrozenModel):
 
     def _require_room(self, batch: int, capacity: int) -> None:
         """Raise ValueError if a memory budget has no room for a batch's keys and values."""
-        if self.stream is not None and batch * capacity > (most := self.stream.plan.budget_tokens):
+        if self.budget_tokens is not None and batch * capacity > self.budget_tokens:
             raise ValueError(
                 f"{batch} rows of {capacity} tokens (prompt, answer and draft tree) are {batch * capacity} tokens, and "
-                f"target.budget_tokens is {most}; raise it, or make batches or answers smaller"
+                f"target.budget_tokens is {self.budget_tokens}; raise it, or make batches or answers smaller"
             )
 
     def _require_readable(self, prompts: Prompts) -> None:

@@ -96,6 +96,7 @@ def load_target(
         # Packed copies of all weights would be outside the budget. A stream leaves the model out.
         fast_linears=config.fast_linears and (config.memory_budget_gib is None or stream is not None),
         stream=stream,
+        budget_tokens=None if config.memory_budget_gib is None else config.budget_tokens,
     )
     if tokenizer is not None:
         _check_stop_tokens(target)

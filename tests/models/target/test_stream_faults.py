@@ -206,6 +206,15 @@ def test_any_budget_gives_the_same_logits_and_reads_what_it_plans(saved, expecte
     assert num_streamed == 4
 
 
+def test_a_budget_for_all_weights_bounds_the_keys_and_values_too(saved):
+    config = TargetConfig(name_or_path=str(saved), dtype="float32", memory_budget_gib=1.0, budget_tokens=20)
+    target = load_target(config, CPU, needs_tokenizer=False)
+    assert target.stream is None
+    assert len(answer(target)) == 6
+    with pytest.raises(ValueError, match="target.budget_tokens is 20"):
+        next(generate(target, NullDrafter(), GreedyAcceptance(), [TEXT[0]], max_new_tokens=12))
+
+
 def test_no_budget_costs_nothing(folder):
     """No hook is registered, no thread started and no file left open."""
     threads = set(reader_threads())
