@@ -13,6 +13,7 @@ beside a drafter's weights, in `calibration.json`.
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -108,13 +109,16 @@ class ScoreCalibration:
         return min(score * (hits + prior) / (scores + prior), MAX_ESTIMATE) if prior > 0.0 else 0.0
 
     def start_from(self, cells: Iterable["Cell"]) -> None:
-        """Start from counts that were saved, each at the middle of its bin of scores."""
-        bounds = (0.0, *BIN_BOUNDS, 1.0)
+        """Start from counts that were saved, spread over the bins of scores that theirs covers."""
+        bounds, fine = (0.0, *BIN_BOUNDS, 1.0), (0.0, *SCORE_BOUNDS, 1.0)
+        middles = [sum(pair) / 2 for pair in pairwise(fine)]
         for cell in cells:
-            score = sum(bounds[min(cell.bin, NUM_BINS - 1) :][:2]) / 2
+            low, high = bounds[min(cell.bin, NUM_BINS - 1) :][:2]
+            covered = [score for score in middles if low <= score < high] or [(low + high) / 2]
             hits, total = _limited(cell.hits, cell.total)
-            counted = self._cells[cell.depth == 1][bisect(SCORE_BOUNDS, score)]
-            counted[:] = counted[0] + hits, counted[1] + total * score
+            for score in covered:
+                counted = self._cells[cell.depth == 1][bisect(SCORE_BOUNDS, score)]
+                counted[:] = counted[0] + hits * score / sum(covered), counted[1] + total * score / len(covered)
 
     def add(self, depth: int, score: float, was_hit: bool) -> None:
         """Count a token after an accepted one: whether it was the next token of the text."""
