@@ -22,7 +22,10 @@ SuiteNames = Annotated[
     list[str],
     typer.Option(help="Prompts: mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or FILE.jsonl. Repeatable."),
 ]
-Settings = Annotated[list[str] | None, typer.Option(help="Options of each drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(help="Options of each drafter: '{depth: 5, top_k: 8}', '{pace: expected}'. Repeat to compare."),
+]
 Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of memory, for the roofline. Default: measured.")]
 Acceptance = Annotated[str, typer.Option(help="exact is lossless; typical is faster above temperature 0, but not lossless.")]
 

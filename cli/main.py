@@ -20,7 +20,17 @@ from .tune import tune_command
 
 
 class Commands(TyperGroup):
-    """Command group with our message after Ctrl-C. click would only print "Aborted"."""
+    """Command group with our message after Ctrl-C, where click would only print "Aborted".
+
+    The help of its commands is plain: rich's tables cut long names of options at 80 columns.
+    """
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command with plain help."""
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_markup_mode = None
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""

@@ -94,7 +94,7 @@ BASELINE = "nothing"
 DRAFTER = "outputs/offload_demo/drafter"
 RATIO = 37
 """Draft passes that a streamed pass costs, beside the grown drafter (LLMCad, table 1)."""
-ALLOWANCE_BYTES = 96 << 20
+ALLOWANCE_BYTES = 80 << 20
 """Memory of a worker beside its baseline, its drafter, the budget and activations: page tables, Python.
 
 The peers use what is left of it as page cache, so more of it would spare them reads."""
@@ -126,9 +126,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=Path(DRAFTER), help="folder of a draft_model of the target")
     parser.add_argument("--small", type=Path, help="another draft_model, such as compare_demo's")
     parser.add_argument("--free", nargs="*", default=["suffix", "recycling"], help="drafters without training to merge")
-    parser.add_argument("--size", default="200M", help="parameters of the grown target")
+    parser.add_argument("--size", default="1B", help="parameters of the grown target")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of the computation; weights have 16 bits")
-    parser.add_argument("--rate", default="200M", help="bytes per second of the slowed disk")
+    parser.add_argument("--rate", default="600M", help="bytes per second of the slowed disk")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--plain-tokens", type=int, default=6, help="tokens of methods without a drafter")
@@ -347,8 +347,12 @@ def worker_options(
 
 
 def drafter_bytes(method: Method, folders: dict[str, Path], dtype: str) -> int:
-    """Return the bytes of a method's drafter; 0 without one."""
-    return drafter_source(folders[method.drafter]).size.parameters * DTYPES[dtype].itemsize if method.drafts else 0
+    """Return the bytes that loading a method's drafter takes; 0 without one.
+
+    Ours are built in 32 bits, and then cast.
+    """
+    itemsize = DTYPES[dtype if method.is_peer else "float32"].itemsize
+    return drafter_source(folders[method.drafter]).size.parameters * itemsize if method.drafts else 0
 
 
 def write_results(cells: Sequence[Cell], size: Size, allowance: int, doubts: Sequence[str], args: argparse.Namespace) -> None:

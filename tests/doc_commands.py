@@ -158,7 +158,7 @@ def prepare_files(arguments: Sequence[str]) -> None:
 
     The files have only what composing reads.
     """
-    from .doc_files import write_drafter_config, write_recipe
+    from .doc_files import write_drafter_config, write_recipe, write_target_folder
 
     for argument in arguments:
         name, _, value = argument.partition("=")
@@ -167,3 +167,5 @@ def prepare_files(arguments: Sequence[str]) -> None:
             write_recipe(Path(path))
         if name in ("distill.drafter", "drafter.start_from"):
             write_drafter_config(Path(value))
+        if name == "target" and (REPOSITORY / "conf" / "target" / f"{value}.yaml").exists():
+            write_target_folder(REPOSITORY / "conf" / "target" / f"{value}.yaml")

@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from outrider.cli.config import DEMO_TARGET
 from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
@@ -25,6 +27,14 @@ def write_drafter_config(folder: Path) -> None:
     """Write what composing a recipe reads of a trained ReDrafter."""
     saved = DrafterFile(format_version=1, kind="redrafter", drafter=asdict(RedrafterConfig()), target=IDENTITY)
     write_json(folder / "config.json", asdict(saved))
+
+
+def write_target_folder(target: Path) -> None:
+    """Link the folder of outputs that a target's configuration names to the demo's target."""
+    folder = Path(yaml.safe_load(target.read_text())["name_or_path"])
+    if folder.parts[0] == "outputs" and not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(DEMO_TARGET)
 
 
 def write_demo_drafter(folder: Path) -> None:

@@ -74,8 +74,10 @@ class Bench:
     def measure(self, suites: Sequence[PromptSet]) -> None:
         """Measure all answers that the records lack, except those that don't fit into memory.
 
-        A KeyboardInterrupt is raised again, with the number of answers that are kept.
+        A KeyboardInterrupt is raised again, with the number of answers that are kept. Raises
+        ValueError, before any work, if texts don't fit into a memory budget.
         """
+        self._require_budget(suites)
         passes = plan_passes(suites, self.config)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, one_pass.batch_size])
@@ -94,21 +96,40 @@ class Bench:
         warm_length = 0  # texts up to this length need no further warm-up
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for job in self._jobs(passes, progress):
+                if not all(key in self.file.records for key in job.keys):
+                    warm_length = self._measure_job(suites, job, warm_length, progress)
                 progress.update(len(job.batch.turns))
-                if all(key in self.file.records for key in job.keys):
-                    continue
-                # 1. Warm up, when this batch's texts are longer than all before.
-                length = max(map(len, job.batch.input_ids)) + self.config.max_new_tokens
-                if length > warm_length:
-                    warm_length = self._prepare(suites, job.batch.turns[0].suite, length, job.profiled)
-                    if not self._fits(job):
-                        continue
-                # 2. Measure the batch, and write its records together.
-                if (records := self._within_memory(job, partial(self._records, job))) is None:
-                    warm_length = 0  # all caches were released
-                else:
-                    self.file.append(*records)
             progress.total = progress.n  # the remaining answers were too long, or ran out of memory
+
+    def _measure_job(self, suites: Sequence[PromptSet], job: Job, warm_length: int, progress: "tqdm[Any]") -> int:
+        """Measure a batch and write its records; return up to which length texts need no warm-up."""
+        # 1. Warm up, when this batch's texts are longer than all before.
+        length = max(map(len, job.batch.input_ids)) + self.config.max_new_tokens
+        if length > warm_length:
+            progress.set_description("eval, warm-up")
+            warm_length = self._prepare(suites, job.batch.turns[0].suite, length, job.profiled)
+            progress.set_description("eval")
+            if not self._fits(job):
+                return warm_length
+        # 2. Measure the batch, and write its records together.
+        if (records := self._within_memory(job, partial(self._records, job))) is None:
+            return 0  # all caches were released
+        self.file.append(*records)
+        return warm_length
+
+    def _require_budget(self, suites: Sequence[PromptSet]) -> None:
+        """Raise ValueError if the longest texts don't fit into the tokens of a memory budget."""
+        if (budget := self.target.budget_tokens) is None:
+            return
+        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
+        longest = text_lengths(suites, self.tokenizer, **limits).longest
+        for (_, size), methods in self.methods.items():
+            for method in methods:
+                if (needed := size * (longest + 1 + method.drafter.max_nodes)) > budget:
+                    raise ValueError(
+                        f"{method.name} at batch size {size} needs room for {needed:,} tokens (prompts, answers and draft "
+                        f"trees), and target.budget_tokens is {budget:,}; raise it, or make batches, answers or trees smaller"
+                    )
 
     def _jobs(self, passes: Sequence[SuitePass], progress: "tqdm[Any]") -> Iterator[Job]:
         """Yield all jobs: timed ones, then repetitions of those that were disturbed, then profiles."""

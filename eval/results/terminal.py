@@ -93,6 +93,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"NOT LOSSLESS, so without a speedup: {_names(wrong)}.")
     if unproven:
         notes.append(f"NOT PROVEN to be lossless, so without a speedup: {_names(unproven)}.")
+    if rows[0].get("budget"):
+        notes.append(budget_note(rows[0]))
     notes += _timing_notes(measured)
     # 2. What is absent or misleading.
     if num_skipped := sum(row["num_skipped"] for members in by_group(measured).values() for row in members[:1]):
@@ -109,8 +111,6 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if any(map(depends_on_clock, measured)):
         notes.append("pace: expected lets tokens per step vary from run to run, not the answers.")
     # 3. How to read the table.
-    if rows[0].get("budget"):
-        notes.append(budget_note(rows[0]))
     notes += [_group_note(members) for members in by_group(measured).values()]
     notes += [f"Sources of {_names([row])}: {shares_text(row)}." for row in merged_rows(measured)]
     return notes

@@ -153,8 +153,8 @@ class HFTarget(FrozenModel):
         """Raise ValueError if a memory budget has no room for a batch's keys and values."""
         if self.budget_tokens is not None and batch * capacity > self.budget_tokens:
             raise ValueError(
-                f"{batch} rows of {capacity} tokens (prompt, answer and draft tree) are {batch * capacity} tokens, and "
-                f"target.budget_tokens is {self.budget_tokens}; raise it, or make batches or answers smaller"
+                f"a batch needs room for {batch * capacity:,} tokens ({batch} x {capacity:,} of prompt, answer and tree), and "
+                f"target.budget_tokens is {self.budget_tokens:,}; raise it, or make batches or answers smaller"
             )
 
     def _require_readable(self, prompts: Prompts) -> None:

@@ -102,7 +102,8 @@ class MemoryPlan:
         reading = f"{_gib(self.streamed_bytes)} GiB a pass" if self.streamed_bytes else "a pass reads no file"
         if self.streamed_bytes and bytes_per_second:
             seconds = self.streamed_bytes / bytes_per_second
-            reading += f", {seconds:.2g} s at the {bytes_per_second / 1e9:.2g} GB/s measured"
+            duration = f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
+            reading += f", {duration} s at the {bytes_per_second / 1e9:.2g} GB/s measured"
         total = f"{_gib(self.planned_bytes)} of {_gib(self.budget_bytes)} GiB"
         return f"{sum(counts.values())} layers: {places}{head} ({reading}); {total}"
 

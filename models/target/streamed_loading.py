@@ -2,13 +2,14 @@
 
 transformers builds the model and decides which tensor of the files belongs to which parameter. It
 gets stand-ins instead of the tensors: each has the right shape and type, and takes one element of
-memory. The stand-in that a parameter has received names its tensor. So no file is read before the
-plan is made, and then only by the weight reader, past the page cache.
+memory. The stand-in that a parameter has received names its tensor. So no weights are loaded before
+the plan is made, and then only by the weight reader, past the page cache. The digest that identifies
+the target reads all files once more (`identity`).
 """
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Place, Unit, plan_memory
-from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, read_folder
-from .weight_reader import Loading, WeightFiles, WeightReader, Weights, staging_bytes
+from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, read_folder, read_header
+from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,9 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     )
     _warn_of_experts(model)
     # 2. Load what stays.
-    reader = WeightReader(WeightFiles({source.path for source in sources.values()}), device, window_bytes)
+    files = WeightFiles({source.path for source in sources.values()})
+    require_same_headers(sources.values())
+    reader = WeightReader(files, device, window_bytes)
     loader = _Loader(reader, sources, device, window_bytes)
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)
@@ -160,6 +163,16 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     stream.wait_until_ahead()
     logger.info("%s: %s", config.name_or_path, plan.describe(stream.bytes_per_second))
     return stream
+
+
+def require_same_headers(stored: Iterable[StoredTensor]) -> None:
+    """Raise ValueError if a file's header changed since it was read, for example while it downloads."""
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for tensor in stored:
+        if tensor.path not in headers:
+            headers[tensor.path] = read_header(tensor.path)
+        if headers[tensor.path].get(tensor.name) != tensor:
+            raise changed(tensor.path, f"{tensor.name} is no longer where it was")
 
 
 @dataclass(frozen=True, slots=True)

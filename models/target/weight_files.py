@@ -119,7 +119,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if len(prefix) < 8:
+            raise _damaged(path, f"it has only {size} bytes")
+        (length,) = struct.unpack("<Q", prefix)
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise _damaged(path, f"its header would be {length} bytes long, and the file has {size}")
         try:
@@ -146,7 +148,9 @@ def _stored(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
     shape = tuple(int(size) for size in entry["shape"])
     if first < 0 or min(shape, default=0) < 0:
         raise ValueError(f"negative sizes of {name}")
-    return StoredTensor(path, name, data + first, end - first, DTYPES[entry["dtype"]], shape)
+    if (dtype := DTYPES.get(entry["dtype"])) is None:
+        raise ValueError(f"{name} has the type {entry['dtype']!r}; types that can be read are {', '.join(DTYPES)}")
+    return StoredTensor(path, name, data + first, end - first, dtype, shape)
 
 
 def _damaged(path: Path, why: str) -> ValueError:

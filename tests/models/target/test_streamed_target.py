@@ -282,7 +282,7 @@ def test_another_models_pass_inside_a_wait_changes_nothing(
 
 def test_a_batch_above_the_budgeted_tokens_is_refused_at_prefill(load: Load) -> None:
     target = load()
-    with pytest.raises(ValueError, match=r"4 rows of 112 tokens .* are 448 tokens, and target.budget_tokens is 256"):
+    with pytest.raises(ValueError, match=r"448 tokens \(4 x 112 .*, and target.budget_tokens is 256"):
         answers(target, TEXTS, num_new=100)
     assert target.stream is not None
     assert target.stream.stats.passes == 0  # before the probe

@@ -47,7 +47,7 @@ def test_the_header_gives_the_bytes_of_every_tensor(tmp_path: Path) -> None:
         (b"{nonsense", b"", None, "its header is damaged"),
         (b"[1, 2]", b"", None, "its header is damaged"),
         ({"a": {"dtype": "F32"}}, b"", None, "its header is damaged"),
-        ({"a": entry(0, 8, [2], "F99")}, b"x" * 8, None, "its header is damaged"),
+        ({"a": entry(0, 8, [2], "F99")}, b"x" * 8, None, "a has the type 'F99'; types that can be read"),
         ({"a": entry(-8, 8, [4])}, b"x" * 8, None, "negative sizes of a"),
         ({"a": entry(0, 8, [2])}, b"x" * 7, None, "a ends at byte"),
         ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, None, "b overlaps"),
