@@ -50,10 +50,10 @@ class Speculation(Protocol):
 class PaperSpeculation:
     """PipeInfer's rule: chains of likely tokens, cut off by a threshold.
 
-    See arXiv 2407.11798, section IV-B. A run takes the next `micro_batch` tokens of the likeliest chain, and ends before a token that
-    the drafter gives less than the cutoff. The cutoff rises by `recovery` with each run since the last
-    acceptance, and falls by `decay` with each attempt in vain. The default numbers are those of the
-    authors' code, which has no bound of `max_runs`.
+    See arXiv 2407.11798, section IV-B. A run takes the next `micro_batch` tokens of the likeliest
+    chain, and ends before a token that the drafter gives less than the cutoff. The cutoff rises by
+    `recovery` with each run since the last acceptance, and falls by `decay` with each attempt in
+    vain. The default numbers are those of the authors' code.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class ExpectedSpeculation:
     seconds of waiting on average, before the next root. F and I are running medians of the gaps
     between answers, and 1 / (1 - a) is the mean number of tokens from root to root.
 
-    Unlikely nodes cost little, as cancellations are fast, and they come last: those below
-    `least_prob` aren't sent.
+    Nodes below `least_prob` aren't sent. Unlikely nodes cost little: they come last, and
+    cancellations stop them early.
     """
 
     def __init__(
