@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,10 @@ from ...models.decoding.types import Step
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
 from ...models.target.weight_stream import StreamStats, WeightStream
-from ..records.records import Streaming, TreeTokens
+from ..records.records import Runs, Streaming, TreeTokens
+
+Loop = Callable[..., Iterator[Step]]
+"""A decode loop, with the parameters of `generate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,8 @@ class Generation:
     """Processor seconds of all threads of the process, over prefill and decoding."""
     streaming: Streaming | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
+    runs: Runs | None = None
+    """Counts of the target's passes; None for a target without stages."""
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -105,21 +110,23 @@ def time_generation(
     stop_ids: Collection[int],
     seeds: Sequence[int],
     timed: bool = False,
+    loop: Loop = generate,
 ) -> Generation:
     """Decode a batch of prompts and measure its wall time and its processor time.
 
     `seeds` has one seed for each row; random decisions of the rule depend on it. `timed` also times
-    the phases, which slows an accelerator down.
+    the phases, which slows an accelerator down. `loop` decodes.
     """
     # 1. Start the clocks when the device has finished earlier work.
     device = prompts[0].device
     source: WeightStream | None = getattr(target, "stream", None)
     before = None if source is None else source.stats
+    runs_before: RunCounts | None = getattr(target, "run_counts", None)
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
-    stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
+    stream = loop(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # the host has read its tokens, so an accelerator has finished
     first_token = time.perf_counter()
     # 3. Decode.
@@ -132,6 +139,7 @@ def time_generation(
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
         streaming=None if source is None or before is None else _streaming(source.stats - before),
+        runs=None if runs_before is None else Runs(**asdict(getattr(target, "run_counts") - runs_before)),
     )
 
 
