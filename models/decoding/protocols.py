@@ -30,7 +30,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from jaxtyping import Int
 
+from .growing_tree import GrowingTree
 from .prompts import Prompts
+from .runs import Answer, Run
 from .sampling import Randomness
 from .tree import DraftTree
 from .types import Acceptance, AcceptedPath, TargetOutput
@@ -97,6 +99,38 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class AsyncTarget(Target, Protocol):
+    """A target that reads several runs at the same time, for one prompt.
+
+    `verify` of such a target submits one run and waits for its answer. `prefill` begins a new text:
+    it drops all answers to earlier runs.
+    """
+
+    @property
+    def max_runs(self) -> int:
+        """How many runs may usefully be under way: one more than there are stages."""
+
+    def submit(self, run: Run) -> None:
+        """Begin a run. Never waits."""
+
+    def has_answer(self) -> bool:
+        """Return whether `receive` would return at once."""
+
+    def receive(self) -> Answer:
+        """Return the answer to the oldest unanswered run; waits for it.
+
+        Every run is answered, in the order of `submit`, also if it was cancelled. Raises an error
+        if a stage was lost; its message has the stage's layers.
+        """
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Ask the stages to skip these runs, none of whose entries later runs need.
+
+        A cancellation may come too late, more than once or never: this changes no other answer.
+        """
+
+
+@runtime_checkable
 class Drafter(Protocol[State, Drafted]):
     """Proposer of draft trees. Its states are values: see the module's docstring."""
 
@@ -131,6 +165,37 @@ class Drafter(Protocol[State, Drafted]):
         """Return the state of these rows of the batch only.
 
         `rows` ascend. The last row may be repeated, to fill the batch up.
+        """
+
+
+@runtime_checkable
+class StreamingDrafter(Protocol[State]):
+    """A drafter whose tree grows while the target reads parts of it, for one prompt.
+
+    A state is not a value here: it has one owner, and calls may change it in place.
+    """
+
+    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> State:
+        """Return the state after a prompt and the first token of its answer."""
+
+    def tree(self, state: State) -> GrowingTree:
+        """Return the tree below the last committed token.
+
+        Its probabilities are calibrated; its entries are the drafter's. The next call of `grow` or
+        `follow` may change it.
+        """
+
+    def grow(self, state: State) -> bool:
+        """Run one draft pass, of a few milliseconds at most.
+
+        Returns False if there is nothing more to draft until the next `follow`.
+        """
+
+    def follow(self, state: State, tokens: Sequence[int], output: TargetOutput) -> State:
+        """Return the state after the target has committed these tokens.
+
+        They are the accepted draft tokens, then the new last token. `output` is the target's for
+        the old last token and for the accepted draft tokens, [1, 1 + accepted, ...].
         """
 
 
