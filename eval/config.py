@@ -147,8 +147,8 @@ class EvalConfig:
             )
         if self.acceptance == "typical":
             problems.append(
-                f"decode is {self.decode}, where drafts depend on the clock, and acceptance is typical, where answers depend on "
-                f"drafts; set acceptance=exact, {remedy}"
+                f"decode is {self.decode}, where drafts depend on the clock, and acceptance is typical, where answers depend "
+                f"on drafts; set acceptance=exact, {remedy}"
             )
         return problems
 
@@ -158,17 +158,20 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None) -> li
     if stage_layers is None:
         if config.decode == SYNCHRONOUS:
             return []
-        return [
-            f"eval.decode is {config.decode}, which needs a target in stages, and target.stage_layers is not set; set it to the "
-            f"layers of each stage, such as [4, 4], or eval.decode={SYNCHRONOUS}"
-        ]
-    problems, stages = [], f"target.stage_layers is {list(stage_layers)}"
+        problem = (
+            f"decode is {config.decode}, which needs a target in stages, and stage_layers is not set; give the layers of each "
+            f"stage (target.stage_layers=[4,4], or --stage-layers 4,4), or decode={SYNCHRONOUS}"
+        )
+        return [problem]
+    problems, stages = [], f"stage_layers is {list(stage_layers)}"
     if config.batch_sizes != [1]:
-        problems.append(f"{stages}, and eval.batch_sizes is {config.batch_sizes}: stages decode one prompt; set it to [1]")
+        problems.append(
+            f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes to [1]"
+        )
     if config.memory_bandwidth_gbs is not None:
         problems.append(
-            f"{stages}, and eval.memory_bandwidth_gbs is {config.memory_bandwidth_gbs:g}: a target in stages has no roofline; "
-            "leave eval.memory_bandwidth_gbs out"
+            f"{stages}, and memory_bandwidth_gbs is {config.memory_bandwidth_gbs:g}: a target in stages has no roofline; leave "
+            "the bandwidth out"
         )
     return problems
 

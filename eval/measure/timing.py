@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
+from ...models.decoding.runs import RunCounts
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
@@ -121,7 +122,7 @@ def time_generation(
     device = prompts[0].device
     source: WeightStream | None = getattr(target, "stream", None)
     before = None if source is None else source.stats
-    runs_before: RunCounts | None = getattr(target, "run_counts", None)
+    runs_before = _run_counts(target)
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
@@ -139,8 +140,14 @@ def time_generation(
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
         streaming=None if source is None or before is None else _streaming(source.stats - before),
-        runs=None if runs_before is None else Runs(**asdict(getattr(target, "run_counts") - runs_before)),
+        runs=None if runs_before is None else Runs(**asdict(_run_counts(target) - runs_before)),
     )
+
+
+def _run_counts(target: Target) -> RunCounts | None:
+    """Return the counts of a target in stages so far; None for other targets."""
+    counts: RunCounts | None = getattr(target, "run_counts", None)
+    return counts
 
 
 def _streaming(counts: StreamStats) -> Streaming:
