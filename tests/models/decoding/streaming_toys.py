@@ -1,0 +1,112 @@
+"""Streaming drafters that know the text, and are right as often as a test wants; and a random policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
+from outrider.models.decoding.prompts import Prompts
+from outrider.models.decoding.runs import Run
+from outrider.models.decoding.types import NO_NODE, TargetOutput
+from outrider.models.decoding.window import Window
+
+
+@dataclass
+class DialledState:
+    """The number of the answer's tokens so far, and the tree below the last one."""
+
+    num_tokens: int
+    tree: GrowingTree = field(default_factory=GrowingTree)
+    right: set[int] = field(default_factory=lambda: {NO_NODE})
+    """The nodes whose path is the true text."""
+
+
+@dataclass
+class DialledDrafter:
+    """A drafter whose likeliest token is right with probability `acceptance`.
+
+    `text` is the true answer. `width` is the number of children of a node; `confidence` is what the
+    first one is given, and others share the rest. `max_nodes` bounds a tree: 0 never drafts.
+    """
+
+    text: Sequence[int]
+    acceptance: float
+    seed: int = 0
+    width: int = 1
+    confidence: float = 0.8
+    max_nodes: int = 20
+    vocab: int = 6
+
+    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> DialledState:
+        assert last_token == self.text[0]
+        return DialledState(1)
+
+    def tree(self, state: DialledState) -> GrowingTree:
+        return state.tree
+
+    def grow(self, state: DialledState) -> bool:
+        tree = state.tree
+        if len(tree) >= self.max_nodes:
+            return False
+        node = NO_NODE
+        if len(tree):
+            (node,) = tree.unread(1)
+            tree.mark_read(node, 1 + sum(entry != UNREAD for entry in tree.entries))
+        depth = 0 if node == NO_NODE else tree.depths[node]
+        place = state.num_tokens + depth
+        # 1. The children: the true token first, or another one.
+        rng = Random(f"{self.seed}/{place}/{node if node not in state.right else ''}")
+        true = self.text[place] if node in state.right and place < len(self.text) else rng.randrange(self.vocab)
+        others = [token for token in range(self.vocab) if token != true]
+        rng.shuffle(others)
+        tokens = [true, *others] if rng.random() < self.acceptance else [*others, true]
+        rest = (1 - self.confidence) / max(self.width - 1, 1)
+        first = len(tree)
+        tree.add(node, tokens[: self.width], [self.confidence, *[rest] * (self.width - 1)][: self.width])
+        # 2. Which of them is right.
+        if node in state.right:
+            state.right.update(child for child in range(first, len(tree)) if tree.tokens[child] == true)
+        return True
+
+    def follow(self, state: DialledState, tokens: Sequence[int], output: TargetOutput) -> DialledState:
+        assert output.logits.shape[1] == len(tokens)
+        num_tokens = state.num_tokens + len(tokens)
+        assert list(tokens) == list(self.text[state.num_tokens : num_tokens])
+        rerooted = state.tree.rerooted(tokens)
+        if rerooted is None:
+            return DialledState(num_tokens)
+        right = {NO_NODE} | {new for new, old in enumerate(rerooted.nodes) if old in state.right}
+        return DialledState(num_tokens, rerooted.tree, right)
+
+
+@dataclass
+class RandomSpeculation:
+    """A policy that sends any nodes at any time, as long as parents come first."""
+
+    seed: int
+    max_nodes: int = 64
+    max_runs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
+        if has_more and self.random.random() < 0.4:
+            return ()
+        nodes: list[int] = []
+        skipped: set[int] = set()
+        size = min(self.random.randint(1, 4), self.max_nodes - len(window))
+        for node in window.unsent(drafts, max_depth):
+            if len(nodes) == size:
+                break
+            if drafts.parents[node] in skipped or self.random.random() < 0.3:
+                skipped.add(node)
+            else:
+                nodes.append(node)
+        return nodes
+
+    def add_run(self, run: Run) -> None:
+        pass
+
+    def add_answer(self, number: int, num_tokens: int) -> None:
+        pass
