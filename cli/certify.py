@@ -54,8 +54,8 @@ def certify_command(
     is_of_stages = stage_layers or decode != "synchronous"
     if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or is_of_stages):
         raise ValueError(
-            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers and --decode need a target, and there "
-            "is none; give --target and --drafter"
+            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers and --decode need a target, and "
+            "there is none; give --target and --drafter"
         )
     import torch  # torch and the modules that use it load too slowly for --help
 

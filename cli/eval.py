@@ -56,6 +56,7 @@ def eval_command(
     batch_sizes: shared.BatchSizes = None,
     acceptance: Acceptance = "exact",
     decode: shared.Decode = "synchronous",
+    micro_batch: Annotated[int, typer.Option(help="Most draft tokens that a pass of pipelined decoding reads.")] = 4,
     max_new_tokens: shared.MaxNewTokens = 128,
     repeats: Annotated[int, typer.Option("--repeat", help="Number of times that each answer is measured.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded again to time a step's parts.")] = 3,

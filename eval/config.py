@@ -102,6 +102,8 @@ class EvalConfig:
     drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
     `both`: all methods as `synchronous` measures them, then each drafter once more as a pipelined
     method, with the first of its settings. Plain decoding is the baseline of all."""
+    micro_batch: PositiveInt = 4
+    """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
     """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
     temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),

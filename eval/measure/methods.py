@@ -49,8 +49,13 @@ class MethodSpec:
     """Temperatures and batch sizes at which it decodes; None means all."""
     option: str = "drafter"
     """The option that asks for it: `drafter`, `baselines` or `merge`."""
-    pipelined: bool = False
-    """Whether it drafts while the stages of the target read."""
+    micro_batch: int | None = None
+    """Most draft tokens of a pass, if it drafts while the stages of the target read; else None."""
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether it drafts while the stages of the target read."""
+        return self.micro_batch is not None
 
 
 def method_specs(
@@ -84,7 +89,7 @@ def method_specs(
     # 2. Check each setting, and name the method.
     specs: dict[str, MethodSpec] = {}
     distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in _folders(parts)}))
-    for spec in _in_loops([*chosen, *merges], config.decode):
+    for spec in _in_loops([*chosen, *merges], config):
         _check_options(spec, several=len(all_parts) > 1)
         folders = "+".join(filter(None, (distinct_parts[folder] for folder in _folders(spec.parts))))
         name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
@@ -96,22 +101,22 @@ def method_specs(
     return specs
 
 
-def _in_loops(specs: Sequence[MethodSpec], decode: str) -> list[MethodSpec]:
+def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpec]:
     """Return the methods in the loops of `EvalConfig.decode`.
 
     Raises ValueError for tuned settings in the pipelined loop.
     """
-    if decode == SYNCHRONOUS:
+    if config.decode == SYNCHRONOUS:
         return list(specs)
     if any(spec.places is not None for spec in specs):
         raise ValueError(
-            f"decode is {decode}, and tuned settings are those of the loop that waits for the target; leave --tuned out, or "
-            f"set decode={SYNCHRONOUS}"
+            f"decode is {config.decode}, and tuned settings are those of the loop that waits for the target; leave --tuned out, "
+            f"or set decode={SYNCHRONOUS}"
         )
-    if decode == PIPELINED:
-        return [replace(spec, pipelined=True) for spec in specs]
     first = {spec.parts: spec for spec in reversed(specs)}  # with the first of its settings
-    return [*specs, *(replace(spec, pipelined=True) for spec in specs if first[spec.parts] is spec)]
+    kept = specs if config.decode == PIPELINED else [spec for spec in specs if first[spec.parts] is spec]
+    pipelined = [replace(spec, micro_batch=config.micro_batch) for spec in kept]
+    return pipelined if config.decode == PIPELINED else [*specs, *pipelined]
 
 
 def _folders(parts: DrafterParts) -> list[Path]:
@@ -200,7 +205,7 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
             "weights": spec.parts.weights,
             **({"calibration": prior} if (prior := spec.parts.prior_digest(spec.setting or {})) else {}),
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
-            **({"decode": PIPELINED} if spec.pipelined else {}),
+            **({"decode": PIPELINED, "micro_batch": spec.micro_batch} if spec.pipelined else {}),
         }
         for name, spec in specs.items()
     }
@@ -252,8 +257,8 @@ def methods_by_place(
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
     methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
     for name, spec in specs.items():
-        if spec.pipelined:
-            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter))
+        if spec.micro_batch is not None:
+            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter, spec.micro_batch))
     baseline = Method(name=BASELINE, drafter=NullDrafter())
     return {
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]

@@ -100,9 +100,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
     assert [row["lossless_label"] for row in rows] == ["yes"] * 6
 
 
-def test_a_certificate_is_of_the_pipelined_loop(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate, "NUM_TEXTS", 64)
     result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--limit", "2", "--decode", "pipelined"])
     assert result.exit_code == 0, result.output
