@@ -48,12 +48,12 @@ class Speculation(Protocol):
 
 
 class PaperSpeculation:
-    """PipeInfer's rule (arXiv 2407.11798, section IV-B): chains of likely tokens, cut off by a threshold.
+    """PipeInfer's rule: chains of likely tokens, cut off by a threshold.
 
-    A run takes the next `micro_batch` tokens of the likeliest chain, and ends before a token that
-    the drafter gives less than the cutoff. The cutoff rises by `recovery` with each run since the last
-    acceptance, and falls by `decay` with each attempt in vain. The default numbers are those of the
-    authors' code, which has no bound of `max_runs`.
+    See arXiv 2407.11798, section IV-B. A run takes the next `micro_batch` tokens of the likeliest
+    chain, and ends before a token that the drafter gives less than the cutoff. The cutoff rises by
+    `recovery` with each run since the last acceptance, and falls by `decay` with each attempt in
+    vain. The default numbers are those of the authors' code.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class ExpectedSpeculation:
     seconds of waiting on average, before the next root. F and I are running medians of the gaps
     between answers, and 1 / (1 - a) is the mean number of tokens from root to root.
 
-    Unlikely nodes cost little, as cancellations are fast, and they come last: those below
-    `least_prob` aren't sent.
+    Nodes below `least_prob` aren't sent. Unlikely nodes cost little: they come last, and
+    cancellations stop them early.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ExpectedSpeculation:
         """F and I by the number of nodes of a run."""
         self._tokens = self._roots = 0.0
         self._sent: dict[int, tuple[float, int]] = {}
-        """When each run under way was sent, and how many nodes it has; 0 for a new root."""
+        """When each live run was sent, and how many nodes it has; 0 for a new root."""
         self._last = 0.0, 0
         """When the last live run was answered, and how many nodes it had."""
 
@@ -153,16 +153,17 @@ class ExpectedSpeculation:
 
     def add_run(self, run: Run) -> None:
         is_root = run.num_read == 0
-        self._sent[run.number] = self.clock(), 0 if is_root else len(run.tokens)
-        if is_root:
+        if is_root:  # all runs before it are dead
+            self._sent = {}
             self._roots = MEMORY * self._roots + 1
             self._tokens *= MEMORY
             self.size = self._best_size()
+        self._sent[run.number] = self.clock(), 0 if is_root else len(run.tokens)
 
     def add_answer(self, number: int, num_tokens: int) -> None:
-        sent, size = self._sent.pop(number)
         if not num_tokens:
             return
+        sent, size = self._sent.pop(number)
         now, (last, last_size) = self.clock(), self._last
         self._last = now, size
         self._tokens += num_tokens

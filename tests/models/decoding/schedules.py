@@ -17,7 +17,8 @@ class Faults:
     """Delayed past the answer: it lands when the run is long gone."""
 
 
-FAULTS = (Faults(), Faults(dropped=0.5), Faults(doubled=0.9), Faults(delayed=0.7), Faults(dropped=1.0))
+NO_FAULTS = Faults()
+FAULTS = (NO_FAULTS, Faults(dropped=0.5), Faults(doubled=0.9), Faults(delayed=0.7), Faults(dropped=1.0))
 
 
 class Scheduler:
@@ -47,7 +48,7 @@ class Scheduler:
                 break
 
     def move(self) -> bool:
-        """Let one stage or one cancellation move; return False if nobody can."""
+        """Let one stage or one cancellation move; return False if nothing can."""
         ready = [stage for stage, inbox in enumerate(self.inboxes[:-1]) if inbox]
         if not ready and not self.on_the_way:
             return False
@@ -63,7 +64,7 @@ class Scheduler:
     def wait(self) -> None:
         """Move until there is an answer."""
         while not self.inboxes[-1]:
-            assert self.move(), "nobody can move: the head would wait for ever"
+            assert self.move(), "nothing can move: the head would wait for ever"
 
     def cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -1,12 +1,19 @@
-"""Streaming drafters that know the text, and are right as often as a test wants; and a random policy."""
+"""Streaming drafters that know the text, and are right as often as a test wants; a random policy.
 
-from collections.abc import Sequence
+And the schedules: what is decoded, by how many stages, drafter, rule and policy.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.prompts import Prompts
 from outrider.models.decoding.runs import Run
+from outrider.models.decoding.sampling import RowSeeds, Sampling
+from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation, Speculation
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.decoding.window import Window
 
@@ -110,3 +117,56 @@ class RandomSpeculation:
 
     def add_answer(self, number: int, num_tokens: int) -> None:
         pass
+
+
+# --- schedules
+
+STAGES = (1, 2, 3, 5)
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "chain": {"acceptance": 0.7},
+    "tree": {"acceptance": 0.6, "width": 3, "confidence": 0.6},
+    "oracle": {"acceptance": 1.0, "confidence": 0.99},
+    "adversarial": {"acceptance": 0.0, "width": 2, "confidence": 0.99},
+    "empty": {"acceptance": 1.0, "max_nodes": 0},
+}
+POLICIES: tuple[Callable[[int], Speculation], ...] = (
+    RandomSpeculation,
+    lambda seed: PaperSpeculation(micro_batch=1 + seed % 4, cutoff=0.1),
+    lambda seed: PaperSpeculation(micro_batch=2, recovery=0.1, decay=0.05, max_runs=1 + seed % 9, max_nodes=5),
+    lambda seed: ExpectedSpeculation(),
+)
+NUM_TOKENS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One schedule: all that it does follows from the seed."""
+
+    seed: int
+    num_stages: int
+    drafter: str
+    is_sampled: bool
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(Random(self.seed % 40).choices(range(6), k=1 + self.seed % 5))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return Random(self.seed).randint(1, NUM_TOKENS)
+
+
+def options(is_sampled: bool) -> dict[str, Any]:
+    """Return the rule, and its seeds, which a text uses up."""
+    if is_sampled:
+        return {"rule": SpeculativeSampling(sampling=Sampling(temperature=0.7)), "generator": RowSeeds([5])}
+    return {"rule": GreedyAcceptance(), "generator": None}
+
+
+def schedules(count: int) -> list[Schedule]:
+    """Return schedules of all combinations of stages, drafters and rules in turn."""
+    combinations = [(stages, drafter, rule) for stages in STAGES for drafter in DRAFTERS for rule in (False, True)]
+    return [
+        Schedule(seed=seed, num_stages=stages, drafter=drafter, is_sampled=rule)
+        for seed, (stages, drafter, rule) in enumerate(combinations * -(-count // len(combinations)))
+    ]

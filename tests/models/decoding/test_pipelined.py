@@ -1,7 +1,7 @@
 """Pipelined speculation: whatever the clock does, the tokens are those of plain decoding."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from random import Random
@@ -16,67 +16,15 @@ from outrider.models.decoding.loop import generate
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.runs import Keep, Run
 from outrider.models.decoding.sampling import RowSeeds, Sampling
-from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation, Speculation
+from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step
 from outrider.models.decoding.window import Known, Window
 from outrider.models.drafters.null import NullDrafter
 
 from .schedules import FAULTS, Scheduler
-from .streaming_toys import DialledDrafter, RandomSpeculation
+from .streaming_toys import DRAFTERS, NUM_TOKENS, POLICIES, DialledDrafter, Schedule, options, schedules
 from .toy_stages import ToyStage, ToyTarget, Work
-
-STAGES = (1, 2, 3, 5)
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "chain": {"acceptance": 0.7},
-    "tree": {"acceptance": 0.6, "width": 3, "confidence": 0.6},
-    "oracle": {"acceptance": 1.0, "confidence": 0.99},
-    "adversarial": {"acceptance": 0.0, "width": 2, "confidence": 0.99},
-    "empty": {"acceptance": 1.0, "max_nodes": 0},
-}
-POLICIES: tuple[Callable[[int], Speculation], ...] = (
-    RandomSpeculation,
-    lambda seed: PaperSpeculation(micro_batch=1 + seed % 4, cutoff=0.1),
-    lambda seed: PaperSpeculation(micro_batch=2, recovery=0.1, decay=0.05, max_runs=1 + seed % 9, max_nodes=5),
-    lambda seed: ExpectedSpeculation(),
-)
-NUM_TOKENS = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """One schedule: all that it does follows from the seed."""
-
-    seed: int
-    num_stages: int
-    drafter: str
-    is_sampled: bool
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return tuple(Random(self.seed % 40).choices(range(6), k=1 + self.seed % 5))
-
-    @property
-    def max_new_tokens(self) -> int:
-        return Random(self.seed).randint(1, NUM_TOKENS)
-
-    def options(self) -> dict[str, Any]:
-        """Return the rule and its seeds; they are used up by a text."""
-        return options(self.is_sampled)
-
-    def expected(self) -> list[int]:
-        return list(self.text[: self.max_new_tokens])
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """Return the answer of plain decoding, and more: drafters draft past an answer's end."""
-        return plain(self.prompt, self.num_stages, self.is_sampled)
-
-
-def options(is_sampled: bool) -> dict[str, Any]:
-    if is_sampled:
-        return {"rule": SpeculativeSampling(sampling=Sampling(temperature=0.7)), "generator": RowSeeds([5])}
-    return {"rule": GreedyAcceptance(), "generator": None}
 
 
 @cache
@@ -89,28 +37,26 @@ def plain(
     return tuple(token for step in steps for token in step.tokens[0])
 
 
-def schedules(count: int) -> list[Schedule]:
-    """Return schedules of all combinations of stages, drafters and rules in turn."""
-    combinations = [(stages, drafter, rule) for stages in STAGES for drafter in DRAFTERS for rule in (False, True)]
-    return [
-        Schedule(seed=seed, num_stages=stages, drafter=drafter, is_sampled=rule)
-        for seed, (stages, drafter, rule) in enumerate(combinations * -(-count // len(combinations)))
-    ]
+def text_of(schedule: Schedule) -> tuple[int, ...]:
+    """Return the answer of plain decoding, and more: drafters draft past an answer's end."""
+    return plain(schedule.prompt, schedule.num_stages, schedule.is_sampled)
 
 
-def decode(
-    schedule: Schedule, target_class: type[ToyTarget] = ToyTarget, policy: Callable[[int], Speculation] | None = None
-) -> tuple[list[Step], ToyTarget]:
+def expected(schedule: Schedule) -> list[int]:
+    return [*text_of(schedule)[: schedule.max_new_tokens]]
+
+
+def decode(schedule: Schedule, target_class: type[ToyTarget] = ToyTarget) -> tuple[list[Step], ToyTarget]:
     seed = schedule.seed
     target = target_class(schedule.num_stages, seed, FAULTS[seed // 7 % len(FAULTS)])
-    drafter = DialledDrafter(schedule.text, seed=seed, **DRAFTERS[schedule.drafter])
+    drafter = DialledDrafter(text_of(schedule), seed=seed, **DRAFTERS[schedule.drafter])
     steps = generate_pipelined(
         target,
         drafter,
         prompts=torch.tensor([schedule.prompt]),
         max_new_tokens=schedule.max_new_tokens,
-        speculation=(policy or POLICIES[seed // 3 % len(POLICIES)])(seed),
-        **schedule.options(),
+        speculation=POLICIES[seed // 3 % len(POLICIES)](seed),
+        **options(schedule.is_sampled),
     )
     return list(steps), target
 
@@ -120,11 +66,11 @@ def tokens_of(steps: Sequence[Step]) -> list[int]:
 
 
 def check(count: int) -> None:
-    """Hold schedules against plain decoding. Every one ends: `receive` fails if nobody can move."""
+    """Hold schedules against plain decoding. Every one ends: `receive` fails if nothing can move."""
     visited = num_adopted = num_skipped = num_moves = 0
     for schedule in schedules(count):
         steps, target = decode(schedule)
-        assert tokens_of(steps) == schedule.expected(), schedule
+        assert tokens_of(steps) == expected(schedule), schedule
         for stage in target.stages[1:]:
             assert stage.handled == target.stages[0].handled[: len(stage.handled)], "stages executed different messages"
         visited += 1
@@ -182,7 +128,7 @@ class IsOneOff(ToyStage):
 
 
 class SkipsAll(ToyStage):
-    """A stage that skips runs which nobody has cancelled, if they come behind a cancelled one."""
+    """A stage that skips live runs that come behind a cancelled one."""
 
     def is_skipped(self, run: Run) -> bool:
         return any(number < run.number for number in self.cancelled)
@@ -243,7 +189,7 @@ def is_caught(target: type[ToyTarget]) -> bool:
             steps, _ = decode(schedule, target)
         except (AssertionError, LookupError):
             return True
-        if tokens_of(steps) != schedule.expected():
+        if tokens_of(steps) != expected(schedule):
             return True
     return False
 
@@ -296,7 +242,7 @@ def test_the_context_window_ends_inside_a_tree(seed: int):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_answer_that_nobody_finishes_leaves_nothing_to_the_next_one(num_steps: int):
+def test_an_unfinished_answer_leaves_nothing_to_the_next_one(num_steps: int):
     target = ToyTarget(3, 1)
     steps = generate_pipelined(target, oracle(), GreedyAcceptance(), torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS)
     list(islice(steps, num_steps))

@@ -17,11 +17,10 @@ from outrider.models.decoding.runs import Answer, Keep, Run, run_numbers
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import AcceptedPath, TargetOutput
 
-from .schedules import Faults, Scheduler
+from .schedules import NO_FAULTS, Faults, Scheduler
 
 VOCAB = 6
 SALT = 17
-NO_FAULTS = Faults()
 
 
 @dataclass(kw_only=True)
