@@ -110,8 +110,8 @@ def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpe
         return list(specs)
     if any(spec.places is not None for spec in specs):
         raise ValueError(
-            f"decode is {config.decode}, and tuned settings are those of the loop that waits for the target; leave --tuned out, "
-            f"or set decode={SYNCHRONOUS}"
+            f"decode is {config.decode}, and tuned settings are those of the loop that waits for the target; leave --tuned "
+            f"out, or set decode={SYNCHRONOUS}"
         )
     first = {spec.parts: spec for spec in reversed(specs)}  # with the first of its settings
     kept = specs if config.decode == PIPELINED else [spec for spec in specs if first[spec.parts] is spec]

@@ -122,7 +122,7 @@ def time_generation(
     device = prompts[0].device
     source: WeightStream | None = getattr(target, "stream", None)
     before = None if source is None else source.stats
-    runs_before = _run_counts(target)
+    counts_before: RunCounts | None = getattr(target, "run_counts", None)
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
@@ -134,20 +134,15 @@ def time_generation(
     steps = [first_step, *stream]
     synchronize(device)
     end, processor_end = time.perf_counter(), time.process_time()
+    counts: RunCounts | None = getattr(target, "run_counts", None)
     return Generation(
         steps=steps,
         prefill_seconds=first_token - start,
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
         streaming=None if source is None or before is None else _streaming(source.stats - before),
-        runs=None if runs_before is None else Runs(**asdict(_run_counts(target) - runs_before)),
+        runs=None if counts is None or counts_before is None else Runs(**asdict(counts - counts_before)),
     )
-
-
-def _run_counts(target: Target) -> RunCounts | None:
-    """Return the counts of a target in stages so far; None for other targets."""
-    counts: RunCounts | None = getattr(target, "run_counts", None)
-    return counts
 
 
 def _streaming(counts: StreamStats) -> Streaming:

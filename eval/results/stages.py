@@ -9,6 +9,7 @@ PIPELINED_NOTE = (
     "tokens. Several passes are under way at a time, so tokens per step bound no speedup, and there is no ceiling. What is "
     "drafted depends on the clock, and so do steps and passes. The answers don't, apart from rounding noise."
 )
+SHORT_NOTE = "Pipelined: several passes are under way, so tokens per step bound no speedup."
 
 
 def stages_note(row: Row) -> str:
@@ -18,8 +19,8 @@ def stages_note(row: Row) -> str:
         return ""
     divided = f"{len(layers)} processes ({', '.join(map(str, layers))})" if len(layers) > 1 else "1 process"
     return (
-        f"Stages: the target's {sum(layers)} layers ran in {divided}, beside the process of embeddings, head and drafters. "
-        "Times are those of the wall clock."
+        f"Stages: the target's {sum(layers)} layers ran in {divided}, beside the one of embeddings, head and drafters. Times "
+        "are wall times."
     )
 
 

@@ -25,7 +25,7 @@ from .marks import (
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 from .sources import depends_on_clock, merged_rows, shares_text
-from .stages import stages_note
+from .stages import SHORT_NOTE, pipelined_rows, stages_note
 from .tables import LOOP_SHARE, READ_COLUMN, budget_note, by_group, cells, num_units, result_columns, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
@@ -97,7 +97,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if rows[0].get("budget"):
         notes.append(budget_note(rows[0]))
     if stages := stages_note(rows[0]):
-        notes.append(stages)
+        notes.append(f"{stages} {SHORT_NOTE}" if pipelined_rows(rows) else stages)
     notes += _timing_notes(measured)
     # 2. What is absent or misleading.
     if num_skipped := sum(row["num_skipped"] for members in by_group(measured).values() for row in members[:1]):
@@ -114,8 +114,6 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     if any(map(depends_on_clock, measured)):
         notes.append("pace: expected lets tokens per step vary from run to run, not the answers.")
     # 3. How to read the table.
-    if any(row.get("pipelined") for row in measured):
-        notes.append("pipelined: several passes are under way, so tokens per step bound no speedup.")
     notes += [_group_note(members) for members in by_group(measured).values()]
     notes += [f"Sources of {_names([row])}: {shares_text(row)}." for row in merged_rows(measured)]
     return notes

@@ -6,7 +6,7 @@ token.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
 from .pacing import Seconds
@@ -22,6 +22,7 @@ MEMORY = 0.98
 """Weight of the roots before the last one in the mean number of tokens from root to root."""
 
 
+@runtime_checkable
 class Speculation(Protocol):
     """Decides what runs are made of. An instance may serve several texts, one after the other."""
 

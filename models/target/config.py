@@ -56,6 +56,8 @@ class TargetConfig:
     budget_tokens: PositiveInt = 4096
     """Tokens of all rows together, draft trees included, whose keys and values count into
     `memory_budget_gib`. Longer batches are refused."""
+    stage_layers: list[PositiveInt] | None = None
+    """Numbers of layers of the target's stages, in order."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Turn it on only after you have read that
     code."""
