@@ -77,7 +77,8 @@ class PaperSpeculation:
         cutoff = self.cutoff + self.recovery * self._num_runs - self.decay * self._num_vain
         # 1. Walk down the likeliest chain, past the nodes that were sent.
         size = min(self.micro_batch, self.max_nodes - len(window))
-        sent, nodes, above = window.sent(drafts), [], NO_NODE
+        sent, above = window.sent(drafts), NO_NODE
+        nodes: list[int] = []
         while len(nodes) < size and (children := drafts.children(above)):
             above = max(children, key=drafts.probs.__getitem__)
             if drafts.depths[above] > max_depth or (above not in sent and drafts.estimates[above] < cutoff):

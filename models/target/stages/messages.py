@@ -10,7 +10,7 @@ through all stages, too, without hidden states: its `keep` counts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -55,6 +55,7 @@ class Work:
     prompt or each new entry. None if the run was cancelled, and in a STOP."""
 
 
+@runtime_checkable
 class Link(Protocol):
     """The head's connection to all of its stages. Messages keep their order."""
 
