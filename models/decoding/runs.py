@@ -73,5 +73,8 @@ class RunCounts:
     """Runs that were answered without an output."""
     num_cancelled_entries: int = 0
 
+    def __add__(self, other: "RunCounts") -> "RunCounts":
+        return RunCounts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
     def __sub__(self, earlier: "RunCounts") -> "RunCounts":
         return RunCounts(**{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)})
