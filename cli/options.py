@@ -63,7 +63,10 @@ BudgetTokens = Annotated[
 ]
 StageLayers = Annotated[
     str | None,
-    typer.Option(help="Layers of each stage of the target, such as 8,8,8,8: a process for each stage, and one for the rest."),
+    typer.Option(
+        help="Divide the target: layers of each stage, such as 8,8. With --launch pipeline_cpu --num_processes 3: a process for "
+        "each stage, and one more."
+    ),
 ]
 Decode = Annotated[
     str, typer.Option(help="synchronous; pipelined (drafts while the target's stages read, needs --stage-layers); or both.")
