@@ -20,7 +20,7 @@ from outrider.models.decoding import generate
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AcceptanceRule
-from outrider.models.decoding.sampling import RowSeeds
+from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.null import NullDrafter
@@ -37,7 +37,7 @@ SEED = 3
 def methods(target: HFTarget, drafter: str, *, is_staged: bool) -> dict[str, tuple[Decode, Any, AcceptanceRule]]:
     """Return what decodes, by name. A target in memory has no pipelined methods."""
     draft = load_drafter(parse_drafter_name(drafter), target)
-    greedy, sampling = GreedyAcceptance(), SpeculativeSampling(1.0)
+    greedy, sampling = GreedyAcceptance(), SpeculativeSampling(sampling=Sampling(temperature=1.0))
     found: dict[str, tuple[Decode, Any, AcceptanceRule]] = {
         "plain": (generate, NullDrafter(), greedy),
         "plain_sampled": (generate, NullDrafter(), sampling),

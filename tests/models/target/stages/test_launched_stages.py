@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.data.drafter_names import MODEL_PREFIX
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -37,7 +38,7 @@ def draft_model(demo_target_dir: Path, whole: HFTarget, tmp_path_factory: pytest
     model: Any = AutoModelForCausalLM.from_pretrained(demo_target_dir, dtype=torch.float32, num_hidden_layers=DRAFT_LAYERS)
     model.save_pretrained(directory)
     whole.tokenizer.save_pretrained(directory)
-    return f"model:{directory}"
+    return f"{MODEL_PREFIX}{directory}"
 
 
 def prompts_of(target: HFTarget, count: int) -> list[list[int]]:
