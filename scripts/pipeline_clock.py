@@ -66,8 +66,6 @@ class Span:
     end: float
     number: int
     num_entries: int
-    full_seconds: float
-    """Seconds that the run would have taken there without a cancellation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +103,8 @@ class Pipeline:
         self.answers: deque[tuple[float, Message]] = deque()
         self.spans: list[Span] = []
         self.cancelled: set[int] = set()
-        self.num_sent = 0
+        self.sizes: dict[int, int] = {}
+        """Number of entries of each run that was sent."""
         self.bytes_sent = 0
         """Bytes over the head's outgoing link."""
         self._link_free = 0.0
@@ -119,7 +118,7 @@ class Pipeline:
     def send(self, number: int, num_entries: int) -> None:
         """Send a run to the first stage."""
         self._run_to(self.now)
-        self.num_sent += 1
+        self.sizes[number] = num_entries
         self.bytes_sent += self.costs.message_bytes(num_entries)
         message = Message(number=number, num_entries=num_entries)
         self._link_free = self._transfer(message, self.now, self._link_free, 0)
@@ -132,6 +131,10 @@ class Pipeline:
         for stage in range(len(self.servers)):
             hops = len(self.servers) - stage if self.is_backward else 1
             self._at(self.now + hops * self.costs.hop_seconds, lambda time, stage=stage: self._cancel(stage, numbers, time))  # type: ignore[misc]
+
+    def full_seconds(self, number: int) -> float:
+        """Return the seconds that a run takes in all stages if it isn't cancelled."""
+        return sum(self.costs.seconds(stage, self.sizes[number]) for stage in range(len(self.servers)))
 
     def has_answer(self) -> bool:
         self._run_to(self.now)
@@ -191,16 +194,8 @@ class Pipeline:
             return  # it ended earlier, by a cancellation
         is_aborted = not message.is_skipped and message.number in server.cancelled
         if not message.is_skipped:
-            full = self.costs.seconds(stage, message.num_entries)
             self.spans.append(
-                Span(
-                    stage=stage,
-                    start=server.start,
-                    end=time,
-                    number=message.number,
-                    num_entries=message.num_entries,
-                    full_seconds=full,
-                )
+                Span(stage=stage, start=server.start, end=time, number=message.number, num_entries=message.num_entries)
             )
         message.is_skipped = message.is_skipped or is_aborted
         server.current = None

@@ -41,7 +41,7 @@ class VirtualTarget:
 
     def __init__(self, pipeline: Pipeline, language: Language) -> None:
         self.pipeline, self.language = pipeline, language
-        self.num_prefills = 0
+        self.num_prefills = self.num_entries = 0
         self.text = 0
         """The text in the cache, without the window."""
         self.window: list[Entry] = []
@@ -114,6 +114,7 @@ class VirtualTarget:
             while index > 0:
                 index = above[index] + 1
                 needed.add(self.window[index].number)
+        self.num_entries += len(run.tokens)
         self.under_way[run.number] = self.window[run.num_read :], needed
         self.pipeline.send(run.number, len(run.tokens))
 

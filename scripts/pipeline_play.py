@@ -1,0 +1,183 @@
+"""Decodes imaginary texts in virtual time, by plain, synchronous and pipelined decoding."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from pipeline_clock import Clock, Costs, Pipeline, Span
+from pipeline_language import Language
+from virtual_pipeline import VirtualDrafter, VirtualStreamingDrafter, VirtualTarget
+
+from outrider.models.decoding.acceptance import GreedyAcceptance
+from outrider.models.decoding.loop import generate
+from outrider.models.decoding.pipelined import generate_pipelined
+from outrider.models.decoding.speculation import Speculation
+from outrider.models.decoding.types import Step
+
+VIRTUAL = "virtual time"
+PROMPT_LENGTH = 16
+MakeSpeculation = Callable[[Clock], Speculation]
+"""Makes a policy that reads this clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What is decoded: the pipeline, the drafter's guesses, and the texts."""
+
+    costs: Costs
+    acceptance: float
+    spread: float = 0.0
+    claimed: float | None = None
+    cancels: bool = True
+    is_backward: bool = False
+    num_texts: int = 6
+    new_tokens: int = 192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Decoding of one text."""
+
+    tokens: list[int]
+    times: list[float]
+    """When each token after the first one was emitted, since the first one."""
+    pipeline: Pipeline
+    num_entries: int
+    head_seconds: float
+    """Processor seconds of the loop, the rule and the window, measured: without target and drafter."""
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens; 0 between tokens of one step."""
+        return [later - earlier for earlier, later in zip([0.0, *self.times], self.times, strict=False)]
+
+
+@dataclass(slots=True)
+class Meter:
+    """Processor seconds spent in the target and in the drafter."""
+
+    seconds: float = 0.0
+    is_inside: bool = False
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        if self.is_inside:
+            yield
+            return
+        start, self.is_inside = time.thread_time(), True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+            self.seconds += time.thread_time() - start
+
+
+@dataclass(slots=True)
+class Metered:
+    """Proxy that measures all calls of methods."""
+
+    inner: Any
+    meter: Meter = field(default_factory=Meter)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+
+        def measured(*args: Any, **options: Any) -> Any:
+            with self.meter.measuring():
+                return value(*args, **options)
+
+        return measured
+
+
+def play(condition: Condition, seed: int, *, num_drafts: int | None = None, speculation: MakeSpeculation | None = None) -> Outcome:
+    """Decode a text: synchronously with chains of `num_drafts` tokens, or with a `speculation`."""
+    # 1. A new pipeline, and the text of this seed.
+    clock, costs = Clock(), condition.costs
+    language = Language(seed, condition.acceptance, spread=condition.spread, claimed=condition.claimed)
+    pipeline = Pipeline(costs, clock, cancels=condition.cancels, is_backward=condition.is_backward)
+    target, meter = VirtualTarget(pipeline, language), Meter()
+    prompts = torch.arange(PROMPT_LENGTH)[None]
+    options: dict[str, Any] = {"max_new_tokens": condition.new_tokens}
+    # 2. The loop.
+    steps: Iterator[Step]
+    if speculation is None:
+        assert num_drafts is not None
+        drafter: Any = Metered(VirtualDrafter(clock, costs, language, num_drafts), meter)
+        steps = generate(Metered(target, meter), drafter, GreedyAcceptance(), prompts, **options)
+    else:
+        drafter = Metered(VirtualStreamingDrafter(clock, costs, language), meter)
+        options["speculation"] = speculation(clock)
+        steps = generate_pipelined(Metered(target, meter), drafter, GreedyAcceptance(), prompts, **options)
+    # 3. The prefill emits the first token; times count from there.
+    (first,) = next(steps).tokens[0]
+    start, start_seconds, meter.seconds = clock.now, time.thread_time(), 0.0
+    tokens, times = [first], []
+    for step in steps:
+        tokens += step.tokens[0]
+        times += [clock.now - start] * len(step.tokens[0])
+    head_seconds = time.thread_time() - start_seconds - meter.seconds
+    return Outcome(
+        tokens=tokens, times=times, pipeline=pipeline, num_entries=target.num_entries, head_seconds=max(head_seconds, 0.0)
+    )
+
+
+def outcomes(condition: Condition, **method: Any) -> list[Outcome]:
+    """Decode all texts of a condition."""
+    return [play(condition, seed, **method) for seed in range(condition.num_texts)]
+
+
+def row(texts: list[Outcome]) -> dict[str, Any]:
+    """Return the figures of a method."""
+    num_tokens = sum(len(text.times) for text in texts)
+    seconds = sum(text.seconds for text in texts)
+    gaps = sorted(gap for text in texts for gap in text.gaps)
+    num_runs = sum(len(text.pipeline.sizes) for text in texts)
+    return {
+        "clock": VIRTUAL,
+        "tokens": num_tokens,
+        "text_seconds": [text.seconds for text in texts],
+        "tokens_per_second": num_tokens / seconds,
+        "first_seconds": median(text.times[0] for text in texts),
+        "gap_median_seconds": gaps[len(gaps) // 2],
+        "gap_p95_seconds": gaps[int(0.95 * (len(gaps) - 1))],
+        "runs_per_token": num_runs / num_tokens,
+        "entries_per_token": sum(text.num_entries for text in texts) / num_tokens,
+        "hop_bytes_per_token": sum(text.pipeline.bytes_sent for text in texts) / num_tokens,
+        "cancelled_runs": sum(len(text.pipeline.cancelled) for text in texts) / num_runs,
+        "head_cpu_seconds_per_run": sum(text.head_seconds for text in texts) / num_runs,
+        **stage_figures(texts),
+    }
+
+
+def stage_figures(texts: list[Outcome]) -> dict[str, Any]:
+    """Return how busy the stages were, and how much of the cancelled work was saved.
+
+    `wasted` is the stages' time for runs that were cancelled, over all their time. `saved` is the
+    share of cancelled work that wasn't done.
+    """
+    busy, wasted, cancelled, seconds = 0.0, 0.0, 0.0, 0.0
+    for text in texts:
+        pipeline, dead = text.pipeline, text.pipeline.cancelled
+        seconds += text.seconds * pipeline.costs.num_stages
+        busy += sum(span.end - span.start for span in pipeline.spans)
+        wasted += sum(span.end - span.start for span in pipeline.spans if span.number in dead)
+        cancelled += sum(pipeline.full_seconds(number) for number in dead)
+    return {
+        "utilisation": busy / seconds,
+        "wasted_share": wasted / busy if busy else 0.0,
+        "saved_share": 1 - wasted / cancelled if cancelled else None,
+    }
+
+
+def spans(texts: list[Outcome]) -> list[Span]:
+    return [span for text in texts for span in text.pipeline.spans]
