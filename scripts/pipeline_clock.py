@@ -132,6 +132,11 @@ class Pipeline:
             hops = len(self.servers) - stage if self.is_backward else 1
             self._at(self.now + hops * self.costs.hop_seconds, lambda time, stage=stage: self._cancel(stage, numbers, time))  # type: ignore[misc]
 
+    def forget(self) -> None:
+        """Forget the figures of what was sent: they count from a prefill on."""
+        self.spans, self.sizes, self.bytes_sent = [], {}, 0
+        self.cancelled = set()
+
     def full_seconds(self, number: int) -> float:
         """Return the seconds that a run takes in all stages if it isn't cancelled."""
         return sum(self.costs.seconds(stage, self.sizes[number]) for stage in range(len(self.servers)))

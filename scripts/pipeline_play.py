@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from pipeline_clock import Clock, Costs, Pipeline, Span
+from pipeline_clock import Clock, Pipeline
+from pipeline_conditions import Condition
 from pipeline_language import Language
 from virtual_pipeline import VirtualDrafter, VirtualStreamingDrafter, VirtualTarget
 
@@ -22,20 +23,6 @@ VIRTUAL = "virtual time"
 PROMPT_LENGTH = 16
 MakeSpeculation = Callable[[Clock], Speculation]
 """Makes a policy that reads this clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """What is decoded: the pipeline, the drafter's guesses, and the texts."""
-
-    costs: Costs
-    acceptance: float
-    spread: float = 0.0
-    claimed: float | None = None
-    cancels: bool = True
-    is_backward: bool = False
-    num_texts: int = 6
-    new_tokens: int = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +86,15 @@ class Metered:
         return measured
 
 
-def play(condition: Condition, seed: int, *, num_drafts: int | None = None, speculation: MakeSpeculation | None = None) -> Outcome:
+def play(
+    condition: Condition, seed: int, *, num_drafts: int | None = None, speculation: MakeSpeculation | None = None
+) -> Outcome:
     """Decode a text: synchronously with chains of `num_drafts` tokens, or with a `speculation`."""
     # 1. A new pipeline, and the text of this seed.
     clock, costs = Clock(), condition.costs
     language = Language(seed, condition.acceptance, spread=condition.spread, claimed=condition.claimed)
     pipeline = Pipeline(costs, clock, cancels=condition.cancels, is_backward=condition.is_backward)
-    target, meter = VirtualTarget(pipeline, language), Meter()
+    target, meter = VirtualTarget(pipeline, language, repeats=condition.repeats), Meter()
     prompts = torch.arange(PROMPT_LENGTH)[None]
     options: dict[str, Any] = {"max_new_tokens": condition.new_tokens}
     # 2. The loop.
@@ -177,7 +166,3 @@ def stage_figures(texts: list[Outcome]) -> dict[str, Any]:
         "wasted_share": wasted / busy if busy else 0.0,
         "saved_share": 1 - wasted / cancelled if cancelled else None,
     }
-
-
-def spans(texts: list[Outcome]) -> list[Span]:
-    return [span for text in texts for span in text.pipeline.spans]

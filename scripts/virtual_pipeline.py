@@ -34,16 +34,22 @@ class Entry:
 
 
 class VirtualTarget:
-    """Target in virtual time, both synchronous and asynchronous, for one prompt."""
+    """Target in virtual time, both synchronous and asynchronous, for one prompt.
+
+    With `repeats` a bonus token that is under way is sent once more, alone, as in PipeInfer's code:
+    an ablation.
+    """
 
     context_length = CONTEXT_LENGTH
     has_fixed_shapes = False
 
-    def __init__(self, pipeline: Pipeline, language: Language) -> None:
-        self.pipeline, self.language = pipeline, language
+    def __init__(self, pipeline: Pipeline, language: Language, *, repeats: bool = False) -> None:
+        self.pipeline, self.language, self.repeats = pipeline, language, repeats
         self.num_prefills = self.num_entries = 0
         self.text = 0
         """The text in the cache, without the window."""
+        self.root = 0
+        """The text at the root, if `repeats`."""
         self.window: list[Entry] = []
         self.under_way: dict[int, tuple[list[Entry], set[int]]] = {}
         """The new entries of each run, and the runs that read the entries on their paths."""
@@ -64,8 +70,11 @@ class VirtualTarget:
             self.receive()
         ids = prompts.input_ids[0, : prompts.lengths[0]].tolist()
         self.text, self.window, self._keep = self.language.begin(ids), [], None
+        self.root = self._next(self.text)
         self.pipeline.send(next(run_numbers), len(ids))
         self.pipeline.receive()
+        self.pipeline.forget()
+        self.num_entries = 0
         output = self._output([self.text])
         return TargetOutput(logits=output.logits, hidden_states=torch.zeros(1, len(ids), 1))
 
@@ -122,7 +131,8 @@ class VirtualTarget:
         return self.pipeline.has_answer()
 
     def receive(self) -> Answer:
-        message = self.pipeline.receive()
+        while (message := self.pipeline.receive()).number not in self.under_way:
+            pass  # a run that only repeats another one
         entries, needed = self.under_way.pop(message.number)
         if message.is_skipped:
             self.skipped.add(message.number)
@@ -130,7 +140,21 @@ class VirtualTarget:
         self.pipeline.clock.now += self.pipeline.costs.head_seconds
         is_dead = message.number in self.pipeline.cancelled
         assert is_dead or not self.skipped & needed, "an answer depends on a run that was skipped"
+        if self.repeats and not is_dead and self._is_bonus_under_way(entries):
+            self.pipeline.send(next(run_numbers), 1)
         return Answer(number=message.number, output=self._output([entry.text for entry in entries]))
+
+    def _is_bonus_under_way(self, entries: Sequence[Entry]) -> bool:
+        """Follow an answer from the root; return whether the new root is in the window."""
+        texts = {entry.text for entry in entries}
+        assert self.root in texts, "an answer without the root"
+        while (after := self._next(self.root)) in texts:
+            self.root = after
+        self.root = after
+        return after in {entry.text for entry in self.window}
+
+    def _next(self, text: int) -> int:
+        return self.language.after(text, self.language.choice(text))
 
     def cancel(self, numbers: Sequence[int]) -> None:
         self.pipeline.cancel(numbers)
