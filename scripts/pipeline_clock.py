@@ -55,6 +55,12 @@ class Clock:
     """Seconds since the beginning, at the head."""
 
     now: float = 0.0
+    drafts: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each draft pass."""
+
+    def draft(self, seconds: float) -> None:
+        self.drafts.append((self.now, self.now + seconds))
+        self.now += seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

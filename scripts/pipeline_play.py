@@ -32,6 +32,10 @@ class Outcome:
     tokens: list[int]
     times: list[float]
     """When each token after the first one was emitted, since the first one."""
+    start: float
+    """Virtual time at the end of the prefill."""
+    drafts: list[tuple[float, float]]
+    """Begin and end of each draft pass."""
     pipeline: Pipeline
     num_entries: int
     head_seconds: float
@@ -116,7 +120,13 @@ def play(
         times += [clock.now - start] * len(step.tokens[0])
     head_seconds = time.thread_time() - start_seconds - meter.seconds
     return Outcome(
-        tokens=tokens, times=times, pipeline=pipeline, num_entries=target.num_entries, head_seconds=max(head_seconds, 0.0)
+        tokens=tokens,
+        times=times,
+        start=start,
+        drafts=clock.drafts,
+        pipeline=pipeline,
+        num_entries=target.num_entries,
+        head_seconds=max(head_seconds, 0.0),
     )
 
 

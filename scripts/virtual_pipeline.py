@@ -184,7 +184,7 @@ class VirtualDrafter(Drafter[int, int]):
         for _ in range(self.max_nodes):
             tokens.append(self.language.guess(text)[0])
             text = self.language.after(text, tokens[-1])
-            self.clock.now += self.costs.draft_seconds
+            self.clock.draft(self.costs.draft_seconds)
         return (chain_tree(torch.tensor([tokens])) if tokens else empty_tree(1, torch.device("cpu"))), first
 
     def advance(self, drafted: int, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> int:
@@ -219,7 +219,7 @@ class VirtualStreamingDrafter:
         return state.tree
 
     def grow(self, state: Stream) -> bool:
-        self.clock.now += self.costs.draft_seconds
+        self.clock.draft(self.costs.draft_seconds)
         node = NO_NODE
         if state.is_begun:
             (node,) = state.tree.unread(1)

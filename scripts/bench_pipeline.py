@@ -1,0 +1,182 @@
+"""Measures pipelined speculation against plain and synchronous decoding of a target in stages.
+
+    python scripts/bench_pipeline.py --plan                # list what is to be done
+    python scripts/bench_pipeline.py --parts virtual       # the simulator only: the machine's load changes nothing
+    python scripts/bench_pipeline.py                       # all parts; the others need a quiet machine
+
+Parts, and the clock of their figures:
+
+- costs: wall clock. What further entries cost in a pass of a grown target on this machine.
+- virtual: virtual time. Sweeps and ablations, and the head's own processor time.
+- emulated: wall clock of real processes, whose stages sleep until their emulated time.
+
+Every cell is a file in OUTPUT/cells, and the same command continues after a kill. OUTPUT gets the record
+`pipeline.json`, `table.md` with the marks, and the plots `sweeps.png` and `gantt.png`. Delete
+OUTPUT/cells/virtual after a change of the policy.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import silence  # noqa: F401 - before torch, whose libraries it silences
+from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, conditions
+from pipeline_marks import ablation_marks, agreement_marks, head_mark, speed_marks
+from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, expected, main_rows
+from pipeline_play import play
+from pipeline_plots import plot_gantt, plot_sweeps
+from pipeline_report import Cells, ablation_table, details_table, formula_table, sweep_tables
+from study_cells import CPU, SETTINGS_FILE, require_same_settings
+from tqdm import tqdm
+
+from outrider.data.files import atomic_write_text, locked, read_json, write_json
+from outrider.eval.measure.environment import describe_environment
+
+RECORD_FILE = "pipeline.json"
+COSTS, VIRTUAL, EMULATED = PARTS = ("costs", "virtual", "emulated")
+ABLATION = "ablation"
+GANTT_SECONDS, GANTT_SEED = 1.0, 3
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A cell in virtual time."""
+
+    name: str
+    condition: Condition
+    is_ablation: bool = False
+
+    def path(self, output: Path) -> Path:
+        return output / "cells" / VIRTUAL / f"{self.name.replace(' ', '_').replace(',', '')}.json"
+
+
+def main() -> None:
+    try:
+        run(parse_args())
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; finished cells are kept, and the same command continues") from None
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--texts", type=int, default=8, help="texts of each condition in virtual time")
+    parser.add_argument("--new-tokens", type=int, default=256, help="their tokens")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="conditions whose names begin so; default: all")
+    parser.add_argument("--workers", type=int, default=2, help="processes for virtual time")
+    parser.add_argument("--plan", action="store_true", help="print what is to be done, and end")
+    parser.add_argument("--output", type=Path, default=Path("outputs/bench_pipeline"))
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> None:
+    # 1. Check everything before any long work.
+    for name in ("texts", "new_tokens", "workers"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1")
+    settings = {"texts": args.texts, "new_tokens": args.new_tokens}
+    require_same_settings(args.output, settings)
+    with locked(args.output):
+        jobs = virtual_jobs(args)
+        missing = [job for job in jobs if not job.path(args.output).is_file()] if VIRTUAL in args.parts else []
+        print(f"virtual time: {len(jobs)} cells, {len(jobs) - len(missing)} of them done")
+        if args.plan:
+            return
+        args.output.mkdir(parents=True, exist_ok=True)
+        write_json(args.output / SETTINGS_FILE, settings)
+        # 2. The cells.
+        run_virtual(missing, args)
+        # 3. Tables, marks and plots of all cells that are done.
+        done = {job.name: job for job in jobs if job.path(args.output).is_file()}
+        write_results(done, args)
+
+
+def virtual_jobs(args: argparse.Namespace) -> list[Job]:
+    """Return all cells in virtual time."""
+    jobs = [Job(name=name, condition=condition) for name, condition in conditions(())]
+    jobs += [
+        Job(name=f"{ABLATION} {acceptance:g}", condition=Condition(acceptance=acceptance), is_ablation=True)
+        for acceptance in MARK_ACCEPTANCES
+    ]
+    sized = [replace(job, condition=replace(job.condition, num_texts=args.texts, new_tokens=args.new_tokens)) for job in jobs]
+    return [job for job in sized if not args.only or job.name.startswith(tuple(args.only))]
+
+
+def run_virtual(jobs: Sequence[Job], args: argparse.Namespace) -> None:
+    """Decode the cells in processes, each with one thread."""
+    if not jobs:
+        return
+    with ProcessPoolExecutor(args.workers, initializer=use_one_thread) as pool:
+        results = zip(jobs, pool.map(rows_of, jobs), strict=True)
+        for job, rows in tqdm(results, total=len(jobs), desc="virtual time", bar_format=BAR):
+            path = job.path(args.output)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"name": job.name, "condition": asdict(job.condition), "rows": rows})
+
+
+def use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def rows_of(job: Job) -> dict[str, Row]:
+    return ablation_rows(job.condition) if job.is_ablation else main_rows(job.condition)
+
+
+def write_results(jobs: Mapping[str, Job], args: argparse.Namespace) -> None:
+    """Write and print tables, marks, record and plots."""
+    # 1. The cells by their parts.
+    rows = {name: read_json(job.path(args.output))["rows"] for name, job in jobs.items()}
+    cells: Cells = {name: rows[name] for name, job in jobs.items() if not job.is_ablation}
+    ablations: Cells = {name.removeprefix(f"{ABLATION} "): rows[name] for name, job in jobs.items() if job.is_ablation}
+    # 2. Tables and marks.
+    tables, marks, points = [], speed_marks(cells), []
+    if cells:
+        tables += [*sweep_tables(cells), details_table(cells)]
+        formula = {name: (jobs[name].condition, rows) for name, rows in cells.items() if name.startswith("acceptance ")}
+        tables += [formula_table(formula)] if formula else []
+        head_seconds = max(rows[PIPELINED]["head_cpu_seconds_per_run"] for rows in cells.values())
+        marks.append(head_mark(head_seconds))
+    if ablations:
+        tables.append(ablation_table(ablations))
+        marks += ablation_marks(ablations)
+    marks += agreement_marks(points)
+    # 3. The files.
+    text = "\n\n".join(tables) + "\n\n" + "\n".join(f"- {mark['text']}" for mark in marks) + "\n"
+    atomic_write_text(args.output / "table.md", text)
+    report = {
+        "cells": {name: {"condition": asdict(job.condition), "rows": rows[name]} for name, job in jobs.items()},
+        "marks": marks,
+        "tables": tables,
+        "settings": read_json(args.output / SETTINGS_FILE),
+        "environment": asdict(describe_environment(CPU)),
+    }
+    write_json(args.output / RECORD_FILE, report)
+    written = ["table.md", RECORD_FILE, *draw(cells, points, args)]
+    print(f"{text}\nWritten to {args.output}: {', '.join(written)}")
+
+
+def draw(cells: Cells, points: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:
+    """Draw the plots, and yield their names."""
+    if all(any(name.startswith(f"{sweep} ") for name in cells) for sweep in ("acceptance", "stages", "hop")):
+        plot_sweeps(cells, points, args.output / "sweeps.png")
+        yield "sweeps.png"
+    if cells:
+        condition = Condition(acceptance=USUAL, new_tokens=64)
+        texts = {
+            f"synchronous, K = {USUAL_LENGTH}": play(condition, GANTT_SEED, num_drafts=USUAL_LENGTH),
+            "pipelined": play(condition, GANTT_SEED, speculation=expected),
+        }
+        plot_gantt(texts, args.output / "gantt.png", seconds=GANTT_SECONDS)
+        yield "gantt.png"
+
+
+if __name__ == "__main__":
+    main()
