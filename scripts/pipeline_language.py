@@ -4,8 +4,9 @@ A guess is right with a dialled probability. All methods of a study decode the s
 same guesses of it are right, so their speeds compare without noise of the text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 VOCAB_SIZE = 64
 MASK = (1 << 64) - 1
@@ -48,12 +49,16 @@ class Language:
         """Return the target's next token."""
         return text % VOCAB_SIZE
 
+    def bits(self, text: int) -> int:
+        """Return the random bits of the guess after a text."""
+        return mixed(text)
+
     def guess(self, text: int) -> tuple[int, float]:
         """Return the drafter's next token, and the probability that it is right."""
-        bits = mixed(text)
+        bits = self.bits(text)
         prob = self._probs[bits % QUANTILES]
         is_right = (bits >> 32) / (1 << 32) < prob
-        wrong = (self.choice(text) + 1) % VOCAB_SIZE
+        wrong = self.choice(text) ^ 1
         return self.choice(text) if is_right else wrong, prob if self.claimed is None else self.claimed
 
     @cached_property
@@ -66,3 +71,32 @@ class Language:
         size = 1 / self.spread - 1  # the variance is spread * mean * (1 - mean)
         places = [(index + 0.5) / QUANTILES for index in range(QUANTILES)]
         return [float(prob) for prob in beta.ppf(places, self.acceptance * size, (1 - self.acceptance) * size)]
+
+
+OFF = 1 << 63
+"""Added to texts that have left the recorded one."""
+
+
+class Recorded(Language):
+    """The recorded answer of a real target to one prompt, and guesses at it.
+
+    A text is the number of its tokens after the prompt, as long as it is that of the answer.
+    """
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], seed: int, acceptance: float, **options: Any) -> None:
+        super().__init__(seed, acceptance, **options)
+        self.prompt, self.answer = list(prompt), list(answer)
+
+    def begin(self, ids: Iterable[int]) -> int:
+        assert list(ids) == self.prompt
+        return 0
+
+    def after(self, text: int, token: int) -> int:
+        is_recorded = text < len(self.answer) and self.answer[text] == token
+        return text + 1 if is_recorded else OFF | mixed(text ^ (token + 1))
+
+    def choice(self, text: int) -> int:
+        return self.answer[text] if text < len(self.answer) else text % VOCAB_SIZE
+
+    def bits(self, text: int) -> int:
+        return mixed(text ^ mixed(self.seed))

@@ -160,8 +160,9 @@ class VirtualTarget:
         self.pipeline.cancel(numbers)
 
     def _output(self, texts: Sequence[int]) -> TargetOutput:
-        logits = torch.zeros(1, len(texts), VOCAB_SIZE)
-        logits[0, range(len(texts)), [self.language.choice(text) for text in texts]] = 1.0
+        choices = [self.language.choice(text) for text in texts]
+        logits = torch.zeros(1, len(texts), max(VOCAB_SIZE, *choices, 0) + 1)
+        logits[0, range(len(texts)), choices] = 1.0
         return TargetOutput(logits=logits, hidden_states=torch.zeros(1, len(texts), 1))
 
 
