@@ -16,6 +16,7 @@ OUTPUT/cells/virtual after a change of the policy.
 """
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +25,13 @@ from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
 from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, conditions
+from pipeline_costs import measure_costs
 from pipeline_marks import ablation_marks, agreement_marks, head_mark, speed_marks
 from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, expected, main_rows
 from pipeline_play import play
 from pipeline_plots import plot_gantt, plot_sweeps
 from pipeline_report import Cells, ablation_table, details_table, formula_table, sweep_tables
-from study_cells import CPU, SETTINGS_FILE, require_same_settings
+from study_cells import CPU
 from tqdm import tqdm
 
 from outrider.data.files import atomic_write_text, locked, read_json, write_json
@@ -53,6 +55,11 @@ class Job:
     def path(self, output: Path) -> Path:
         return output / "cells" / VIRTUAL / f"{self.name.replace(' ', '_').replace(',', '')}.json"
 
+    def is_done(self, output: Path) -> bool:
+        """Return whether the cell's file is there, of the same condition."""
+        path = self.path(output)
+        return path.is_file() and read_json(path)["condition"] == json.loads(json.dumps(asdict(self.condition)))
+
 
 def main() -> None:
     try:
@@ -68,6 +75,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--texts", type=int, default=8, help="texts of each condition in virtual time")
     parser.add_argument("--new-tokens", type=int, default=256, help="their tokens")
+    parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the target that grows")
+    parser.add_argument("--parameters", default="400M", help="parameters of the grown target whose costs are measured")
+    parser.add_argument("--rounds", type=int, default=15, help="passes of each size")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="conditions whose names begin so; default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes for virtual time")
     parser.add_argument("--plan", action="store_true", help="print what is to be done, and end")
@@ -77,29 +87,45 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     # 1. Check everything before any long work.
-    for name in ("texts", "new_tokens", "workers"):
+    for name in ("texts", "new_tokens", "workers", "rounds"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1")
-    settings = {"texts": args.texts, "new_tokens": args.new_tokens}
-    require_same_settings(args.output, settings)
     with locked(args.output):
+        # 2. The costs come first: conditions depend on them.
+        if COSTS in args.parts and not args.plan:
+            run_costs(args)
         jobs = virtual_jobs(args)
-        missing = [job for job in jobs if not job.path(args.output).is_file()] if VIRTUAL in args.parts else []
+        missing = [job for job in jobs if not job.is_done(args.output)] if VIRTUAL in args.parts else []
+        print(f"costs: {'done' if costs_path(args).is_file() else 'not measured'}")
         print(f"virtual time: {len(jobs)} cells, {len(jobs) - len(missing)} of them done")
         if args.plan:
             return
-        args.output.mkdir(parents=True, exist_ok=True)
-        write_json(args.output / SETTINGS_FILE, settings)
-        # 2. The cells.
         run_virtual(missing, args)
         # 3. Tables, marks and plots of all cells that are done.
-        done = {job.name: job for job in jobs if job.path(args.output).is_file()}
-        write_results(done, args)
+        write_results({job.name: job for job in jobs if job.is_done(args.output)}, args)
+
+
+def costs_path(args: argparse.Namespace) -> Path:
+    path: Path = args.output / "cells" / "costs.json"
+    return path
+
+
+def run_costs(args: argparse.Namespace) -> None:
+    """Measure what further entries cost, unless it is measured."""
+    path = costs_path(args)
+    if path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=args.rounds + 1, desc="costs", bar_format=BAR) as progress:
+        folder = args.output / "targets" / args.parameters
+        costs = measure_costs(args.target, args.parameters, folder, rounds=args.rounds, progress=progress.update)
+    write_json(path, costs)
 
 
 def virtual_jobs(args: argparse.Namespace) -> list[Job]:
     """Return all cells in virtual time."""
-    jobs = [Job(name=name, condition=condition) for name, condition in conditions(())]
+    factors = read_json(costs_path(args))["factors"] if costs_path(args).is_file() else ()
+    jobs = [Job(name=name, condition=condition) for name, condition in conditions(factors)]
     jobs += [
         Job(name=f"{ABLATION} {acceptance:g}", condition=Condition(acceptance=acceptance), is_ablation=True)
         for acceptance in MARK_ACCEPTANCES
@@ -155,7 +181,8 @@ def write_results(jobs: Mapping[str, Job], args: argparse.Namespace) -> None:
         "cells": {name: {"condition": asdict(job.condition), "rows": rows[name]} for name, job in jobs.items()},
         "marks": marks,
         "tables": tables,
-        "settings": read_json(args.output / SETTINGS_FILE),
+        "settings": {"texts": args.texts, "new_tokens": args.new_tokens},
+        "costs": read_json(costs_path(args)) if costs_path(args).is_file() else None,
         "environment": asdict(describe_environment(CPU)),
     }
     write_json(args.output / RECORD_FILE, report)
