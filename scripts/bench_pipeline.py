@@ -20,17 +20,28 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
+from emulated_cells import anchors, emulated_rows, make_target, record_texts
 from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, conditions
 from pipeline_costs import measure_costs
 from pipeline_marks import ablation_marks, agreement_marks, head_mark, speed_marks
-from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, expected, main_rows
+from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, best_synchronous, expected, main_rows
 from pipeline_play import play
 from pipeline_plots import plot_gantt, plot_sweeps
-from pipeline_report import Cells, ablation_table, details_table, formula_table, sweep_tables
+from pipeline_report import (
+    Cells,
+    ablation_table,
+    agreement,
+    agreement_table,
+    details_table,
+    formula_table,
+    speed_table,
+    sweep_tables,
+)
 from study_cells import CPU
 from tqdm import tqdm
 
@@ -46,19 +57,28 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A cell in virtual time."""
+    """A cell: a condition with its part."""
 
     name: str
     condition: Condition
+    part: str = VIRTUAL
     is_ablation: bool = False
 
     def path(self, output: Path) -> Path:
-        return output / "cells" / VIRTUAL / f"{self.name.replace(' ', '_').replace(',', '')}.json"
+        return output / "cells" / self.part / f"{self.name.replace(' ', '_').replace(',', '')}.json"
 
-    def is_done(self, output: Path) -> bool:
-        """Return whether the cell's file is there, of the same condition."""
+    def rows(self, output: Path) -> dict[str, Row] | None:
+        """Return the rows of the cell's file; None without a file of this condition."""
+        if not (path := self.path(output)).is_file():
+            return None
+        cell = read_json(path)
+        is_same = cell["condition"] == json.loads(json.dumps(asdict(self.condition)))
+        return cell["rows"] if is_same else None
+
+    def save(self, rows: Mapping[str, Row], output: Path) -> None:
         path = self.path(output)
-        return path.is_file() and read_json(path)["condition"] == json.loads(json.dumps(asdict(self.condition)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"name": self.name, "condition": asdict(self.condition), "rows": rows})
 
 
 def main() -> None:
@@ -78,6 +98,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the target that grows")
     parser.add_argument("--parameters", default="400M", help="parameters of the grown target whose costs are measured")
     parser.add_argument("--rounds", type=int, default=15, help="passes of each size")
+    parser.add_argument("--real-texts", type=int, default=2, help="texts of each condition in processes")
+    parser.add_argument("--real-tokens", type=int, default=48, help="their tokens")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="conditions whose names begin so; default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes for virtual time")
     parser.add_argument("--plan", action="store_true", help="print what is to be done, and end")
@@ -87,22 +109,26 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     # 1. Check everything before any long work.
-    for name in ("texts", "new_tokens", "workers", "rounds"):
+    for name in ("texts", "new_tokens", "workers", "rounds", "real_texts", "real_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give at least 1")
     with locked(args.output):
         # 2. The costs come first: conditions depend on them.
         if COSTS in args.parts and not args.plan:
             run_costs(args)
-        jobs = virtual_jobs(args)
-        missing = [job for job in jobs if not job.is_done(args.output)] if VIRTUAL in args.parts else []
+        jobs = [job for job in all_jobs(args) if not args.only or job.name.startswith(tuple(args.only))]
+        missing = [job for job in jobs if job.part in args.parts and job.rows(args.output) is None]
         print(f"costs: {'done' if costs_path(args).is_file() else 'not measured'}")
-        print(f"virtual time: {len(jobs)} cells, {len(jobs) - len(missing)} of them done")
+        for part in (VIRTUAL, EMULATED):
+            of_part = [job for job in jobs if job.part == part]
+            print(f"{part}: {len(of_part)} cells, {sum(job.rows(args.output) is not None for job in of_part)} of them done")
         if args.plan:
             return
-        run_virtual(missing, args)
-        # 3. Tables, marks and plots of all cells that are done.
-        write_results({job.name: job for job in jobs if job.is_done(args.output)}, args)
+        # 3. Virtual time, which needs no quiet machine, then processes.
+        run_virtual([job for job in missing if job.part == VIRTUAL], args)
+        run_emulated([job for job in missing if job.part == EMULATED], args)
+        # 4. Tables, marks and plots of all cells that are done.
+        write_results(jobs, args)
 
 
 def costs_path(args: argparse.Namespace) -> Path:
@@ -122,28 +148,47 @@ def run_costs(args: argparse.Namespace) -> None:
     write_json(path, costs)
 
 
-def virtual_jobs(args: argparse.Namespace) -> list[Job]:
-    """Return all cells in virtual time."""
+def all_jobs(args: argparse.Namespace) -> list[Job]:
+    """Return all cells."""
     factors = read_json(costs_path(args))["factors"] if costs_path(args).is_file() else ()
-    jobs = [Job(name=name, condition=condition) for name, condition in conditions(factors)]
-    jobs += [
+    virtual = [Job(name=name, condition=condition) for name, condition in conditions(factors)]
+    virtual += [
         Job(name=f"{ABLATION} {acceptance:g}", condition=Condition(acceptance=acceptance), is_ablation=True)
         for acceptance in MARK_ACCEPTANCES
     ]
-    sized = [replace(job, condition=replace(job.condition, num_texts=args.texts, new_tokens=args.new_tokens)) for job in jobs]
-    return [job for job in sized if not args.only or job.name.startswith(tuple(args.only))]
+    real = [Job(name=name, condition=condition, part=EMULATED) for name, condition in anchors(factors)]
+    sizes = {VIRTUAL: (args.texts, args.new_tokens), EMULATED: (args.real_texts, args.real_tokens)}
+    jobs = []
+    for job in (*virtual, *real):
+        num_texts, new_tokens = sizes[job.part]
+        jobs.append(replace(job, condition=replace(job.condition, num_texts=num_texts, new_tokens=new_tokens)))
+    return jobs
 
 
 def run_virtual(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     """Decode the cells in processes, each with one thread."""
     if not jobs:
         return
-    with ProcessPoolExecutor(args.workers, initializer=use_one_thread) as pool:
+    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), initializer=use_one_thread) as pool:
         results = zip(jobs, pool.map(rows_of, jobs), strict=True)
         for job, rows in tqdm(results, total=len(jobs), desc="virtual time", bar_format=BAR):
-            path = job.path(args.output)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"name": job.name, "condition": asdict(job.condition), "rows": rows})
+            job.save(rows, args.output)
+
+
+def run_emulated(jobs: Sequence[Job], args: argparse.Namespace) -> None:
+    """Decode the cells in real processes, one cell after the other."""
+    if not jobs:
+        return
+    target = make_target(args.target, args.output / "targets" / "stages")
+    texts = record_texts(target, args.real_texts, args.real_tokens)
+    for job in tqdm(jobs, desc="emulated stages", bar_format=BAR):
+        job.save(emulated_rows(target, job.condition, best_length(job, args), texts), args.output)
+
+
+def best_length(job: Job, args: argparse.Namespace) -> int:
+    """Return the best number of draft tokens in virtual time; the usual one where that isn't decoded."""
+    rows = Job(name=job.name, condition=job.condition).path(args.output)
+    return int(best_synchronous(read_json(rows)["rows"])["num_drafts"]) if rows.is_file() else USUAL_LENGTH
 
 
 def use_one_thread() -> None:
@@ -156,35 +201,38 @@ def rows_of(job: Job) -> dict[str, Row]:
     return ablation_rows(job.condition) if job.is_ablation else main_rows(job.condition)
 
 
-def write_results(jobs: Mapping[str, Job], args: argparse.Namespace) -> None:
+def write_results(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     """Write and print tables, marks, record and plots."""
     # 1. The cells by their parts.
-    rows = {name: read_json(job.path(args.output))["rows"] for name, job in jobs.items()}
-    cells: Cells = {name: rows[name] for name, job in jobs.items() if not job.is_ablation}
-    ablations: Cells = {name.removeprefix(f"{ABLATION} "): rows[name] for name, job in jobs.items() if job.is_ablation}
+    done = {job: rows for job in jobs if (rows := job.rows(args.output)) is not None}
+    cells: Cells = {job.name: rows for job, rows in done.items() if job.part == VIRTUAL and not job.is_ablation}
+    ablations: Cells = {job.name.removeprefix(f"{ABLATION} "): rows for job, rows in done.items() if job.is_ablation}
+    real: Cells = {job.name: rows for job, rows in done.items() if job.part == EMULATED}
     # 2. Tables and marks.
-    tables, marks, points = [], speed_marks(cells), []
+    tables, points = [], agreement(real)
+    marks = [*speed_marks(cells), *speed_marks(real), *ablation_marks(ablations), *agreement_marks(points)]
     if cells:
         tables += [*sweep_tables(cells), details_table(cells)]
-        formula = {name: (jobs[name].condition, rows) for name, rows in cells.items() if name.startswith("acceptance ")}
-        tables += [formula_table(formula)] if formula else []
-        head_seconds = max(rows[PIPELINED]["head_cpu_seconds_per_run"] for rows in cells.values())
-        marks.append(head_mark(head_seconds))
+        formula = {job.name: (job.condition, cells[job.name]) for job in done if job.name in cells and job.part == VIRTUAL}
+        tables.append(formula_table({name: cell for name, cell in formula.items() if name.startswith("acceptance ")}))
+        marks.append(head_mark(max(rows[PIPELINED]["head_cpu_seconds_per_run"] for rows in cells.values())))
     if ablations:
         tables.append(ablation_table(ablations))
-        marks += ablation_marks(ablations)
-    marks += agreement_marks(points)
+    if real:
+        tables += [speed_table("condition", real), agreement_table(points)]
     # 3. The files.
     text = "\n\n".join(tables) + "\n\n" + "\n".join(f"- {mark['text']}" for mark in marks) + "\n"
-    atomic_write_text(args.output / "table.md", text)
     report = {
-        "cells": {name: {"condition": asdict(job.condition), "rows": rows[name]} for name, job in jobs.items()},
+        "cells": [
+            {"name": job.name, "part": job.part, "condition": asdict(job.condition), "rows": rows} for job, rows in done.items()
+        ],
+        "points": points,
         "marks": marks,
         "tables": tables,
-        "settings": {"texts": args.texts, "new_tokens": args.new_tokens},
         "costs": read_json(costs_path(args)) if costs_path(args).is_file() else None,
         "environment": asdict(describe_environment(CPU)),
     }
+    atomic_write_text(args.output / "table.md", text)
     write_json(args.output / RECORD_FILE, report)
     written = ["table.md", RECORD_FILE, *draw(cells, points, args)]
     print(f"{text}\nWritten to {args.output}: {', '.join(written)}")

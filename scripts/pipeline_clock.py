@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,15 @@ class Costs:
 
     def message_bytes(self, num_entries: int) -> int:
         return self.header_bytes + self.entry_bytes * num_entries
+
+
+class AnyClock(Protocol):
+    """Virtual time or the wall clock."""
+
+    @property
+    def now(self) -> float: ...
+
+    def draft(self, seconds: float) -> None: ...
 
 
 @dataclass(slots=True)

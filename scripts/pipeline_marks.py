@@ -112,6 +112,9 @@ def agreement_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:
     marks = [
         mark(f"processes within {percent(CLOSE)} of the simulator at {LEAST_POINTS} points", len(close) >= LEAST_POINTS, words)
     ]
+    differing = [point for point in points if point["num_identical"] < point["num_texts"]]
+    words = "; ".join(f"{point['condition']}, {point['method']}" for point in differing) or f"all {len(points)}"
+    marks.append(mark("processes write the target's own text at every point", not differing, words))
     unequal = [point for point in points if point["method"] == PIPELINED and "x slower" in point["condition"]]
     unequal += [point for point in points if point["method"] == PIPELINED and "unequal" in point["condition"]]
     if unequal:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline_clock import Clock
+from pipeline_clock import AnyClock
 from pipeline_conditions import Condition
 from pipeline_play import outcomes, row
 
@@ -43,11 +43,11 @@ class OneBatch(PaperSpeculation):
         return super().choose(window, drafts, max_depth=max_depth, has_more=has_more)
 
 
-def expected(clock: Clock) -> Speculation:
+def expected(clock: AnyClock) -> Speculation:
     return ExpectedSpeculation(clock=lambda: clock.now)
 
 
-def without_pressure(clock: Clock) -> Speculation:
+def without_pressure(clock: AnyClock) -> Speculation:
     return ExpectedSpeculation(clock=lambda: clock.now, max_runs=MANY, max_nodes=MANY)
 
 
@@ -74,7 +74,7 @@ def ablation_rows(condition: Condition) -> dict[str, Row]:
     return rows
 
 
-def ablations(condition: Condition) -> Iterator[tuple[str, Condition, Callable[[Clock], Speculation]]]:
+def ablations(condition: Condition) -> Iterator[tuple[str, Condition, Callable[[AnyClock], Speculation]]]:
     yield NO_CANCELLATION, replace(condition, cancels=False), expected
     yield BACKWARD, replace(condition, is_backward=True), expected
     yield REPEATS, replace(condition, repeats=True), expected

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline_methods import PIPELINED, PLAIN, USUAL_LENGTH, Row, best_synchronous, synchronous
+from pipeline_methods import PIPELINED, PLAIN, USUAL_LENGTH, best_synchronous, synchronous
 from pipeline_play import Outcome
 from pipeline_report import Cells, Rows, clock_of, of_sweep, ratio
 
@@ -15,12 +15,12 @@ LIVE, DEAD, DRAFT = COLORS[0], "0.75", COLORS[4]
 MILLISECONDS = 1e3
 
 
-def lines(rows: Rows) -> dict[str, Row]:
-    """Return the methods of a plot's lines."""
+def names_of(rows: Rows) -> dict[str, str]:
+    """Return the method of each of a plot's lines."""
     return {
-        f"synchronous, K = {USUAL_LENGTH}": rows[synchronous(USUAL_LENGTH)],
-        "synchronous, best K": best_synchronous(rows),
-        "pipelined": rows[PIPELINED],
+        f"synchronous, K = {USUAL_LENGTH}": synchronous(USUAL_LENGTH),
+        "synchronous, best K": synchronous(best_synchronous(rows)["num_drafts"]),
+        "pipelined": PIPELINED,
     }
 
 
@@ -34,10 +34,10 @@ def plot_sweeps(cells: Cells, points: Sequence[Mapping[str, Any]], path: Path) -
         for axes, (sweep, label) in zip(panels, AXES.items(), strict=True):
             swept = of_sweep(cells, sweep)
             places = [value_of(name) for name in swept]
-            for color, title in zip(COLORS, lines(next(iter(swept.values()))), strict=False):
-                speeds = [ratio(lines(rows)[title], rows[PLAIN]) for rows in swept.values()]
+            for color, title in zip(COLORS, names_of(next(iter(swept.values()))), strict=False):
+                speeds = [ratio(rows[names_of(rows)[title]], rows[PLAIN]) for rows in swept.values()]
                 axes.plot(places, speeds, color=color, marker="o", markersize=3, label=title)
-                measured = points_of(points, sweep, title)
+                measured = points_of(points, sweep, swept, title)
                 axes.plot(*zip(*measured, strict=True), "x", color=color, markersize=7) if measured else None
             axes.axhline(1.0, **PARITY_LINE)
             axes.set_xlabel(label)
@@ -53,10 +53,14 @@ def value_of(name: str) -> float:
     return float(name.split()[0])
 
 
-def points_of(points: Sequence[Mapping[str, Any]], sweep: str, title: str) -> list[tuple[float, float]]:
+def points_of(points: Sequence[Mapping[str, Any]], sweep: str, rows: Cells, title: str) -> list[tuple[float, float]]:
     """Return the place and the speed over plain decoding of each measured point of a line."""
-    found = [point for point in points if point["condition"].startswith(f"{sweep} ") and point["title"] == title]
-    return [(value_of(point["condition"].removeprefix(f"{sweep} ")), point["over_plain"]) for point in found]
+    found = []
+    for point in points:
+        beginning, _, value = point["condition"].partition(" ")
+        if beginning == sweep and value in rows and point["method"] == names_of(rows[value])[title]:
+            found.append((value_of(value), point["over_plain"]))
+    return found
 
 
 def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, seconds: float) -> None:
@@ -68,7 +72,7 @@ def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, seconds: float) -> N
         panels = figure.subplots(len(texts), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (title, text) in zip(panels, texts.items(), strict=True):
             draw_stages(axes, text, seconds)
-            emitted = [time for time in text.times if time <= seconds]
+            emitted = [time for time in text.decoded.times if time <= seconds]
             axes.set_title(f"{title}: {len(emitted)} tokens in {MILLISECONDS * seconds:.0f} ms", loc="left")
         panels[-1].set_xlabel("milliseconds after the prompt, virtual time")
         panels[0].legend(handles=legend(), loc="upper right", ncols=4, fontsize=7, bbox_to_anchor=(1.0, 1.22), frameon=False)
@@ -79,7 +83,7 @@ def draw_stages(axes: Any, text: Outcome, seconds: float) -> None:
     # 1. Runs at the stages: those that were cancelled at last are hatched.
     num_stages = text.pipeline.costs.num_stages
     for span in text.pipeline.spans:
-        start, end = span.start - text.start, min(span.end - text.start, seconds)
+        start, end = span.start - text.decoded.start, min(span.end - text.decoded.start, seconds)
         if start < seconds and end > 0:
             is_dead = span.number in text.pipeline.cancelled
             options: dict[str, Any] = {"hatch": "/////", "edgecolor": "0.35"} if is_dead else {"edgecolor": "white"}
@@ -89,9 +93,9 @@ def draw_stages(axes: Any, text: Outcome, seconds: float) -> None:
                 middle = bar[0] + bar[1] / 2
                 axes.text(middle, 0.55, str(span.num_entries), ha="center", va="center", color="white", fontsize=6)
     # 2. The head: draft passes, and the tokens.
-    drafts = [(MILLISECONDS * (start - text.start), MILLISECONDS * (end - start)) for start, end in text.drafts]
+    drafts = [(MILLISECONDS * (start - text.decoded.start), MILLISECONDS * (end - start)) for start, end in text.drafts]
     axes.broken_barh([bar for bar in drafts if 0 <= bar[0] < MILLISECONDS * seconds], (-0.9, 0.8), facecolor=DRAFT, linewidth=0)
-    ends = [MILLISECONDS * time for time in text.times if time <= seconds]
+    ends = [MILLISECONDS * time for time in text.decoded.times if time <= seconds]
     axes.plot(ends, [num_stages + 0.35] * len(ends), "v", color=COLORS[1], markersize=4, clip_on=False)
     # 3. The axes.
     axes.set_yticks([-0.5, *(stage + 0.5 for stage in range(num_stages))], ["drafts", *map(str, range(1, num_stages + 1))])

@@ -113,6 +113,41 @@ def details_table(cells: Cells) -> str:
     return f"{note}\n\n{table(columns, body)}"
 
 
+def agreement(cells: Cells) -> list[dict[str, Any]]:
+    """Return the speed of processes over that of the simulator: for each condition and method."""
+    return [
+        {
+            "condition": condition,
+            "method": method,
+            "tokens_per_second": row["tokens_per_second"],
+            "simulated": row["simulated"]["tokens_per_second"],
+            "ratio": row["over_simulated"],
+            "over_plain": ratio(row, rows[PLAIN]),
+            "num_identical": row["num_identical"],
+            "num_texts": row["num_texts"],
+        }
+        for condition, rows in cells.items()
+        for method, row in rows.items()
+    ]
+
+
+def agreement_table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Format the speeds of processes beside those of the simulator."""
+    columns = ["condition", "method", "processes", "simulator", "ratio", "identical"]
+    body = [
+        [
+            point["condition"],
+            point["method"],
+            f"{point['tokens_per_second']:.2f}",
+            f"{point['simulated']:.2f}",
+            f"{point['ratio']:.3f}",
+            f"{point['num_identical']} of {point['num_texts']}",
+        ]
+        for point in points
+    ]
+    return f"Tokens per second: emulated stages by the wall clock, and virtual time.\n\n{table(columns, body)}"
+
+
 def clock_of(cells: Cells) -> str:
     """Return the clock of all rows. Raises ValueError if rows have different ones."""
     clocks = {row["clock"] for rows in cells.values() for row in rows.values()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
-from pipeline_clock import Clock, Costs, Pipeline
+from pipeline_clock import AnyClock, Costs, Pipeline
 from pipeline_language import VOCAB_SIZE, Language
 
 from outrider.models.decoding.growing_tree import GrowingTree
@@ -171,7 +171,7 @@ class VirtualDrafter(Drafter[int, int]):
 
     feature_layers = ()
 
-    def __init__(self, clock: Clock, costs: Costs, language: Language, num_tokens: int) -> None:
+    def __init__(self, clock: AnyClock, costs: Costs, language: Language, num_tokens: int) -> None:
         self.clock, self.costs, self.language, self.max_nodes = clock, costs, language, num_tokens
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> int:
@@ -209,7 +209,7 @@ class Stream:
 class VirtualStreamingDrafter:
     """Streaming drafter in virtual time: each pass reads the likeliest node and adds its child."""
 
-    def __init__(self, clock: Clock, costs: Costs, language: Language) -> None:
+    def __init__(self, clock: AnyClock, costs: Costs, language: Language) -> None:
         self.clock, self.costs, self.language = clock, costs, language
 
     def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> Stream:

@@ -127,13 +127,13 @@ def test_all_methods_write_the_same_text(bench: Any) -> None:
         condition = bench.conditions.Condition(acceptance=acceptance, new_tokens=48)
         play = bench.play.play
         plain = play(condition, 0, num_drafts=0)
-        assert len(plain.tokens) == 48
+        assert len(plain.decoded.tokens) == 48
         texts = [play(condition, 0, num_drafts=3), play(condition, 0, speculation=bench.methods.expected)]
         for name, changed, speculation in bench.methods.ablations(condition):
             assert name
             texts.append(play(changed, 0, speculation=speculation))
         assert len(texts) == 6
-        assert all(text.tokens == plain.tokens for text in texts)
+        assert all(text.decoded.tokens == plain.decoded.tokens for text in texts)
 
 
 def test_the_loops_take_the_time_of_the_formula(bench: Any) -> None:

@@ -1,0 +1,112 @@
+"""Cells of the pipeline bench in real processes with emulated stages, beside the simulator's figures."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulated_stages import EMULATED, RealClock, emulated
+from grow_target import Source
+from pipeline_conditions import BASE as BASE_COSTS
+from pipeline_conditions import MIXED, SLOW, USUAL, Condition, last_share, machines, more_stages, stages_of_target
+from pipeline_language import Recorded
+from pipeline_methods import PIPELINED, PLAIN, USUAL_LENGTH, Row, expected, synchronous
+from pipeline_play import Decoded, Outcome, decode, make_drafter, play, speed_figures
+from study_cells import grown
+
+from outrider.data.chat import encode_prompt
+from outrider.data.suites import load_suite
+from outrider.data.types import Turn
+from outrider.models.decoding.acceptance import GreedyAcceptance
+from outrider.models.decoding.loop import generate
+from outrider.models.drafters.null import NullDrafter
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+LAYERS = 16
+"""Layers of the target that the stages share: the longest pipeline has as many stages."""
+BEYOND = 64
+"""Tokens that are recorded after the end of each answer: drafters guess them."""
+PROMPT_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A prompt and the target's answer."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def anchors(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
+    """Yield the conditions that are measured in processes, with the names that they have in virtual time."""
+    for acceptance in (USUAL, 0.5, 0.9, 0.0):
+        yield f"acceptance {acceptance:g}", Condition(acceptance=acceptance)
+    yield "useless, claims 0.8", Condition(acceptance=0.0, claimed=0.8)
+    for count in (2, 4, 16):
+        yield f"stages {count}", Condition(costs=stages_of_target(count))
+    yield "hop 10 ms", Condition(costs=replace(BASE_COSTS, hop_seconds=0.01))
+    yield "one stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
+    yield "one stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
+    yield "13 unequal stages, balanced", Condition(costs=machines(MIXED, balanced=True))
+    if factors:
+        costs = replace(more_stages(16), factors=tuple(factors), entry_share=last_share(factors))
+        yield "measured costs, 16 stages, acceptance 0.9", Condition(costs=costs, acceptance=0.9)
+
+
+def make_target(source: Path, folder: Path) -> HFTarget:
+    """Return a target of as many layers as the longest pipeline has stages, with the source's text."""
+    torch.set_num_threads(1)  # before any pass: stages are forks of this process
+    origin = Source.of(source)
+    with grown(origin, origin.grown_size(LAYERS, origin.size.intermediate), folder) as path:
+        return load_target(TargetConfig(name_or_path=str(path), dtype="float32", device="cpu", fast_linears=False))
+
+
+def record_texts(target: HFTarget, num_texts: int, new_tokens: int) -> list[Text]:
+    """Let the whole target answer prompts about code."""
+    texts = []
+    for prompt in load_suite("stdlib", limit=num_texts).prompts:
+        ids = encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer)[0][-PROMPT_TOKENS:]
+        steps = generate(target, NullDrafter(), GreedyAcceptance(), ids[None], max_new_tokens=new_tokens + BEYOND)
+        texts.append(Text(prompt=ids.tolist(), answer=[token for step in steps for token in step.tokens[0]]))
+    target.release_cache()
+    return texts
+
+
+def emulated_rows(target: HFTarget, condition: Condition, best_length: int, texts: Sequence[Text]) -> dict[str, Row]:
+    """Decode texts by each method in processes, and the same texts in virtual time.
+
+    Methods alternate, so that a slow moment of the machine costs all of them.
+    """
+    lengths = {PLAIN: 0, synchronous(USUAL_LENGTH): USUAL_LENGTH, synchronous(best_length): best_length, PIPELINED: None}
+    real: dict[str, list[Decoded]] = {name: [] for name in lengths}
+    virtual: dict[str, list[Outcome]] = {name: [] for name in lengths}
+    clock = RealClock()
+    with emulated(target, condition.costs) as staged:
+        for seed, text in enumerate(texts):
+            language = Recorded(text.prompt, text.answer, seed, condition.acceptance, claimed=condition.claimed)
+            for name, length in lengths.items():
+                policy = expected if length is None else None
+                drafter = make_drafter(clock, condition.costs, language, length)
+                speculation = policy(clock) if policy else None
+                real[name].append(decode(staged, drafter, text.prompt, condition.new_tokens, clock, speculation))
+                options: dict[str, Any] = {"num_drafts": length, "speculation": policy, "language": language}
+                virtual[name].append(play(condition, seed, prompt=text.prompt, **options))
+    return {name: emulated_row(real[name], virtual[name], texts, lengths[name]) for name in lengths}
+
+
+def emulated_row(real: Sequence[Decoded], virtual: Sequence[Outcome], texts: Sequence[Text], length: int | None) -> Row:
+    """Return the figures of a method, beside those of the simulator."""
+    row = speed_figures(real, EMULATED)
+    simulated = speed_figures([text.decoded for text in virtual], "virtual time")
+    identical = [answer.tokens == text.answer[: len(answer.tokens)] for answer, text in zip(real, texts, strict=True)]
+    return {
+        **row,
+        **({"num_drafts": length} if length else {}),
+        "num_identical": sum(identical),
+        "num_texts": len(texts),
+        "simulated": simulated,
+        "over_simulated": row["tokens_per_second"] / simulated["tokens_per_second"],
+    }
