@@ -3,8 +3,10 @@
 from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from .loop import generate
+from .pipelined import generate_pipelined
 from .prompts import Prompts
 from .sampling import RowSeeds, Sampling, warp
+from .speculation import ExpectedSpeculation, PaperSpeculation
 from .stopping import Finish
 from .streaming import stream_text
 from .tree import DraftTree, chain_tree, empty_tree
@@ -13,8 +15,10 @@ from .types import Acceptance, Step, TargetOutput
 __all__ = [
     "Acceptance",
     "DraftTree",
+    "ExpectedSpeculation",
     "Finish",
     "GreedyAcceptance",
+    "PaperSpeculation",
     "PhaseSeconds",
     "Prompts",
     "RowSeeds",
@@ -26,6 +30,7 @@ __all__ = [
     "chain_tree",
     "empty_tree",
     "generate",
+    "generate_pipelined",
     "stream_text",
     "warp",
 ]

@@ -73,6 +73,10 @@ class Stopping:
                 return tuple(tokens[: index + 1]), finish
         return tuple(tokens), None
 
+    def left(self, row: int) -> int:
+        """Return the most tokens by which a row's answer can still grow."""
+        return self._room[row] - len(self.answers[row])
+
     def _finish(self, row: int, token: int) -> Finish | None:
         if token in self._stop_ids:
             return Finish.STOP_TOKEN
