@@ -171,8 +171,12 @@ class VirtualDrafter(Drafter[int, int]):
 
     feature_layers = ()
 
+    @property
+    def max_nodes(self) -> int:
+        return self.num_tokens
+
     def __init__(self, clock: AnyClock, costs: Costs, language: Language, num_tokens: int) -> None:
-        self.clock, self.costs, self.language, self.max_nodes = clock, costs, language, num_tokens
+        self.clock, self.costs, self.language, self.num_tokens = clock, costs, language, num_tokens
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> int:
         return self.language.begin(prompts.input_ids[0].tolist())
@@ -182,7 +186,7 @@ class VirtualDrafter(Drafter[int, int]):
     ) -> tuple[DraftTree, int]:
         text = first = self.language.after(state, int(last_token[0]))
         tokens: list[int] = []
-        for _ in range(self.max_nodes):
+        for _ in range(self.num_tokens):
             tokens.append(self.language.guess(text)[0])
             text = self.language.after(text, tokens[-1])
             self.clock.draft(self.costs.draft_seconds)
