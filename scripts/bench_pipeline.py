@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
-from emulated_cells import anchors, emulated_rows, make_target, record_texts
-from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, conditions
+from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, anchors, conditions
 from pipeline_costs import measure_costs
 from pipeline_marks import ablation_marks, agreement_marks, head_mark, speed_marks
 from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, best_synchronous, expected, main_rows
@@ -179,6 +178,8 @@ def run_emulated(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     """Decode the cells in real processes, one cell after the other."""
     if not jobs:
         return
+    from emulated_cells import emulated_rows, make_target, record_texts  # they load the code of stages
+
     target = make_target(args.target, args.output / "targets" / "stages")
     texts = record_texts(target, args.real_texts, args.real_tokens)
     for job in tqdm(jobs, desc="emulated stages", bar_format=BAR):

@@ -1,15 +1,14 @@
 """Cells of the pipeline bench in real processes with emulated stages, beside the simulator's figures."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from emulated_stages import EMULATED, RealClock, emulated
 from grow_target import Source
-from pipeline_conditions import BASE as BASE_COSTS
-from pipeline_conditions import MIXED, SLOW, USUAL, Condition, last_share, machines, more_stages, stages_of_target
+from pipeline_conditions import Condition
 from pipeline_language import Recorded
 from pipeline_methods import PIPELINED, PLAIN, USUAL_LENGTH, Row, expected, synchronous
 from pipeline_play import Decoded, Outcome, decode, make_drafter, play, speed_figures
@@ -38,22 +37,6 @@ class Text:
 
     prompt: list[int]
     answer: list[int]
-
-
-def anchors(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
-    """Yield the conditions that are measured in processes, with the names that they have in virtual time."""
-    for acceptance in (USUAL, 0.5, 0.9, 0.0):
-        yield f"acceptance {acceptance:g}", Condition(acceptance=acceptance)
-    yield "useless, claims 0.8", Condition(acceptance=0.0, claimed=0.8)
-    for count in (2, 4, 16):
-        yield f"stages {count}", Condition(costs=stages_of_target(count))
-    yield "hop 10 ms", Condition(costs=replace(BASE_COSTS, hop_seconds=0.01))
-    yield "one stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
-    yield "one stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
-    yield "13 unequal stages, balanced", Condition(costs=machines(MIXED, balanced=True))
-    if factors:
-        costs = replace(more_stages(16), factors=tuple(factors), entry_share=last_share(factors))
-        yield "measured costs, 16 stages, acceptance 0.9", Condition(costs=costs, acceptance=0.9)
 
 
 def make_target(source: Path, folder: Path) -> HFTarget:

@@ -109,6 +109,22 @@ def conditions(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
                 )
 
 
+def anchors(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
+    """Yield the conditions that are measured in processes, with the names that they have in virtual time."""
+    for acceptance in (USUAL, 0.5, 0.9, 0.0):
+        yield f"acceptance {acceptance:g}", Condition(acceptance=acceptance)
+    yield "useless, claims 0.8", Condition(acceptance=0.0, claimed=0.8)
+    for count in (2, 4, 16):
+        yield f"stages {count}", Condition(costs=stages_of_target(count))
+    yield "hop 10 ms", Condition(costs=replace(BASE, hop_seconds=0.01))
+    yield "one stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
+    yield "one stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
+    yield "13 unequal stages, balanced", Condition(costs=machines(MIXED, balanced=True))
+    if factors:
+        costs = replace(more_stages(16), factors=tuple(factors), entry_share=last_share(factors))
+        yield "measured costs, 16 stages, acceptance 0.9", Condition(costs=costs, acceptance=0.9)
+
+
 def last_share(factors: Sequence[float]) -> float:
     """Return what an entry beyond the measured ones costs: the mean of those that were measured."""
     return (factors[-1] - 1.0) / (len(factors) - 1)
