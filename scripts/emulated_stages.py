@@ -126,8 +126,8 @@ def emulated(target: HFTarget, costs: Costs) -> Iterator[StagedTarget]:
     bounds = [round(num_layers * index / count) for index in range(count + 1)]
     # 2. A socket between the head and each stage, and one between neighbours. The first and the
     # last stage use theirs for runs, too.
-    control = [socket.socketpair() for _ in range(count)]
-    links = [socket.socketpair() for _ in range(count - 1)]
+    control = [connected() for _ in range(count)]
+    links = [connected() for _ in range(count - 1)]
     every = [end for pair in (*control, *links) for end in pair]
     context, processes = multiprocessing.get_context("fork"), []
     for index, (first, last) in enumerate(pairwise(bounds)):
@@ -149,6 +149,14 @@ def emulated(target: HFTarget, costs: Costs) -> Iterator[StagedTarget]:
         for process in processes:
             process.join(10.0)
             process.kill()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = socket.create_connection(server.getsockname())
+        second, _ = server.accept()
+    return first, second
 
 
 def copy_sharing_weights(target: HFTarget) -> PreTrainedModel:
