@@ -6,7 +6,7 @@ token.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
 from .pacing import Seconds
@@ -22,6 +22,7 @@ MEMORY = 0.98
 """Weight of the roots before the last one in the mean number of tokens from root to root."""
 
 
+@runtime_checkable
 class Speculation(Protocol):
     """Decides what runs are made of. An instance may serve several texts, one after the other."""
 
@@ -76,7 +77,8 @@ class PaperSpeculation:
         cutoff = self.cutoff + self.recovery * self._num_runs - self.decay * self._num_vain
         # 1. Walk down the likeliest chain, past the nodes that were sent.
         size = min(self.micro_batch, self.max_nodes - len(window))
-        sent, nodes, above = window.sent(drafts), [], NO_NODE
+        sent, above = window.sent(drafts), NO_NODE
+        nodes: list[int] = []
         while len(nodes) < size and (children := drafts.children(above)):
             above = max(children, key=drafts.probs.__getitem__)
             if drafts.depths[above] > max_depth or (above not in sent and drafts.estimates[above] < cutoff):

@@ -37,13 +37,15 @@ class Scheduler:
         advance: Callable[[int], None],
     ) -> None:
         self.random, self.faults = Random(seed), faults
+        self.paces = self.random.choice([(0,) * 9 + (1,), (0, 0, 0, 1), (0, 1, 2)])
+        """How many moves there are between two calls of the head."""
         self.inboxes, self.cancelled, self.advance = inboxes, cancelled, advance
         self.on_the_way: list[tuple[int, int]] = []
         self.late: list[tuple[int, int]] = []
         self.num_moves = 0
 
     def move_some(self) -> None:
-        for _ in range(self.random.choice([0, 0, 0, 1, 1, 2, 5])):
+        for _ in range(self.random.choice(self.paces)):
             if not self.move():
                 break
 

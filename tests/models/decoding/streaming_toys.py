@@ -149,7 +149,7 @@ class Schedule:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        return tuple(Random(self.seed % 40).choices(range(6), k=1 + self.seed % 5))
+        return tuple(Random(self.seed // 40 % 4).choices(range(6), k=1 + self.seed % 5))
 
     @property
     def max_new_tokens(self) -> int:

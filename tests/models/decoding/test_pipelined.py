@@ -67,7 +67,7 @@ def tokens_of(steps: Sequence[Step]) -> list[int]:
 
 def check(count: int) -> None:
     """Hold schedules against plain decoding. Every one ends: `receive` fails if nothing can move."""
-    visited = num_adopted = num_skipped = num_moves = 0
+    visited = num_adopted = num_accepted = num_skipped = num_moves = 0
     for schedule in schedules(count):
         steps, target = decode(schedule)
         assert tokens_of(steps) == expected(schedule), schedule
@@ -76,21 +76,24 @@ def check(count: int) -> None:
         visited += 1
         num_moves += target.scheduler.num_moves
         num_skipped += target.num_skipped
-        num_adopted += sum(step.num_accepted[0] > 0 for step in steps)
+        num_adopted += target.stages[0].num_adopted
+        num_accepted += sum(step.num_accepted[0] for step in steps)
     assert visited >= count
-    # The schedules have what they are about.
-    assert num_moves > 20 * count
+    # The schedules have what they are about, and the texts differ.
+    assert len({text_of(schedule) for schedule in schedules(count)}) >= 100
+    assert num_moves > 10 * count
     assert num_skipped > count
-    assert num_adopted > count
+    assert num_adopted > count / 3
+    assert num_accepted > count / 8
 
 
 def test_no_schedule_changes_a_token_or_deadlocks():
-    check(600)
+    check(240)
 
 
 @pytest.mark.slow
 def test_no_schedule_of_ten_thousand_changes_a_token_or_deadlocks():
-    check(20_000)
+    check(10_000)
 
 
 # --- mutants: what the schedules must catch

@@ -42,6 +42,8 @@ class ToyStage:
     cancelled: set[int] = field(default_factory=set)
     handled: list[int] = field(default_factory=list)
     """The numbers of the runs so far."""
+    num_adopted: int = 0
+    """How often entries have stayed below a new root."""
 
     def handle(self, work: Work) -> Work:
         run = work.run
@@ -61,6 +63,7 @@ class ToyStage:
             columns = [self.window[entry] for entry in keep.entries]
             self.text = reduce(_append, columns[: keep.num_committed], self.text)
             self.length += keep.num_committed
+            self.num_adopted += len(keep.entries) > keep.num_committed
             self.window = columns[keep.num_committed :]
 
     def read(self, run: Run, entry: int, state: int) -> int:
@@ -78,6 +81,10 @@ class ToyStage:
 
 def _append(text: int, column: int) -> int:
     return hash((text, column))
+
+
+def _scores(rng: Random) -> list[float]:
+    return [rng.random() for _ in range(VOCAB)]
 
 
 class ToyTarget:
@@ -159,5 +166,5 @@ class ToyTarget:
 
     def output(self, states: Sequence[int]) -> TargetOutput:
         """Return logits that are a function of what the last stage holds."""
-        logits = torch.tensor([[Random(state).random() for _ in range(VOCAB)] for state in states], dtype=torch.float64)
+        logits = torch.tensor([_scores(Random(state)) for state in states], dtype=torch.float64)
         return TargetOutput(logits=3 * logits[None], hidden_states=logits[None])
