@@ -17,18 +17,19 @@ OUTPUT/cells/virtual after a change of the policy.
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
-from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, anchors, conditions
+from pipeline_conditions import MARK_ACCEPTANCES, USUAL, Condition, anchors, conditions, usual
 from pipeline_costs import measure_costs
 from pipeline_marks import ablation_marks, agreement_marks, head_mark, speed_marks
-from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, best_synchronous, expected, main_rows
+from pipeline_methods import PIPELINED, USUAL_LENGTH, Row, ablation_rows, best_synchronous, expected, main_rows, synchronous
 from pipeline_play import play
 from pipeline_plots import plot_gantt, plot_sweeps
 from pipeline_report import (
@@ -168,10 +169,14 @@ def run_virtual(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     """Decode the cells in processes, each with one thread."""
     if not jobs:
         return
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), initializer=use_one_thread) as pool:
-        results = zip(jobs, pool.map(rows_of, jobs), strict=True)
-        for job, rows in tqdm(results, total=len(jobs), desc="virtual time", bar_format=BAR):
-            job.save(rows, args.output)
+    with ExitStack() as stack:
+        rows: Iterable[dict[str, Row]] = map(rows_of, jobs)
+        if args.workers > 1:
+            spawn = get_context("spawn")
+            pool = ProcessPoolExecutor(args.workers, mp_context=spawn, initializer=use_one_thread)
+            rows = stack.enter_context(pool).map(rows_of, jobs)
+        for job, of_job in tqdm(zip(jobs, rows, strict=True), total=len(jobs), desc="virtual time", bar_format=BAR):
+            job.save(of_job, args.output)
 
 
 def run_emulated(jobs: Sequence[Job], args: argparse.Namespace) -> None:
@@ -210,7 +215,7 @@ def write_results(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     ablations: Cells = {job.name.removeprefix(f"{ABLATION} "): rows for job, rows in done.items() if job.is_ablation}
     real: Cells = {job.name: rows for job, rows in done.items() if job.part == EMULATED}
     # 2. Tables and marks.
-    tables, points = [], agreement(real)
+    tables, points = [usual()], agreement(real)
     marks = [*speed_marks(cells), *speed_marks(real), *ablation_marks(ablations), *agreement_marks(points)]
     if cells:
         tables += [*sweep_tables(cells), details_table(cells)]
@@ -225,11 +230,13 @@ def write_results(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     text = "\n\n".join(tables) + "\n\n" + "\n".join(f"- {mark['text']}" for mark in marks) + "\n"
     report = {
         "cells": [
-            {"name": job.name, "part": job.part, "condition": asdict(job.condition), "rows": rows} for job, rows in done.items()
+            {"name": job.name, "part": job.part, "condition": asdict(job.condition), "rows": shortened(rows)}
+            for job, rows in done.items()
         ],
         "points": points,
         "marks": marks,
-        "tables": tables,
+        "tables": "\n\n".join(tables),
+        "notes": [mark["text"] for mark in marks],
         "costs": read_json(costs_path(args)) if costs_path(args).is_file() else None,
         "environment": asdict(describe_environment(CPU)),
     }
@@ -237,6 +244,15 @@ def write_results(jobs: Sequence[Job], args: argparse.Namespace) -> None:
     write_json(args.output / RECORD_FILE, report)
     written = ["table.md", RECORD_FILE, *draw(cells, points, args)]
     print(f"{text}\nWritten to {args.output}: {', '.join(written)}")
+
+
+def shortened(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the rows with all figures of the methods in tables, and the speed of the others."""
+    lengths = {USUAL_LENGTH, *([best_synchronous(rows)["num_drafts"]] if synchronous(USUAL_LENGTH) in rows else [])}
+    return {
+        name: row if row.get("num_drafts") in {None, *lengths} else {"tokens_per_second": row["tokens_per_second"]}
+        for name, row in rows.items()
+    }
 
 
 def draw(cells: Cells, points: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> Iterator[str]:

@@ -73,6 +73,19 @@ SLOW = [1.0] * SLOW_STAGE + [SLOWER] + [1.0] * (STAGES - SLOW_STAGE - 1)
 MIXED = [OLD_SLOWER] * OLD + [1.0] * NEW
 
 
+def usual() -> str:
+    """Describe the usual condition, in lines of a table's width."""
+    rate, stage, hop, draft, head = (
+        BASE.bytes_per_second / 1e6,
+        *(1e3 * seconds for seconds in (BASE.stage_seconds[0], BASE.hop_seconds, BASE.draft_seconds, BASE.head_seconds)),
+    )
+    return (
+        f"Unless a row says otherwise: {BASE.num_stages} stages of {stage:g} ms, acceptance {USUAL:g}; each further\n"
+        f"entry of a run costs {BASE.entry_share:g} of a pass; a hop takes {hop:g} ms, and {rate:g} MB/s for\n"
+        f"{BASE.entry_bytes / 1e3:.0f} KB an entry; a draft pass {draft:g} ms; the head {head:g} ms for an answer."
+    )
+
+
 def conditions(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
     """Yield all conditions of the sweeps with their names.
 
@@ -83,7 +96,7 @@ def conditions(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
     for count in STAGE_COUNTS:
         yield f"stages {count}", Condition(costs=stages_of_target(count))
     for acceptance in (USUAL, 0.9):
-        yield f"16 stages of 20 ms, acceptance {acceptance:g}", Condition(costs=more_stages(16), acceptance=acceptance)
+        yield f"16 x 20 ms, acceptance {acceptance:g}", Condition(costs=more_stages(16), acceptance=acceptance)
     for seconds in HOPS:
         yield f"hop {1e3 * seconds:g} ms", Condition(costs=replace(BASE, hop_seconds=seconds))
     for share in ENTRY_SHARES:
@@ -95,16 +108,16 @@ def conditions(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
     for spread in SPREADS:
         yield f"spread {spread:g}", Condition(spread=spread)
     yield "useless, claims 0.8", Condition(acceptance=0.0, claimed=0.8)
-    yield "one stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
-    yield "one stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
-    yield "13 unequal stages", Condition(costs=machines(MIXED, balanced=False))
-    yield "13 unequal stages, balanced", Condition(costs=machines(MIXED, balanced=True))
+    yield "a stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
+    yield "a stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
+    yield "13 unequal", Condition(costs=machines(MIXED, balanced=False))
+    yield "13 unequal, balanced", Condition(costs=machines(MIXED, balanced=True))
     if factors:
         for count in (STAGES, 2 * STAGES):
             for acceptance in (USUAL, 0.9):
                 costs = replace(more_stages(count), factors=tuple(factors), entry_share=last_share(factors))
                 yield (
-                    f"measured costs, {count} stages, acceptance {acceptance:g}",
+                    f"measured, {count} stages, a = {acceptance:g}",
                     Condition(costs=costs, acceptance=acceptance),
                 )
 
@@ -117,12 +130,12 @@ def anchors(factors: Sequence[float]) -> Iterator[tuple[str, Condition]]:
     for count in (2, 4, 16):
         yield f"stages {count}", Condition(costs=stages_of_target(count))
     yield "hop 10 ms", Condition(costs=replace(BASE, hop_seconds=0.01))
-    yield "one stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
-    yield "one stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
-    yield "13 unequal stages, balanced", Condition(costs=machines(MIXED, balanced=True))
+    yield "a stage 5x slower", Condition(costs=machines(SLOW, balanced=False))
+    yield "a stage 5x slower, balanced", Condition(costs=machines(SLOW, balanced=True))
+    yield "13 unequal, balanced", Condition(costs=machines(MIXED, balanced=True))
     if factors:
         costs = replace(more_stages(16), factors=tuple(factors), entry_share=last_share(factors))
-        yield "measured costs, 16 stages, acceptance 0.9", Condition(costs=costs, acceptance=0.9)
+        yield "measured, 16 stages, a = 0.9", Condition(costs=costs, acceptance=0.9)
 
 
 def last_share(factors: Sequence[float]) -> float:

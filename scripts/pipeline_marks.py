@@ -44,7 +44,7 @@ def speed_marks(cells: Cells) -> list[Mark]:
 
 def measured_marks(cells: Cells, clock: str) -> list[Mark]:
     """Judge the named condition with measured costs: it is enough that one of them reaches the mark."""
-    names = [name for name in cells if name.startswith("measured costs") and name.endswith(" 0.9")]
+    names = [name for name in cells if name.startswith("measured") and name.endswith(" 0.9")]
     if not names:
         return []
     fixed = {name: cells[name][synchronous(USUAL_LENGTH)] for name in names}

@@ -12,9 +12,11 @@ Cells = Mapping[str, Rows]
 """The rows of each condition, by its name."""
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)
 SWEEPS = ("acceptance", "stages", "hop", "entry", "draft", "head", "spread")
+DETAILED = ("acceptance", "stages")
+"""Sweeps whose details have a table."""
 TITLES = {
     "acceptance": "acceptance",
-    "stages": "stages of a target of 160 ms",
+    "stages": "stages, target 160 ms",
     "hop": "hop latency",
     "entry": "cost of a further entry",
     "draft": "draft pass",
@@ -64,7 +66,7 @@ def speed_table(title: str, cells: Cells) -> str:
         best, ours = best_synchronous(rows), rows[PIPELINED]
         fixed = rows[synchronous(USUAL_LENGTH)]
         speeds = [number(rows[PLAIN]), number(fixed), f"{number(best)} ({best['num_drafts']})", number(ours)]
-        body.append([name, *speeds, *(f"{ratio(ours, row):.2f}x" for row in (rows[PLAIN], fixed, best))])
+        body.append([name, *speeds, *(f"{ratio(ours, row):.2f}" for row in (rows[PLAIN], fixed, best))])
     return "\n".join([*lines, "", table(columns, body)])
 
 
@@ -79,7 +81,7 @@ def formula_table(cells: Mapping[str, tuple[Condition, Rows]]) -> str:
             (best_synchronous(rows), expected.best),
             (rows[PIPELINED], expected.pipelined),
         ]
-        values = [word for row, speed in pairs for word in (f"{ratio(row, plain):.2f}x", f"{speed / expected.plain:.2f}x")]
+        values = [word for row, speed in pairs for word in (f"{ratio(row, plain):.2f}", f"{speed / expected.plain:.2f}")]
         body.append([name.removeprefix("acceptance "), *values])
     return f"Speed over plain decoding, virtual time and the formula.\n\n{table(columns, body)}"
 
@@ -102,6 +104,8 @@ def details_table(cells: Cells) -> str:
     columns = ["condition", "first", "gap", "p95", "busy", "K=4", "saved", "KB/token"]
     body = []
     for name, rows in cells.items():
+        if name.partition(" ")[0] in SWEEPS and not name.startswith(DETAILED):
+            continue
         ours, fixed = rows[PIPELINED], rows[synchronous(USUAL_LENGTH)]
         milliseconds = [f"{1e3 * ours[key]:.0f} ms" for key in ("first_seconds", "gap_median_seconds", "gap_p95_seconds")]
         shares = [percent(ours["utilisation"]), percent(fixed["utilisation"]), percent(ours["saved_share"])]
@@ -133,11 +137,11 @@ def agreement(cells: Cells) -> list[dict[str, Any]]:
 
 def agreement_table(points: Sequence[Mapping[str, Any]]) -> str:
     """Format the speeds of processes beside those of the simulator."""
-    columns = ["condition", "method", "processes", "simulator", "ratio", "identical"]
+    columns = ["condition", "method", "real", "simulator", "ratio", "identical"]
     body = [
         [
             point["condition"],
-            point["method"],
+            point["method"].replace("synchronous ", "K = "),
             f"{point['tokens_per_second']:.2f}",
             f"{point['simulated']:.2f}",
             f"{point['ratio']:.3f}",
