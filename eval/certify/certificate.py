@@ -234,7 +234,7 @@ def _certify_sampling(
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
         both = torch.cat([texts, tokens], dim=1)
-        probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
+        probs = warp(target.plain_logits(both, SAMPLED_TOKENS + 1)[:, :-1], sampling).cpu()
         of_tokens = probs.gather(2, tokens[..., None].cpu())
         share = torch.rand(tokens.shape, generator=generator)
         greater, equal = probs * (probs > of_tokens), probs * (probs == of_tokens)

@@ -50,7 +50,7 @@ def audit(
 
     # 2. All at once: the bare model without KV cache, mask or tree, so that the code under audit has no part in the check.
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
-    at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
+    at_once = target.plain_logits(text, num_tokens)[0].to(stepwise.dtype)
     logit_noise = float((stepwise - at_once).abs().max())
     noise, deficit, worst = logit_noise, 0.0, 0
 

@@ -117,6 +117,10 @@ class HFTarget(FrozenModel):
         self._require_room(len(prompts.lengths), capacity)
         self._require_readable(prompts)
         self._feature_layers = feature_layers
+        return self._begin(prompts, capacity)
+
+    def _begin(self, prompts: Prompts, capacity: int) -> TargetOutput:
+        """Read prompts into an empty cache."""
         return self._prefill(prompts, self._empty_cache(len(prompts.lengths), capacity))
 
     def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
@@ -255,6 +259,16 @@ class HFTarget(FrozenModel):
         unread = tokens[:, tokens.shape[1] - cache.num_written :]
         return self._trees.read(cache, lineage, partial(self._forward, model, unread))
 
+    def plain_logits(
+        self, input_ids: Int[torch.Tensor, "batch seq"], num_last: int = 0
+    ) -> Float[torch.Tensor, "batch last vocab"]:
+        """Return the logits of the last `num_last` tokens of each text (0: of all tokens).
+
+        The texts are read at once, without draft trees. A target in stages forgets its batch.
+        """
+        logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=num_last).logits
+        return logits
+
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
         keep_path(self._require_cache(), accepted)
@@ -320,9 +334,13 @@ class HFTarget(FrozenModel):
             (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
             (second[1, 1], [*text[:5], text[9], tree.tokens[1, 1], text[11], tree.tokens[1, 0]]),
         ]
-        texts = Prompts.of([torch.stack(path_ids) for _, path_ids in rows])
-        plain = texts.last(self.model(texts.input_ids, use_cache=False).logits)
-        if not all(logits.isfinite().all() for logits in (start, first, second)):
+        self._require_plain([(logits, torch.stack(path_ids)) for logits, path_ids in rows])
+
+    def _require_plain(self, rows: Sequence[tuple[Float[torch.Tensor, " vocab"], Int[torch.Tensor, " _"]]]) -> None:
+        """Raise ValueError if logits differ from those after the same tokens in plain passes."""
+        texts = Prompts.of([ids for _, ids in rows])
+        plain = texts.last(self.plain_logits(texts.input_ids))
+        if not all(logits.isfinite().all() for logits, _ in rows):
             raise ValueError(
                 f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
             )

@@ -109,6 +109,11 @@ class CapturedHiddenStates:
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """Return the model's layers in order; empty if its decoder has no list of them."""
+    return list(layer_list(model))
+
+
+def layer_list(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the model's own list of its layers; a new empty list if its decoder has none."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next((list(layers) for layers in lists if len(layers) == num_layers), [])
+    return next((layers for layers in lists if len(layers) == num_layers), nn.ModuleList())

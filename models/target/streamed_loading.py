@@ -63,10 +63,14 @@ class Skeleton:
         if source is None or source.shape != tensor.shape:
             raise ValueError(
                 f"transformers computes {name} from stored tensors of another form (experts of a mixture are an example), and "
-                "target.memory_budget_gib reads stored tensors as they are; leave the budget out, or save the model once "
-                "where it fits into memory, by save_pretrained(FOLDER, save_original_format=False)"
+                "target.memory_budget_gib and target.stage_layers read stored tensors as they are; leave them out, or save the "
+                "model once where it fits into memory, by save_pretrained(FOLDER, save_original_format=False)"
             )
         return source
+
+    def stored_buffer(self, buffer: torch.Tensor) -> StoredTensor | None:
+        """Return the stored tensor of a buffer; None if the model computes it."""
+        return self.by_storage.get(buffer.untyped_storage().data_ptr())
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
@@ -79,7 +83,10 @@ class Skeleton:
         uses = Counter(id(parameter) for unit in units for parameter in {*unit.parameters()})
         if not layers or max(uses.values()) > 1:
             why = "its layers share weights" if layers else "it has no list of layers"
-            raise ValueError(f"{type(self.model).__name__} can't be streamed: {why}; leave target.memory_budget_gib out")
+            raise ValueError(
+                f"{type(self.model).__name__} can't be read in parts: {why}; leave target.memory_budget_gib and "
+                "target.stage_layers out"
+            )
         names = {id(module): name for name, module in self.model.named_modules()}
         return [(names[id(unit)], unit) for unit in units]
 
@@ -95,8 +102,8 @@ def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTenso
     )
     if getattr(described, "quantization_config", None) is not None:
         raise ValueError(
-            "its weights are quantised, and target.memory_budget_gib can't stream those; leave the budget out, or take the "
-            "model's weights in 16 bits"
+            "its weights are quantised, and target.memory_budget_gib and target.stage_layers can't read those in parts; leave "
+            "them out, or take the model's weights in 16 bits"
         )
     options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
     with torch.device("meta"):
@@ -165,6 +172,33 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     return stream
 
 
+def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Load the weights of some modules by their names, and all buffers.
+
+    All other parameters become zeros that take one element of memory. Raises ValueError for weights
+    that can't be read in parts.
+    """
+    # 1. Find the sources of what is loaded.
+    parameters = dict(skeleton.model.named_parameters())
+    loaded = {id(parameter) for part in parts.values() for parameter in part.parameters()}
+    sources = {
+        id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items() if id(parameter) in loaded
+    }
+    in_files = [*sources.values(), *filter(None, map(skeleton.stored_buffer, skeleton.model.buffers()))]
+    # 2. Load it.
+    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, WINDOW_BYTES)
+    require_same_headers(in_files)
+    loader = _Loader(reader, sources, device, WINDOW_BYTES)
+    loader.place_buffers(skeleton)
+    for name, part in parts.items():
+        loader.place(name, [*part.parameters()])
+    reader.close()
+    # 3. Free everything else.
+    for parameter in parameters.values():
+        if id(parameter) not in loaded:
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 def require_same_headers(stored: Iterable[StoredTensor]) -> None:
     """Raise ValueError if a file's header changed since it was read, for example while it downloads."""
     headers: dict[Path, dict[str, StoredTensor]] = {}
@@ -206,7 +240,7 @@ class _Loader:
         """Load the buffers that are stored, and move the others."""
         for module_name, module in skeleton.model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if source := skeleton.by_storage.get(buffer.untyped_storage().data_ptr()):
+                if source := skeleton.stored_buffer(buffer):
                     placed = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
                     self._fill(Weights.in_files(f"{module_name}.{name}", [source], self.window_bytes), [placed])
                 else:

@@ -90,7 +90,8 @@ class TreeCache(Cache):
 
     Passes with a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over the
     same number of tokens reads and writes the same memory with the same shapes, whatever the rows'
-    lengths: compiled code and CUDA graphs need this.
+    lengths: compiled code and CUDA graphs need this. `num_present` is the number of layers that
+    write; others are in other processes.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class TreeCache(Cache):
         *,
         extent_step: int = 1,
         is_fixed: bool = False,
+        num_present: int | None = None,
     ) -> None:
         super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self._num_present = num_layers if num_present is None else num_present
         self.extent_step, self.is_fixed = extent_step, is_fixed
         self.capacity = self._rounded(capacity)
         self.max_batch = batch
@@ -154,7 +157,7 @@ class TreeCache(Cache):
                 self._used[index] += 1
                 return index, self._used[index] - 1
         # Most layers are alike: room for all that follow.
-        num_missing = 2 * len(self.layers) - sum(self._used)
+        num_missing = 2 * self._num_present - sum(self._used)
         # Zeros: columns between a short row and the longest one are masked, and NaN times 0 would
         # be NaN.
         self._buffers.append(states.new_zeros(num_missing, self.max_batch, num_heads, self.capacity, head_dim))
@@ -212,11 +215,12 @@ class TreeCache(Cache):
         return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
-        """Commit the first `counts` of each row's `entries` of the last pass; drop the rest.
+        """Commit the first `counts` of each row's `entries` after the text; drop what isn't listed.
 
-        Entries are committed in their order. A row that keeps fewer entries than `entries` is wide
-        lists arbitrary others at the end; later passes overwrite them. None keeps the first entries
-        of the pass, which are already in the right columns.
+        Entries are committed in their order. Those listed behind them become the first entries
+        after the longer text, in their order, until a pass overwrites them. So a later pass can
+        read on behind them (its `offset` is their number). A row that commits fewer entries than
+        others lists arbitrary ones there. None lists the entries as they are, in the right columns.
         """
         if entries is not None:
             columns = self._behind(entries.shape[1])

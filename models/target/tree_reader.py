@@ -25,8 +25,10 @@ class TreeReader:
     The caller passes the caches in, and decides with `TreeCache.keep` which entries a cache keeps.
     """
 
-    def __init__(self, model: PreTrainedModel, *, is_fixed: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, is_fixed: bool, num_present: int | None = None) -> None:
         self.model, self.is_fixed = model, is_fixed
+        self.num_present = num_present
+        """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
         self._last_position = context_length(model) - 1
 
@@ -44,6 +46,7 @@ class TreeReader:
             device,
             extent_step=extent_step(device, is_fixed=self.is_fixed),
             is_fixed=self.is_fixed,
+            num_present=self.num_present,
         )
 
     def read_prompts(

@@ -97,8 +97,8 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{folder / INDEX_FILE} names {missing[0]}, which its file lacks: complete the download")
         return tensors
     raise ValueError(
-        f"{folder} has no safetensors files, and only such weights can be read in parts (target.memory_budget_gib); convert "
-        "them where the model fits into memory: from_pretrained(...), then save_pretrained(...)"
+        f"{folder} has no safetensors files, and only such weights can be read in parts (target.memory_budget_gib, "
+        "target.stage_layers); convert them where the model fits into memory: from_pretrained(...), then save_pretrained(...)"
     )
 
 

@@ -345,7 +345,7 @@ def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(
     """transformers joins the experts of a mixture when it loads them."""
     options = {"num_hidden_layers": NUM_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
     save_tiny_target(tmp_path / "mixture", MixtralForCausalLM, MixtralConfig, tiny_tokenizer, **options)
-    with pytest.raises(ValueError, match=r"experts.*leave the budget out, or save .*save_original_format=False"):
+    with pytest.raises(ValueError, match=r"experts.*leave them out, or save .*save_original_format=False"):
         load(path=tmp_path / "mixture")
     model = MixtralForCausalLM.from_pretrained(tmp_path / "mixture")
     model.save_pretrained(tmp_path / "mixture", save_original_format=False)

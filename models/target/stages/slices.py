@@ -1,0 +1,208 @@
+"""Slices of an unmodified model: a range of its layers, or its ends (embeddings, norm and head).
+
+A slice runs the model's own code from its first line. Absent layers return their input. A hook
+gives the first present layer the hidden states that another process has computed, and a pass ends
+behind the last present layer. So a model may scale its embeddings, add positions, or cap its
+logits: no code of it is copied or described here. Layers keep their places, which decide on their
+windows, rotary embeddings and slots of the cache.
+
+    ends      ids -> embeddings -+                  +-> norm -> head -> logits
+    layers                       +-> layers i to j -+
+
+This is right for models whose layers pass on nothing but hidden states: see `sliceable`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...decoding.types import TargetOutput
+from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, layer_list
+from ..streamed_loading import Skeleton, load_parts
+
+Hidden = Float[torch.Tensor, "1 entry hidden"]
+
+
+class Aborted(Exception):  # noqa: N818 - it is no error
+    """Ends the pass of a cancelled run before its next layer."""
+
+
+class AbsentLayer(nn.Module):
+    """Substitute for a layer of another process: it returns its input.
+
+    With `in_tuple` it returns a tuple, whose first element some models take.
+    """
+
+    def __init__(self, layer: nn.Module, *, in_tuple: bool) -> None:
+        super().__init__()
+        # Models read attributes of their layers, such as the kind of attention.
+        public = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
+        self.__dict__.update(public)
+        self.in_tuple = in_tuple
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self.in_tuple else hidden_states
+
+
+def remove_layers(model: PreTrainedModel, present: range, *, in_tuple: bool) -> None:
+    """Replace the layers outside `present` by `AbsentLayer`s.
+
+    Raises ValueError if the model has no list of layers, or too few layers.
+    """
+    layers = layer_list(model)
+    if len(layers) < max(1, present.stop):
+        raise ValueError(
+            f"{type(model).__name__} has {len(layers) or 'no list of'} layers, and target.stage_layers needs "
+            f"{max(1, present.stop)}; change target.stage_layers, or leave it out"
+        )
+    for index, layer in enumerate(layers):
+        if index not in present and not isinstance(layer, AbsentLayer):
+            layers[index] = AbsentLayer(layer, in_tuple=in_tuple)
+
+
+class LayerSlice:
+    """Some layers of a model, from hidden states to hidden states. `layers` are their places."""
+
+    def __init__(self, model: PreTrainedModel, layers: range) -> None:
+        self.model, self.layers = model, layers
+        self._received: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
+        self._is_cancelled: Callable[[], bool] = never
+
+    @classmethod
+    def cut(cls, model: PreTrainedModel, layers: range) -> "LayerSlice":
+        """Remove the other layers from a model, and return the slice that is left."""
+        # The hook of the first layer ignores what absent layers return, so tuples serve every model.
+        remove_layers(model, layers, in_tuple=True)
+        part = cls(model, layers)
+        first, *others = part.modules
+        first.register_forward_pre_hook(part._begin, with_kwargs=True)
+        for layer in others:
+            layer.register_forward_pre_hook(part._poll)
+        part.modules[-1].register_forward_hook(part._end)
+        return part
+
+    @classmethod
+    def load(cls, skeleton: Skeleton, layers: range, device: torch.device) -> "LayerSlice":
+        """Load some layers of a model that was built without weights. Nothing else is read."""
+        units = skeleton.units()
+        part = cls.cut(skeleton.model, layers)
+        load_parts(skeleton, dict(units[layers.start : layers.stop]), device)
+        return part
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The present layers."""
+        return [*decoder_layers(self.model)[self.layers.start : self.layers.stop]]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.modules[0].parameters()).device
+
+    def run(self, hidden: Hidden, *, is_cancelled: Callable[[], bool], **arguments: Any) -> Hidden | None:
+        """Run the layers. Returns None if `is_cancelled` became true before one of them.
+
+        `arguments` are the decoder's, as `TreeReader` makes them.
+        """
+        self._received, self._is_cancelled = hidden, is_cancelled
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        try:
+            self.model.get_decoder()(input_ids=ids, **arguments)
+        except DeepEnough:
+            return self._result
+        except Aborted:
+            return None
+        finally:
+            self._received = self._result = None
+        raise AssertionError("the model has not run all of its layers")
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        assert self._received is not None, "a slice runs by `run` only"
+        self._poll()
+        return replaced(self._received, args, kwargs)
+
+    def _poll(self, *_: Any) -> None:
+        if self._is_cancelled():
+            raise Aborted
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._result = output if isinstance(output, torch.Tensor) else output[0]
+        raise DeepEnough
+
+
+class EndSlice:
+    """The ends of a model: token ids to hidden states, and hidden states to logits.
+
+    A pass of the model that isn't one of these two raises ValueError.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._received: torch.Tensor | None = None
+
+    @classmethod
+    def cut(cls, model: PreTrainedModel) -> "EndSlice":
+        """Remove all layers from a model, and return its ends."""
+        remove_layers(model, range(0), in_tuple=False)
+        ends, layers = cls(model), decoder_layers(model)
+        layers[0].register_forward_pre_hook(ends._require_pass)
+        layers[-1].register_forward_pre_hook(ends._inject, with_kwargs=True)
+        return ends
+
+    @classmethod
+    def load(cls, skeleton: Skeleton, device: torch.device) -> "EndSlice":
+        """Load the ends of a model that was built without weights. No layer is read."""
+        skeleton.units()
+        ends = cls.cut(skeleton.model)
+        load_parts(skeleton, {"embeddings, norm and head": skeleton.model}, device)
+        return ends
+
+    def enter(self, tokens: Int[torch.Tensor, "1 entry"], position_ids: Int[torch.Tensor, "1 entry"]) -> torch.Tensor:
+        """Return the input of the first layer: in a model that can be sliced, hidden states."""
+        run = partial(self.model.get_decoder(), input_ids=tokens, position_ids=position_ids, **_nothing_to_attend(tokens))
+        return CapturedHiddenStates.of(self.model).inputs_of((0,), run)
+
+    def leave(self, hidden: torch.Tensor, tokens: Int[torch.Tensor, "1 entry"] | None = None, **options: Any) -> TargetOutput:
+        """Return the output of the whole model for the output of its last layer.
+
+        `options` are the model's. `tokens` change nothing in a model that can be sliced.
+        """
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device) if tokens is None else tokens
+        self._received = hidden
+        try:
+            with CapturedHiddenStates.of(self.model).states_of_pass() as states:
+                output = self.model(input_ids=tokens, position_ids=tokens * 0, **_nothing_to_attend(tokens), **options)
+        finally:
+            self._received = None
+        return TargetOutput(logits=output.logits, hidden_states=states.last)
+
+    def _require_pass(self, *_: Any) -> None:
+        if self._received is None:
+            raise ValueError(
+                f"the layers of {type(self.model).__name__} are in other processes (target.stage_layers), and this needs them "
+                "here; leave target.stage_layers out"
+            )
+
+    def _inject(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        assert self._received is not None
+        return replaced(self._received, args, kwargs)
+
+
+def never() -> bool:
+    """Return False: a run that nothing cancels."""
+    return False
+
+
+def replaced(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a layer's arguments with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+
+def _nothing_to_attend(tokens: torch.Tensor) -> dict[str, Any]:
+    """Return arguments of a pass without layers, so that the model builds no mask."""
+    return {"attention_mask": torch.zeros(1, 1, tokens.shape[1], 1, device=tokens.device), "use_cache": False}

@@ -1,0 +1,87 @@
+"""A stage: some layers of the target, with their keys and values of one text."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Int
+
+from ...decoding.types import NO_NODE, Counts
+from ..tree_cache import TreeCache
+from ..tree_reader import TreeReader
+from .messages import Kind, Work
+from .slices import LayerSlice, never
+
+
+class Stage:
+    """Layers that handle messages one after the other. What it does depends on the messages only.
+
+    Cancellations come at any time and change nothing that later runs read: a run may be cancelled
+    only if none of its entries is kept by a later message. Its entries hold some finite numbers
+    then, and masks hide them from all others.
+    """
+
+    def __init__(self, layers: LayerSlice) -> None:
+        self.layers = layers
+        self._reader = TreeReader(layers.model, is_fixed=False, num_present=len(layers.layers))
+        self._cache: TreeCache | None = None
+
+    @torch.inference_mode()
+    def handle(self, work: Work, is_cancelled: Callable[[int], bool]) -> Work:
+        """Do what a message asks for, and return the message for the next stage.
+
+        `is_cancelled` is asked for the run's number before the first layer, and between layers.
+        """
+        match work.kind:
+            case Kind.PREFILL:
+                return self._prefill(work)
+            case Kind.READ:
+                return self._read(work, partial(is_cancelled, work.number))
+            case Kind.STOP:
+                return work
+
+    def _prefill(self, work: Work) -> Work:
+        assert work.hidden is not None
+        # 1. Begin with the present memory, if it is large enough.
+        if not self._reader.kinds:
+            self._reader.require_trees()
+        if self._cache is not None and self._cache.fits(1, work.capacity):
+            self._cache.restart()
+        else:
+            self._cache = None  # free its memory before the next cache is allocated
+            self._cache = self._reader.new_cache(1, work.capacity, self.layers.device)
+        # 2. Read the prompt.
+        run = partial(self.layers.run, work.hidden.to(self.layers.device), is_cancelled=never)
+        hidden = self._reader.read_prompts(self._cache, [work.hidden.shape[1]], self.layers.device, run)
+        return replace(work, hidden=hidden)
+
+    def _read(self, work: Work, is_cancelled: Callable[[], bool]) -> Work:
+        cache = self._cache
+        assert cache is not None, "a text begins with a prefill"
+        # 1. Keep entries, also for a cancelled run.
+        if work.keep is not None:
+            cache.keep(_entries(work.keep, self.layers.device), Counts.of([work.num_committed], self.layers.device))
+        if work.hidden is None or is_cancelled():
+            return replace(work, hidden=None)
+        # 2. Read the new entries behind those that are in the cache.
+        assert work.num_read + work.hidden.shape[1] == 1 + len(work.parents)
+        self._reader.begin(cache, len(work.parents), work.num_read)
+        lineage = lineage_of(work.parents).to(self.layers.device)
+        run = partial(self.layers.run, work.hidden.to(self.layers.device), is_cancelled=is_cancelled)
+        return replace(work, hidden=self._reader.read(cache, lineage, run))
+
+
+def lineage_of(parents: Sequence[int]) -> Int[torch.Tensor, "1 node depth"]:
+    """Return the lineage of a tree's nodes (see `DraftTree`)."""
+    lines: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        lines.append([node] if parent == NO_NODE else [node, *lines[parent]])
+    depth = max(map(len, lines), default=0)
+    padded = [[*line, *[NO_NODE] * (depth - len(line))] for line in lines]
+    return torch.tensor(padded, dtype=torch.long).view(1, len(lines), depth)
+
+
+def _entries(keep: Sequence[int], device: torch.device) -> Int[torch.Tensor, "1 kept"] | None:
+    """Return the entries to keep; None if they are in their columns already."""
+    return None if all(map(int.__eq__, keep, range(len(keep)))) else torch.tensor([keep], device=device)
