@@ -51,7 +51,8 @@ from outrider.eval.measure.environment import describe_environment
 RECORD_FILE = "pipeline.json"
 COSTS, VIRTUAL, EMULATED = PARTS = ("costs", "virtual", "emulated")
 ABLATION = "ablation"
-GANTT_SECONDS, GANTT_SEED = 1.0, 3
+GANTT_BEGIN, GANTT_END, GANTT_SEED = 3.0, 4.0, 1
+"""Part of a text that is drawn, after the policy has learned the costs."""
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
@@ -261,12 +262,12 @@ def draw(cells: Cells, points: Sequence[Mapping[str, Any]], args: argparse.Names
         plot_sweeps(cells, points, args.output / "sweeps.png")
         yield "sweeps.png"
     if cells:
-        condition = Condition(acceptance=USUAL, new_tokens=64)
+        condition = Condition(acceptance=USUAL, new_tokens=96)
         texts = {
             f"synchronous, K = {USUAL_LENGTH}": play(condition, GANTT_SEED, num_drafts=USUAL_LENGTH),
             "pipelined": play(condition, GANTT_SEED, speculation=expected),
         }
-        plot_gantt(texts, args.output / "gantt.png", seconds=GANTT_SECONDS)
+        plot_gantt(texts, args.output / "gantt.png", begin=GANTT_BEGIN, end=GANTT_END)
         yield "gantt.png"
 
 

@@ -63,7 +63,7 @@ def points_of(points: Sequence[Mapping[str, Any]], sweep: str, rows: Cells, titl
     return found
 
 
-def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, seconds: float) -> None:
+def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, begin: float, end: float) -> None:
     """Draw what each stage computes, a panel for each method. Cancelled parts are hatched.
 
     Each run has its number of entries. Ticks below show when tokens were emitted.
@@ -71,37 +71,43 @@ def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, seconds: float) -> N
     with drawing(path, 11.0, 1.2 + 2.1 * len(texts)) as figure:
         panels = figure.subplots(len(texts), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (title, text) in zip(panels, texts.items(), strict=True):
-            draw_stages(axes, text, seconds)
-            emitted = [time for time in text.decoded.times if time <= seconds]
-            axes.set_title(f"{title}: {len(emitted)} tokens in {MILLISECONDS * seconds:.0f} ms", loc="left")
+            draw_stages(axes, text, begin, end)
+            emitted = [time for time in text.decoded.times if begin < time <= end]
+            axes.set_title(f"{title}: {len(emitted)} tokens in {MILLISECONDS * (end - begin):.0f} ms", loc="left")
         panels[-1].set_xlabel("milliseconds after the prompt, virtual time")
         panels[0].legend(handles=legend(), loc="upper right", ncols=4, fontsize=7, bbox_to_anchor=(1.0, 1.22), frameon=False)
 
 
-def draw_stages(axes: Any, text: Outcome, seconds: float) -> None:
-    """Draw the bars of one method."""
+def draw_stages(axes: Any, text: Outcome, begin: float, end: float) -> None:
+    """Draw the bars of one method between two times."""
+
+    def bar(start: float, stop: float) -> tuple[float, float]:
+        """Return the begin and the length in milliseconds of the part that is drawn."""
+        first, last = max(start - text.decoded.start, begin), min(stop - text.decoded.start, end)
+        return MILLISECONDS * first, MILLISECONDS * max(last - first, 0.0)
+
     # 1. Runs at the stages: those that were cancelled at last are hatched.
     num_stages = text.pipeline.costs.num_stages
     for span in text.pipeline.spans:
-        start, end = span.start - text.decoded.start, min(span.end - text.decoded.start, seconds)
-        if start < seconds and end > 0:
+        start, length = bar(span.start, span.end)
+        if length:
             is_dead = span.number in text.pipeline.cancelled
             options: dict[str, Any] = {"hatch": "/////", "edgecolor": "0.35"} if is_dead else {"edgecolor": "white"}
-            bar = (MILLISECONDS * start, MILLISECONDS * (end - start))
-            axes.broken_barh([bar], (span.stage + 0.1, 0.8), facecolor=DEAD if is_dead else LIVE, linewidth=0.4, **options)
+            color = DEAD if is_dead else LIVE
+            axes.broken_barh([(start, length)], (span.stage + 0.1, 0.8), facecolor=color, linewidth=0.4, **options)
             if not is_dead and span.stage == 0:
-                middle = bar[0] + bar[1] / 2
+                middle = start + length / 2
                 axes.text(middle, 0.55, str(span.num_entries), ha="center", va="center", color="white", fontsize=6)
     # 2. The head: draft passes, and the tokens.
-    drafts = [(MILLISECONDS * (start - text.decoded.start), MILLISECONDS * (end - start)) for start, end in text.drafts]
-    axes.broken_barh([bar for bar in drafts if 0 <= bar[0] < MILLISECONDS * seconds], (-0.9, 0.8), facecolor=DRAFT, linewidth=0)
-    ends = [MILLISECONDS * time for time in text.decoded.times if time <= seconds]
+    drafts = [part for part in (bar(*times) for times in text.drafts) if part[1]]
+    axes.broken_barh(drafts, (-0.9, 0.8), facecolor=DRAFT, linewidth=0)
+    ends = [MILLISECONDS * time for time in text.decoded.times if begin < time <= end]
     axes.plot(ends, [num_stages + 0.35] * len(ends), "v", color=COLORS[1], markersize=4, clip_on=False)
     # 3. The axes.
     axes.set_yticks([-0.5, *(stage + 0.5 for stage in range(num_stages))], ["drafts", *map(str, range(1, num_stages + 1))])
     axes.tick_params(axis="y", length=0, labelsize=7)
     axes.set_ylim(num_stages + 0.7, -1.1)
-    axes.set_xlim(0, MILLISECONDS * seconds)
+    axes.set_xlim(MILLISECONDS * begin, MILLISECONDS * end)
     axes.set_ylabel("stage")
     axes.spines[["top", "right"]].set_visible(False)
 

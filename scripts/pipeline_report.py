@@ -111,8 +111,9 @@ def details_table(cells: Cells) -> str:
         shares = [percent(ours["utilisation"]), percent(fixed["utilisation"]), percent(ours["saved_share"])]
         body.append([name, *milliseconds, *shares, f"{ours['hop_bytes_per_token'] / 1e3:.0f}"])
     note = (
-        f"Pipelined, {clock_of(cells)}. First: the token after the prompt's own. Gap: between tokens, median.\n"
-        "Busy: stages, beside those of K=4. Saved: cancelled work not done. KB/token: over each hop."
+        f"Pipelined, {clock_of(cells)}. First: the token after the prompt's own. Gap:\n"
+        "between tokens, median. Busy: stages, beside those of K=4. Saved: cancelled\n"
+        "work that wasn't done. KB/token: over each hop."
     )
     return f"{note}\n\n{table(columns, body)}"
 

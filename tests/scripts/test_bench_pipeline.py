@@ -37,8 +37,7 @@ def test_the_bench_runs_to_the_end_and_resumes(run: Callable[..., Path], capsys:
     output = run()
     record = json.loads((output / "pipeline.json").read_text())
     cells = {cell["name"]: cell for cell in record["cells"] if cell["part"] == "virtual"}
-    assert set(cells) == {"acceptance 0.8", "stages 2", "stages 24", "hop 1 ms", "ablation 0.8"} & set(cells)
-    assert len(cells) == 5
+    assert set(cells) == {"acceptance 0.8", "stages 2", "stages 24", "hop 1 ms", "ablation 0.8"}
     rows = cells["acceptance 0.8"]["rows"]
     assert rows["plain"]["tokens_per_second"] < rows["synchronous 4"]["tokens_per_second"]
     assert rows["pipelined"]["clock"] == "virtual time"

