@@ -18,7 +18,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help install demo offload test test-slow test-all lint format docs package benchmarks clean
+.PHONY: help install demo offload pipeline test test-slow test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,6 +33,11 @@ offload: $(STAMP) ## Draft for a target that is larger than its memory budget (m
 	$(BIN)/outrider run offload_demo
 	test -e outputs/grown_demo || $(BIN)/python scripts/grow_target.py outputs/grown_demo --parameters 200M
 	$(BIN)/outrider run offload_demo target=grown_demo stages=[eval]
+
+pipeline: $(STAMP) ## Draft for a target in stages without waiting for it (minutes on two cores)
+	$(BIN)/outrider run pipeline_demo
+	test -e outputs/grown_demo || $(BIN)/python scripts/grow_target.py outputs/grown_demo --parameters 200M
+	$(BIN)/outrider run pipeline_demo target=demo_stages stages=[eval] --launch pipeline_cpu
 
 test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 4 minutes on two cores)
 	$(PYTEST) -m "not slow"

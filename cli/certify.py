@@ -1,6 +1,6 @@
 """`outrider certify`: prove by tests that decoding is lossless."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,8 @@ def certify_command(
     quantization: shared.Quantization = None,
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
+    stage_layers: shared.StageLayers = None,
+    decode: shared.Decode = "synchronous",
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -49,10 +51,11 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or remove --no-rules")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib):
+    is_of_stages = stage_layers or decode != "synchronous"
+    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or is_of_stages):
         raise ValueError(
-            "--compiled, --cuda-graphs, --quantization and --memory-budget-gib need a target, and there is none; give --target "
-            "and --drafter"
+            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers and --decode need a target, and "
+            "there is none; give --target and --drafter"
         )
     import torch  # torch and the modules that use it load too slowly for --help
 
@@ -88,27 +91,30 @@ def _certify_decoding(
 
     Returns the certificate's lines, the description of what they certify, and the target's device.
     """
+    from ..data.fields import raise_problems
     from ..eval.certify.certificate import certify_decoding
-    from ..eval.measure.methods import method_specs, proposer, recorded_methods
+    from ..eval.config import stage_problems
+    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
+    from ..eval.measure.pipelined import recorded_stages
     from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
-    from ..models.drafters import load_drafter
     from ..models.drafters.saved.parts import parse_drafter_name
 
     # 1. Load the target after all inputs are checked.
-    target_config(options)  # options that can't be combined are an error before prompts are read
+    # Options that can't be combined are an error before prompts are read.
+    raise_problems(stage_problems(config, target_config(options).stage_layers))
     all_parts = [parse_drafter_name(name) for name in drafter]
     check_inputs(config, all_parts)
     target = load_chosen_target(options)
 
-    # 2. Name each drafter as the tables of an evaluation do, and decode with it.
+    # 2. Name each method as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, all_parts)
-    methods = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
-    names = [str(name) for name in method_names(methods)]
-    parts = {name: spec.parts for name, spec in zip(names, specs.values(), strict=True)}
-    drafters = {name: proposer(load_drafter(drafter_parts, target), target) for name, drafter_parts in parts.items()}
+    facts = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
+    names = dict(zip(specs, map(str, method_names(facts)), strict=True))
+    (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
+    named = [replace(method, name=names[method.name]) for method in methods if method.name in names]
     suites = load_suites(config)
-    lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    lines = certify_decoding(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
     # 3. Describe what was certified: the target, its form, and the drafters' weights.
     subject = {
@@ -118,6 +124,7 @@ def _certify_decoding(
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.identity.quantization,
         "form": target.form,
-        "drafters": {name: drafter_parts.weights for name, drafter_parts in parts.items()},
+        **recorded_stages(target),
+        "drafters": {names[key]: spec.parts.weights for key, spec in specs.items()},
     }
     return lines, subject, target.device

@@ -20,7 +20,7 @@ from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
 from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
-from ..eval.config import EvalConfig
+from ..eval.config import EvalConfig, stage_problems
 from ..models.export.config import ExportConfig
 from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
@@ -95,6 +95,8 @@ class RunConfig:
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
                 "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
             )
+        if "eval" in self.stages:
+            problems += stage_problems(self.eval, self.target.stage_layers)
         parsed, parsing_problems = parse_variants(
             self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)
         )

@@ -55,6 +55,8 @@ def eval_command(
     ] = None,
     batch_sizes: shared.BatchSizes = None,
     acceptance: Acceptance = "exact",
+    decode: shared.Decode = "synchronous",
+    micro_batch: Annotated[int, typer.Option(help="Most draft tokens that a pass of pipelined decoding reads.")] = 4,
     max_new_tokens: shared.MaxNewTokens = 128,
     repeats: Annotated[int, typer.Option("--repeat", help="Number of times that each answer is measured.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded again to time a step's parts.")] = 3,
@@ -68,6 +70,7 @@ def eval_command(
     quantization: shared.Quantization = None,
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
+    stage_layers: shared.StageLayers = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -84,13 +87,15 @@ def eval_command(
     options = take_paths({**locals()})
     suite, drafter, output = options["suite"], options["drafter"], options["output"]
     suite_path = options["suite_path"]
-    from ..eval.config import EvalConfig
+    from ..data.fields import raise_problems
+    from ..eval.config import EvalConfig, stage_problems
     from ..models.drafters.saved.parts import parse_drafter_name
 
     suites = _suites(suite, suite_path or [], suite_revision or [], limit)
     settings = _settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes)
     config = config_from(EvalConfig, options, suites=suites, settings=settings)
-    target_config(options)  # options that can't be combined are an error before prompts are read
+    # Options that can't be combined are an error before prompts are read.
+    raise_problems(stage_problems(config, target_config(options).stage_layers))
     if tuned and settings != [{}]:
         raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
 

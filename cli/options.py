@@ -61,6 +61,16 @@ BudgetTokens = Annotated[
     int | None,
     typer.Option(help="Tokens of all rows whose keys and values --memory-budget-gib has room for. Default: 4096."),
 ]
+StageLayers = Annotated[
+    str | None,
+    typer.Option(
+        help="Divide the target: layers of each stage, such as 8,8. With --launch pipeline_cpu --num_processes 3: a process for "
+        "each stage, and one more."
+    ),
+]
+Decode = Annotated[
+    str, typer.Option(help="synchronous; pipelined (drafts while the target's stages read, needs --stage-layers); or both.")
+]
 DEFAULT_QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "torchao": {"method": "torchao", "type": "Int8WeightOnlyConfig"},
     "bitsandbytes": {"method": "bitsandbytes", "load_in_4bit": True},
@@ -161,6 +171,7 @@ def target_config(options: Mapping[str, Any]) -> "TargetConfig":
         "dtype": dtype,
         "quantization": parse_quantization(options.get("quantization")),
         "tokenizer_options": tokenizer_options,
+        "stage_layers": parse_stage_layers(options.get("stage_layers")),
     }
     return config_from(TargetConfig, options, **changes)
 
@@ -194,6 +205,16 @@ def parse_tokenizer_options(texts: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[name] = value  # a string without quotes
     return options
+
+
+def parse_stage_layers(text: str | None) -> list[int] | None:
+    """Parse the numbers of layers of a target's stages. Raises ValueError for other texts."""
+    if text is None:
+        return None
+    try:
+        return [int(number) for number in text.strip("[] ").split(",")]
+    except ValueError:
+        raise ValueError(f"--stage-layers is {text!r}; give the number of layers of each stage: 8,8,8,8") from None
 
 
 def parse_quantization(text: str | None) -> dict[str, Any] | None:

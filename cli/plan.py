@@ -33,6 +33,7 @@ from ..distill.label.continuations import require_branch_attention
 from ..distill.label.features import free_bytes
 from ..distill.label.run import label_shard, load_examples, missing_examples
 from ..distill.regenerate.run import missing_conversations
+from ..eval.config import BOTH
 from ..eval.estimate import estimate_evaluation
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.saved.folder import WEIGHTS_FILE
@@ -230,6 +231,8 @@ def _training_plan(config: RunConfig, run: DrafterRun, plan: TrainingEstimate) -
 def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget) -> StagePlan:
     num_drafters = sum(len(run.settings) + bool(config.eval.merge) for run in config.drafter_runs())
     num_methods = 1 + len(config.eval.baselines) + num_drafters
+    if config.eval.decode == BOTH:  # each drafter once more
+        num_methods += len(config.eval.baselines) + len(config.drafter_runs()) * (1 + bool(config.eval.merge))
     plan = estimate_evaluation(config.eval, suites, num_methods, target)
     speeds = ", ".join(f"{_speed(speed)} in batches of {size}" for size, speed in plan.tokens_per_second.items())
     rows = {

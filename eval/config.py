@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +13,12 @@ from pydantic.dataclasses import dataclass
 from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, different, one_of, raise_problems
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
+from .records.names import PIPELINED
 
 ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
+SYNCHRONOUS, BOTH = "synchronous", "both"
+DECODINGS = (SYNCHRONOUS, PIPELINED, BOTH)
 TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
 
 
@@ -93,6 +97,13 @@ class EvalConfig:
     temperatures: Distinct[NonNegativeFloat] = field(default_factory=lambda: [0.0])
     """All methods decode at each temperature: 0 is greedy decoding, above 0 tokens are sampled from
     the target's distribution."""
+    decode: Annotated[str, one_of(*DECODINGS)] = SYNCHRONOUS
+    """How drafters decode. `synchronous`: draft a tree, then wait for the target. `pipelined`: keep
+    drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
+    `both`: all methods as `synchronous` measures them, then each drafter once more as a pipelined
+    method, with the first of its settings. Plain decoding is the baseline of all."""
+    micro_batch: PositiveInt = 4
+    """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
     """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
     temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),
@@ -123,7 +134,48 @@ class EvalConfig:
         problems += _repeated_suites(self.suites)
         if self.acceptance == "typical" and not any(self.temperatures):
             problems.append("acceptance is typical, which needs a temperature above 0; add one, or set acceptance to exact")
+        if self.decode != SYNCHRONOUS:
+            problems += self._pipelined_problems()
         raise_problems(problems)
+
+    def _pipelined_problems(self) -> list[str]:
+        """List options that pipelined decoding doesn't work with."""
+        problems = []
+        remedy = f"or decode={SYNCHRONOUS}"
+        if self.batch_sizes != [1]:
+            problems.append(
+                f"decode is {self.decode}, which decodes one prompt at a time, and batch_sizes is {self.batch_sizes}; set "
+                f"batch_sizes=[1], {remedy}"
+            )
+        if self.acceptance == "typical":
+            problems.append(
+                f"decode is {self.decode}, where drafts depend on the clock, and acceptance is typical, where answers depend "
+                f"on drafts; set acceptance=exact, {remedy}"
+            )
+        return problems
+
+
+def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None) -> list[str]:
+    """List what an evaluation can't measure with a target in these stages, or without stages."""
+    if stage_layers is None:
+        if config.decode == SYNCHRONOUS:
+            return []
+        problem = (
+            f"decode is {config.decode}, which needs a target in stages, and stage_layers is not set; give the layers of each "
+            f"stage (target.stage_layers=[4,4], or --stage-layers 4,4), or decode={SYNCHRONOUS}"
+        )
+        return [problem]
+    problems, stages = [], f"stage_layers is {list(stage_layers)}"
+    if config.batch_sizes != [1]:
+        problems.append(
+            f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes to [1]"
+        )
+    if config.memory_bandwidth_gbs is not None:
+        problems.append(
+            f"{stages}, and memory_bandwidth_gbs is {config.memory_bandwidth_gbs:g}: a target in stages has no roofline; leave "
+            "the bandwidth out"
+        )
+    return problems
 
 
 def _repeated_suites(suites: list[SuiteConfig]) -> list[str]:

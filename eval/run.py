@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.differences import differences, name_digests
+from ..data.fields import raise_problems
 from ..data.files import atomic_write_text, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
@@ -21,7 +22,7 @@ from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.target.hf_target import HFTarget
-from .config import EvalConfig, SuiteConfig
+from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
 from .measure.bench import Bench
 from .measure.budget import budget_facts, recorded_budget
@@ -38,6 +39,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
+from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
 from .measure.turns import Method, answer_seed
 from .records.digests import digest_of
@@ -86,6 +88,7 @@ def evaluate(
     an `output_dir` with records of another evaluation.
     """
     # 1. Load what is compared: prompts and drafters.
+    raise_problems(stage_problems(config, recorded_stages(target).get("stage_layers")))
     suites = load_suites(config)
     specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
@@ -245,6 +248,7 @@ def recorded_config(
             "form": target.form,
             "fast_linears": target.fast_linears,
             **recorded_budget(target),
+            **recorded_stages(target),
         },
         "chat_template": digest_of(tokenizer.chat_template),
         "methods": recorded_methods(specs),
@@ -277,7 +281,8 @@ def open_run(
             "directory"
         )
     else:
-        roofline = measure_roofline(target, config.memory_bandwidth_gbs)
+        has_stages = bool(recorded_stages(target))
+        roofline = None if has_stages else measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info

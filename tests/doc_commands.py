@@ -12,7 +12,7 @@ import pytest
 import typer
 from accelerate.commands.launch import launch_command_parser
 
-from outrider.cli import compose
+from outrider.cli import compose, launch
 from outrider.cli import run as stages
 from outrider.cli.config import RunConfig
 from outrider.cli.main import app
@@ -75,6 +75,7 @@ def check_outrider(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     if name == "run":
         run_config(arguments, monkeypatch)
         return
+    arguments = _launched(name, arguments, monkeypatch)
     try:
         command.make_context(name, list(arguments))
     except (SystemExit, typer.Exit):
@@ -141,6 +142,19 @@ def run_config(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConf
         compose.main()
     assert len(configs) == 1 or {"--cfg", "--help"} & set(arguments), arguments
     return configs[0] if configs else None
+
+
+def _launched(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the arguments of a command without those of `--launch`, whose file must exist."""
+    launched: list[tuple[str, list[str], list[str]]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "launch", lambda *found: launched.append(found))
+        launch.launch_if_asked([name, *arguments])
+    for file, options, program in launched:
+        launch_command_parser().parse_args([*options, "program"])
+        assert launch.launch_command(file, options, program)
+        return program[2:]
+    return arguments
 
 
 def _without_launch(arguments: list[str]) -> list[str]:

@@ -152,7 +152,7 @@ class TextCounter:
                 text, store, read = (row, start), self.drafter.store_factory()(), start
             store.add(input_ids[row, read : column + 1].tolist())
             read = column + 1
-            counts.append(longest_path(self.drafter.candidates_of(store, chosen), labels))
+            counts.append(longest_path(self.drafter.candidates_of(store, [chosen]), labels))
         return torch.tensor(counts, device=rows.device)
 
 

@@ -28,6 +28,9 @@ from ...models.drafters.oracle import OracleDrafter
 from ...models.export.certificate_file import CertificateLine
 from ...models.target.hf_target import HFTarget
 from ..measure.audit import audit
+from ..measure.pipelined import recorded_stages
+from ..measure.timing import Loop
+from ..measure.turns import Method
 from ..results.lossless import is_exact
 from .enumerate_rules import DRAWINGS, EXACT, SAMPLINGS, SHAPES, check_rule, sampled_tokens, sequence_counts
 from .gtest import g_test
@@ -116,17 +119,18 @@ def _test_sampler(drawing: str, vocab: int, seed: int) -> CertificateLine:
 @torch.inference_mode()
 def certify_decoding(
     target: HFTarget,
-    drafters: dict[str, Drafter[Any, Any]],
+    methods: Sequence[Method],
     tokenizer: PreTrainedTokenizerBase,
     suites: Sequence[PromptSet],
     *,
     max_new_tokens: int,
 ) -> list[CertificateLine]:
-    """Compare each drafter's answers with plain decoding's, and its samples with the target.
+    """Compare each method's answers with plain decoding's, and its samples with the target.
 
-    Greedy answers are compared alone and in batches. In float32 and float64 the greedy tokens must
-    be equal. In narrower types, plain decoding reads the same text, and every token must be its
-    arg-max or lie within twice the noise that the order of computation causes (see `Audit`).
+    Greedy answers are compared alone and in batches; with a target in stages, alone. In float32 and
+    float64 the greedy tokens must be equal. In narrower types, plain decoding reads the same text,
+    and every token must be its arg-max or lie within twice the noise that the order of computation
+    causes (see `Audit`).
     """
     # 1. Encode the prompts that fit.
     prompts = [
@@ -139,51 +143,51 @@ def certify_decoding(
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
 
-    # 2. Certify the target, then each drafter.
-    jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
-    for name, drafter in drafters.items():
-        label = f"{name}, {_decoded_in(target)}"
+    # 2. Certify the target, then each method.
+    most_rows = 1 if recorded_stages(target) else BATCH_SIZE
+    jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens, most_rows)]
+    for method in methods:
+        label = f"{method.name}, {_decoded_in(target)}"
         jobs += [
-            partial(_certify_greedy, label, target, drafter, prompts, max_new_tokens, batch_size)
-            for batch_size in (1, BATCH_SIZE)
+            partial(_certify_greedy, label, target, method, prompts, max_new_tokens, batch_size)
+            for batch_size in sorted({1, most_rows})
         ]
-        jobs.append(partial(_certify_sampling, label, target, drafter, prompts[:NUM_SAMPLED_PROMPTS]))
+        jobs.append(partial(_certify_sampling, label, target, method, prompts[:NUM_SAMPLED_PROMPTS]))
     return [job() for job in tqdm(jobs, desc="certify decoding", unit="job")]
 
 
 def _certify_greedy(
     label: str,
     target: HFTarget,
-    drafter: Drafter[Any, Any],
+    method: Method,
     prompts: Sequence[torch.Tensor],
     max_new_tokens: int,
     batch_size: int,
 ) -> CertificateLine:
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), batch_size):
-        steps = list(_greedy(target, drafter, prompts[start : start + batch_size], max_new_tokens))
+        steps = list(_greedy(target, method.drafter, prompts[start : start + batch_size], max_new_tokens, method.loop))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         answers += _answers(steps, len(prompts[start : start + batch_size]))
-    together = "" if batch_size == 1 else f", {batch_size} prompts at a time"
-    return _compare(f"{label}, greedy{together}", target, prompts, answers, num_accepted, max_new_tokens)
+    return _compare(f"{label}, greedy{_together(batch_size)}", target, prompts, answers, num_accepted, max_new_tokens)
 
 
-def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
+def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int) -> CertificateLine:
     """Certify trees that contain the right answer, in batches.
 
     Their accepted paths are long, however good the real drafters are.
     """
     num_accepted, answers = 0, []
-    for start in range(0, len(prompts), BATCH_SIZE):
-        batch = prompts[start : start + BATCH_SIZE]
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
         plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
         # Each row's drafts are right up to a different depth.
-        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(len(batch))]
+        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(batch))]
         oracle = OracleDrafter(plain, depths, target.vocab_size)
         steps = list(_greedy(target, oracle, batch, max_new_tokens))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         answers += _answers(steps, len(batch))
-    label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy, {BATCH_SIZE} prompts at a time"
+    label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy{_together(batch_size)}"
     return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
 
 
@@ -213,9 +217,7 @@ def _compare(
     )
 
 
-def _certify_sampling(
-    label: str, target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]
-) -> CertificateLine:
+def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Sequence[torch.Tensor]) -> CertificateLine:
     """Test the first tokens of many samples against the target's probabilities.
 
     The probabilities come from one plain forward pass. A token's quantile is the sum of all
@@ -226,11 +228,11 @@ def _certify_sampling(
     # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
-    quantiles, num_accepted, size = [], 0, _batch_size(target, drafter, prompts)
+    quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
     for first_seed in range(0, NUM_TEXTS, size):
         texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
         seeds = RowSeeds(range(first_seed, first_seed + size))
-        steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
+        steps = list(method.loop(target, method.drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
         both = torch.cat([texts, tokens], dim=1)
@@ -292,6 +294,10 @@ def _decoded_in(target: HFTarget) -> str:
     return dtype if target.form == "eager" else f"{dtype} {target.form}"
 
 
+def _together(batch_size: int) -> str:
+    return "" if batch_size == 1 else f", {batch_size} prompts at a time"
+
+
 def _rule(sampling: Sampling) -> AcceptanceRule:
     return SpeculativeSampling(sampling=sampling)
 
@@ -313,15 +319,18 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
 
 
 def _greedy(
-    target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor], max_new_tokens: int
+    target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, loop: Loop = generate
 ) -> Iterator[Step]:
     rows = [prompt[0] for prompt in prompts]
-    return generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+    return loop(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
 
 
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
-    """Return the rows of sampled batches: a power of two for which a memory budget has room."""
-    size = SAMPLED_BATCH_SIZE
+    """Return the rows of sampled batches: a power of two for which a memory budget has room.
+
+    A target in stages decodes one row.
+    """
+    size = 1 if recorded_stages(target) else SAMPLED_BATCH_SIZE
     if target.budget_tokens is not None:
         tokens = max(prompt.shape[1] for prompt in prompts) + SAMPLED_TOKENS + 1 + drafter.max_nodes
         while size > 1 and size * tokens > target.budget_tokens:

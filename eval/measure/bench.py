@@ -160,7 +160,7 @@ class Bench:
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
                             fits = self._fits_at(suite, temperature, size, method.name, profiled)
-                            if fits and not (profiled and method.decode):
+                            if fits and (method.has_phases or not profiled):
                                 yield Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=profiled)
 
     def _repetitions(self, passes: Iterable[SuitePass]) -> list[Job]:
@@ -401,7 +401,7 @@ class Bench:
 
     def _time(self, job: Job, max_new_tokens: int, timed: bool = False) -> Generation:
         turns = job.batch.turns
-        decode = job.method.decode or time_generation
+        decode = job.method.decode or partial(time_generation, loop=job.method.loop)
         return decode(
             self.target,
             job.method.drafter,

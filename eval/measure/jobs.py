@@ -130,8 +130,10 @@ class Job:
                     # 3. The times of the whole batch, and details that only profiled answers have.
                     prefill_seconds=generation.prefill_seconds,
                     decode_seconds=generation.decode_seconds,
-                    processor_seconds=generation.processor_seconds,
+                    # The processes of a target's stages have processor seconds of their own.
+                    processor_seconds=generation.processor_seconds if generation.runs is None else None,
                     streaming=generation.streaming,
+                    runs=generation.runs,
                     phase_seconds=generation.phase_seconds if self.profiled else None,
                     tree_tokens=answer.tree_tokens if self.profiled else None,
                     # 4. What every record of the run has in common.

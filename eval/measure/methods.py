@@ -6,7 +6,7 @@ A method is a drafter in one setting, under the name that the tables show.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.target.hf_target import HFTarget
-from ..config import EvalConfig
-from ..records.names import BASELINE
+from ..config import SYNCHRONOUS, EvalConfig
+from ..records.names import BASELINE, PIPELINED
 from ..records.run_files import Place
+from .pipelined import pipelined_loop
 from .turns import Method
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,13 @@ class MethodSpec:
     """Temperatures and batch sizes at which it decodes; None means all."""
     option: str = "drafter"
     """The option that asks for it: `drafter`, `baselines` or `merge`."""
+    micro_batch: int | None = None
+    """Most draft tokens of a pass, if it drafts while the stages of the target read; else None."""
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether it drafts while the stages of the target read."""
+        return self.micro_batch is not None
 
 
 def method_specs(
@@ -57,10 +65,10 @@ def method_specs(
 
     The training-free baselines come first, and the merges of trained drafters (`config.merge`)
     last. A merge has the first requested setting of its trained drafter; after tuning, the options
-    as saved. A name has up to four parts: the drafter's kind; the part of its directory that differs
-    from the others', unless it equals the kind; "tuned" for a tuned setting; and the setting.
-    Raises ValueError for a directory without a drafter, for an option that the drafter doesn't
-    have, for a drafter that is named twice, and for merges without a trained drafter.
+    as saved. A name has up to five parts: the drafter's kind; the part of its directory that differs
+    from the others', unless it equals the kind; "tuned" for a tuned setting; "pipelined"; and the
+    setting. Raises ValueError for a directory without a drafter, for an option that the drafter
+    doesn't have, for a drafter that is named twice, and for merges without a trained drafter.
     """
     # 1. The drafters, with their settings: the requested ones, or those that tuning chose.
     chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}, option="baselines") for name in config.baselines]
@@ -81,15 +89,34 @@ def method_specs(
     # 2. Check each setting, and name the method.
     specs: dict[str, MethodSpec] = {}
     distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in _folders(parts)}))
-    for spec in [*chosen, *merges]:
+    for spec in _in_loops([*chosen, *merges], config):
         _check_options(spec, several=len(all_parts) > 1)
         folders = "+".join(filter(None, (distinct_parts[folder] for folder in _folders(spec.parts))))
         name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
-        label = " ".join([*name, *(["tuned"] if spec.places is not None else []), *_words(spec.setting)])
+        marks = ["tuned"] * (spec.places is not None) + [PIPELINED] * spec.pipelined
+        label = " ".join([*name, *marks, *_words(spec.setting)])
         if label in specs:
             raise ValueError(f"{label} would be evaluated twice; {_remedy(spec, specs[label])}")
         specs[label] = spec
     return specs
+
+
+def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpec]:
+    """Return the methods in the loops of `EvalConfig.decode`.
+
+    Raises ValueError for tuned settings in the pipelined loop.
+    """
+    if config.decode == SYNCHRONOUS:
+        return list(specs)
+    if any(spec.places is not None for spec in specs):
+        raise ValueError(
+            f"decode is {config.decode}, and tuned settings are those of the loop that waits for the target; leave --tuned "
+            f"out, or set decode={SYNCHRONOUS}"
+        )
+    first = {spec.parts: spec for spec in reversed(specs)}  # with the first of its settings
+    kept = specs if config.decode == PIPELINED else [spec for spec in specs if first[spec.parts] is spec]
+    pipelined = [replace(spec, micro_batch=config.micro_batch) for spec in kept]
+    return pipelined if config.decode == PIPELINED else [*specs, *pipelined]
 
 
 def _folders(parts: DrafterParts) -> list[Path]:
@@ -126,6 +153,11 @@ def _check_options(spec: MethodSpec, *, several: bool) -> None:
             raise ValueError(
                 f"{name} has share_answers, and an evaluation decodes answers several times (warm-up, repetitions, profile): "
                 "drafts would come from the same answer, and look too good; evaluate without share_answers"
+            )
+        if spec.pipelined and (temperature := getattr(config, "temperature", 0.0)):
+            raise ValueError(
+                f"{name} has temperature {temperature:g}, so it draws its drafts at random, and pipelined decoding takes "
+                f"drafts that depend on the text alone; set its temperature to 0, or decode={SYNCHRONOUS}"
             )
 
 
@@ -173,6 +205,7 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
             "weights": spec.parts.weights,
             **({"calibration": prior} if (prior := spec.parts.prior_digest(spec.setting or {})) else {}),
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
+            **({"decode": PIPELINED, "micro_batch": spec.micro_batch} if spec.pipelined else {}),
         }
         for name, spec in specs.items()
     }
@@ -223,6 +256,9 @@ def methods_by_place(
     """Collect the methods by temperature and batch size, plain decoding first."""
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
     methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
+    for name, spec in specs.items():
+        if spec.micro_batch is not None:
+            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter, spec.micro_batch))
     baseline = Method(name=BASELINE, drafter=NullDrafter())
     return {
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]

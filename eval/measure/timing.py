@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -11,13 +11,17 @@ from jaxtyping import Int
 
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
+from ...models.decoding.runs import RunCounts
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
 from ...models.target.weight_stream import StreamStats, WeightStream
-from ..records.records import Streaming, TreeTokens
+from ..records.records import Runs, Streaming, TreeTokens
+
+Loop = Callable[..., Iterator[Step]]
+"""A decode loop, with the parameters of `generate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,8 @@ class Generation:
     """Processor seconds of all threads of the process, over prefill and decoding."""
     streaming: Streaming | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
+    runs: Runs | None = None
+    """Counts of the target's passes; None for a target without stages."""
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -105,33 +111,37 @@ def time_generation(
     stop_ids: Collection[int],
     seeds: Sequence[int],
     timed: bool = False,
+    loop: Loop = generate,
 ) -> Generation:
     """Decode a batch of prompts and measure its wall time and its processor time.
 
     `seeds` has one seed for each row; random decisions of the rule depend on it. `timed` also times
-    the phases, which slows an accelerator down.
+    the phases, which slows an accelerator down. `loop` decodes.
     """
     # 1. Start the clocks when the device has finished earlier work.
     device = prompts[0].device
     source: WeightStream | None = getattr(target, "stream", None)
     before = None if source is None else source.stats
+    counts_before: RunCounts | None = getattr(target, "run_counts", None)
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
-    stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
+    stream = loop(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # the host has read its tokens, so an accelerator has finished
     first_token = time.perf_counter()
     # 3. Decode.
     steps = [first_step, *stream]
     synchronize(device)
     end, processor_end = time.perf_counter(), time.process_time()
+    counts: RunCounts | None = getattr(target, "run_counts", None)
     return Generation(
         steps=steps,
         prefill_seconds=first_token - start,
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
         streaming=None if source is None or before is None else _streaming(source.stats - before),
+        runs=None if counts is None or counts_before is None else Runs(**asdict(counts - counts_before)),
     )
 
 

@@ -8,13 +8,14 @@ import torch
 from jaxtyping import Int
 
 from ...data.suites import Prompt, PromptSet
+from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
 from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
 from ..records.digests import digest_of
 from ..records.records import RecordKey
 from ..results.attempts import PairKey
-from .timing import Generation
+from .timing import Generation, Loop
 
 T = TypeVar("T")
 
@@ -31,15 +32,24 @@ class Method:
     decode: Callable[..., Generation] | None = None
     """Another program that decodes a batch, with the parameters of `time_generation`. It has no
     phases, so it isn't profiled. None is our decode loop."""
+    loop: Loop = generate
+    """The decode loop: the pipelined one, or the one that waits for the target."""
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether drafting, verifying and accepting take turns, so that each can be timed."""
+        return self.decode is None and self.loop is generate
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The drafter's sources; empty unless it is merged."""
-        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedDrafter) else ()
+        """The drafter's sources; empty unless it is merged, and in a pipelined loop."""
+        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedDrafter) and self.loop is generate else ()
 
     @property
     def pace(self) -> str | None:
-        """The drafter's pace; None unless it is merged or grows one tree."""
+        """The drafter's pace; None unless it is merged or grows one tree, and the loop waits."""
+        if self.loop is not generate:
+            return None
         if isinstance(self.drafter, MergedDrafter):
             return self.drafter.config.pace
         config = self.drafter.config if isinstance(self.drafter, DraftModel) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
-from .names import BASELINE
+from .names import BASELINE, PIPELINED
 
 TITLES = {
     "draft_model": "Draft model",
@@ -55,6 +55,7 @@ class MethodFacts:
         """The words of the key between kind and setting: the name of the drafter's directory."""
         words = _words_before_setting(self.key)[1:]
         words = words[:-1] if words[-1:] == ["off"] and self.setting is None else words
+        words = words[:-1] if words[-1:] == [PIPELINED] and self.is_pipelined else words
         words = words[:-1] if words[-1:] == ["tuned"] and self.is_tuned else words
         return " ".join(words).removesuffix("/drafter")
 
@@ -62,6 +63,13 @@ class MethodFacts:
     def is_tuned(self) -> bool:
         """Whether `outrider tune` chose its setting."""
         return "tuned" in _words_before_setting(self.key)[1:] if self.described is None else "places" in self.described
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it drafts while the stages of the target read."""
+        if self.described is None:
+            return PIPELINED in _words_before_setting(self.key)[1:]
+        return self.described.get("decode") == PIPELINED
 
     @property
     def setting(self) -> Mapping[str, Any] | None:
@@ -217,6 +225,8 @@ def _words_before_setting(key: str) -> list[str]:
 
 
 def _setting_of(method: MethodFacts) -> str:
+    if method.is_pipelined:  # how much it drafts doesn't follow from the options of a step's tree
+        return PIPELINED
     text = setting_words(method.kind, method.options, method.setting)
     return ", ".join(filter(None, (text, "tuned" if method.is_tuned and method.setting is not None else "")))
 

@@ -70,6 +70,21 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Counts of the passes of a target in stages, over an answer's verify steps.
+
+    A run is a pass over some entries: draft tokens, and the last token of the text where no earlier
+    run has read it.
+    """
+
+    num_runs: int
+    num_entries: int
+    num_cancelled: int
+    """Runs that were cancelled before the last stage had read them."""
+    num_cancelled_entries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """One answer: a prompt's turn, answered once by a method.
 
@@ -135,7 +150,8 @@ class EvalRecord:
     """None unless profiled."""
     processor_seconds: float | None = None
     """Processor seconds of all threads of the process, over the batch's whole decoding, prefill
-    included; None in records of older versions."""
+    included; None for a target in stages, whose other processes aren't counted, and in records of
+    older versions."""
     attempt: int = 0
     """0 for the first attempt at this answer. Higher attempts repeat an answer whose timing was
     disturbed, or plain decoding's answer beside it."""
@@ -148,6 +164,8 @@ class EvalRecord:
     clock, so the counts of steps and drafts vary from run to run, while the tokens don't."""
     streaming: Streaming | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
+    runs: Runs | None = None
+    """Counts of the target's passes; None for a target without stages."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...data.files import read_dataclass
 from .digests import digest_of
+from .names import PIPELINED
 from .records import Cell, GroupKey
 
 Place = tuple[float, int]
@@ -122,11 +123,22 @@ class RunInfo:
     config: dict[str, Any]
     """Suites (revision by name), target, chat template, methods and RECORDED_OPTIONS."""
     environment: Environment
-    roofline: Roofline
+    roofline: Roofline | None
+    """None for a target in stages: each machine has its own bandwidth."""
 
     def __post_init__(self) -> None:
         if missing := sorted({"suites", "target", "methods", *RECORDED_OPTIONS} - self.config.keys()):
             raise ValueError(f"config lacks {', '.join(missing)}; restore the file, or give another output directory")
+
+    @property
+    def stage_layers(self) -> list[int] | None:
+        """Number of layers of each of the target's stages; None for a target in one process."""
+        layers: list[int] | None = self.config["target"].get("stage_layers")
+        return layers
+
+    def is_pipelined(self, method: str) -> bool:
+        """Check whether a method drafts while the stages of the target read."""
+        return self.config["methods"].get(method, {}).get("decode") == PIPELINED
 
     @property
     def dtype(self) -> str:

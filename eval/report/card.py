@@ -28,6 +28,7 @@ from ..records.names import BASELINE
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
 from ..results.sources import PACE_NOTE, depends_on_clock
+from ..results.stages import stages_notes
 from ..results.tables import escape_markdown, markdown_table
 from .card_options import TAGS, CardOptions, code_names
 from .card_settings import describe_setting
@@ -164,7 +165,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
-        "pace_note": PACE_NOTE if any(map(depends_on_clock, rows)) else "",
+        "notes": " ".join([*([PACE_NOTE] if any(map(depends_on_clock, rows)) else []), *stages_notes(rows)]),
         "has_marks": any(map(marks, rows)),
         "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
         "python": escape_markdown(environment.python),

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...models.drafters.saved.folder import DrafterFile
 from ..records.method_names import MethodFacts, setting_words, title_of
+from ..records.names import PIPELINED
 from ..results.rows import Row
 from .runs import Run
 
@@ -12,6 +13,8 @@ from .runs import Run
 def describe_setting(row: Row, run: Run, saved: DrafterFile) -> str:
     """Describe the setting of a measurement, and options that changed after it."""
     method = run.info.config["methods"][row["method"]]
+    if run.info.is_pipelined(row["method"]):
+        return PIPELINED
     if method["setting"] is None:
         return setting_words(saved.kind, {}, None)
     config, setting = method["config"], method["setting"]

@@ -13,6 +13,7 @@ from ..records.names import BASELINE, OOM
 from ..results.marks import MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
 from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
 from ..results.sources import PACE_NOTE, depends_on_clock
+from ..results.stages import stages_notes
 from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group
@@ -102,6 +103,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
         notes.append(loop_note(looping.row))
     notes += [PACE_NOTE] if any(depends_on_clock(entry.row) for entry in measured) else []
+    notes += stages_notes([entry.row for entry in measured])
     notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")
@@ -377,7 +379,7 @@ def _bound(entry: Entry) -> float:
 
 def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
     notes = []
-    for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
+    for facts in dict.fromkeys(tuple(sorted((entry.row["roofline"] or {}).items())) for entry in entries):
         values = dict(facts)
         what, source = "a token", "given" if values["given"] else f"measured on a buffer of {BUFFER}"
         rate = f"{values['bandwidth_gbs']:.1f}"

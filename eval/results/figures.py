@@ -95,6 +95,8 @@ class Figures(Losslessness, Speeds):
     target that is in memory."""
     late_draft_seconds: NotRequired[float | None]
     """Seconds by which draft passes during waits delayed the target's passes, over all answers."""
+    runs: NotRequired[dict[str, int] | None]
+    """Counts of the target's passes (`Runs`), over all answers; None for a target without stages."""
     tokens_per_second: float | None
     """Throughput of the whole batch."""
     answer_tokens_per_second: float | None
@@ -110,7 +112,7 @@ class Figures(Losslessness, Speeds):
     (`stats.tree_tokens`)."""
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
-    once for a token of every row that is not finished."""
+    once for a token of every row that is not finished. None for a target in stages."""
     num_repeated: NotRequired[int]
     """Answers (of all repeats) that were decoded again because a timing was disturbed."""
     disturbed: NotRequired[list[dict[str, Any]]]
@@ -146,7 +148,7 @@ def compute_figures(
     plain_records: Sequence[EvalRecord],
     method_records: Sequence[EvalRecord],
     mismatches: Sequence[Mismatch],
-    roofline: Roofline,
+    roofline: Roofline | None,
     num_skipped: int,
     seed: int,
     *,
@@ -190,6 +192,7 @@ def compute_figures(
         "draft_tokens_per_step": stats.draft_tokens_per_step(counted),
         "read_gb_per_token": stats.read_gb_per_token(counted),
         "late_draft_seconds": stats.late_draft_seconds(counted),
+        "runs": stats.run_counts(counted),
         "tokens_per_second": stats.tokens_per_second(pairs.method) if pairs.method else None,
         "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method) if pairs.method else None,
         "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
@@ -307,10 +310,12 @@ def _exceeded_bound(speedup: float, saved_steps: float | None, rho: float | None
     return "ceiling" if rho is not None and speedup > TOLERANCE * saved_steps / (1 + rho) else ""
 
 
-def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline) -> float | None:
+def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline | None) -> float | None:
     """Compute decoding speed as a share of plain decoding's bound for the same number of rows.
 
-    Returns None if there was no step.
+    Returns None if there was no step, and without a roofline.
     """
+    if roofline is None:
+        return None
     speed, num_rows = stats.decode_tokens_per_second(records), stats.rows_per_step(records)
     return None if speed is None or num_rows is None else speed / (num_rows * roofline.tokens_per_second)

@@ -50,8 +50,10 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
     describe_rows(rows, info)
     for row in rows:
         row["budget"] = None if facts.budget is None else asdict(facts.budget)
-        # A step of another program may be faster than plain decoding's, so no bound holds.
-        if row["method"] not in (BASELINE, *config["methods"]):
+        row["stage_layers"], row["pipelined"] = info.stage_layers, info.is_pipelined(row["method"])
+        # No bound holds where a step may be faster than plain decoding's: in another program, and
+        # where several passes are under way.
+        if row["method"] not in (BASELINE, *config["methods"]) or row["pipelined"]:
             row["exceeds"] = ""
     return rows
 

@@ -44,9 +44,14 @@ class Conditions(TypedDict):
     command: NotRequired[str]
     """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
     known."""
-    roofline: dict[str, Any]
+    roofline: dict[str, Any] | None
+    """None for a target in stages."""
     budget: NotRequired[dict[str, Any] | None]
     """Facts about the target's memory budget (`BudgetFacts`); None without one."""
+    stage_layers: NotRequired[list[int] | None]
+    """Number of layers of each of the target's stages; None for a target in one process."""
+    pipelined: NotRequired[bool]
+    """Whether the drafter drafts while the stages of the target read."""
 
 
 class Row(Conditions, Figures):
@@ -59,7 +64,7 @@ def build_rows(
     *,
     config: EvalConfig,
     dtype: str,
-    roofline: Roofline,
+    roofline: Roofline | None,
     num_skipped: Mapping[GroupKey, int],
     drafters: Mapping[str, DrafterFacts],
     out_of_memory: Sequence[OutOfMemory] = (),
@@ -170,7 +175,7 @@ def is_lossy(row: Row) -> bool:
 
 
 def _conditions(
-    source: EvalRecord | OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
+    source: EvalRecord | OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline | None, drafter: DrafterFacts | None
 ) -> Conditions:
     return {
         "method": source.method,
@@ -185,7 +190,7 @@ def _conditions(
         "num_repeats": config.repeats,
         "parameters": drafter.parameters if drafter else None,
         "training": drafter.training if drafter else None,
-        "roofline": roofline.to_json(),
+        "roofline": None if roofline is None else roofline.to_json(),
     }
 
 

@@ -6,6 +6,7 @@ batch share its seconds, which are counted once. A batch has as many steps as it
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -117,6 +118,12 @@ def late_draft_seconds(records: Sequence[EvalRecord]) -> float | None:
     counts = [record.streaming for record in batches(records)]
     seconds = sum(streaming.late_seconds for streaming in counts if streaming is not None)
     return seconds if counts and None not in counts else None
+
+
+def run_counts(records: Sequence[EvalRecord]) -> dict[str, int] | None:
+    """Sum the counts of the target's passes; None for a target without stages."""
+    counts = [asdict(record.runs) for record in batches(records) if record.runs is not None]
+    return {name: sum(runs[name] for runs in counts) for name in counts[0]} if counts else None
 
 
 def speedup(

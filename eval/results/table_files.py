@@ -49,10 +49,13 @@ CSV_COLUMNS = (
     "dtype",
     "max_new_tokens",
     "pace",
+    "pipelined",
     "prompt_set_revision",
     "prompt_set_source",
 )
 """Fields of a row under their names; the fields of `_spread` follow them, then those of `_by_source`."""
+RUN_COLUMNS = ("num_runs", "num_entries", "num_cancelled", "num_cancelled_entries")
+"""Counts of the passes of a target in stages."""
 LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepackage[T1]{fontenc}"
 
 
@@ -93,6 +96,7 @@ def _spread(row: Row) -> dict[str, Any]:
         "out_of_memory": OOM if row["out_of_memory"] else None,
         "training_seconds": training.get("seconds"),
         "num_disturbed": len(row.get("disturbed", [])),
+        **{name: (row.get("runs") or {}).get(name) for name in RUN_COLUMNS},
     }
 
 

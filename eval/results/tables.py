@@ -22,6 +22,7 @@ from .marks import (
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 from .sources import PACE_NOTE, SOURCES_NOTE, depends_on_clock, merged_rows, shares_text
+from .stages import PIPELINED_NOTE, pipelined_rows, runs_note, stages_note
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
 READ_COLUMN = "GB/tok"
@@ -126,6 +127,10 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         by_rule=BY_RULE_NOTE,
         loop_note=loop_note,
         budget_note=budget_note(rows[0]),
+        stages_note=stages_note(rows[0]),
+        pipelined=pipelined_rows(measured),
+        pipelined_note=PIPELINED_NOTE,
+        runs_note=runs_note,
         late=[row for row in measured if row.get("late_draft_seconds")],
         buffer=BUFFER,
         too_few=too_few,

@@ -25,6 +25,7 @@ from .marks import (
 )
 from .rows import Row, decoding_name, is_broken, is_timeless, is_unproven, loop_share, method_name
 from .sources import depends_on_clock, merged_rows, shares_text
+from .stages import SHORT_NOTE, pipelined_rows, stages_note
 from .tables import LOOP_SHARE, READ_COLUMN, budget_note, by_group, cells, num_units, result_columns, too_few
 
 MAX_WIDTH, MAX_NOTE_LINES = 80, 6
@@ -95,6 +96,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"NOT PROVEN to be lossless, so without a speedup: {_names(unproven)}.")
     if rows[0].get("budget"):
         notes.append(budget_note(rows[0]))
+    if stages := stages_note(rows[0]):
+        notes.append(f"{stages} {SHORT_NOTE}" if pipelined_rows(rows) else stages)
     notes += _timing_notes(measured)
     # 2. What is absent or misleading.
     if num_skipped := sum(row["num_skipped"] for members in by_group(measured).values() for row in members[:1]):

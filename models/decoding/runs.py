@@ -11,7 +11,7 @@ the nodes that were sent. Each run first drops entries of the window, then appen
 Every stage executes the same runs in the same order. Pure data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 
 from .types import TargetOutput
@@ -60,3 +60,21 @@ class Answer:
     """The run's number."""
     output: TargetOutput | None
     """Output of the run's new entries, [1, entry, ...]; None if the run was cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCounts:
+    """Counts of a target's runs so far, over all texts."""
+
+    num_runs: int = 0
+    num_entries: int = 0
+    """New entries of all runs."""
+    num_cancelled: int = 0
+    """Runs that were answered without an output."""
+    num_cancelled_entries: int = 0
+
+    def __add__(self, other: "RunCounts") -> "RunCounts":
+        return RunCounts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+    def __sub__(self, earlier: "RunCounts") -> "RunCounts":
+        return RunCounts(**{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)})

@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from math import isnan, log
+from math import log
 
 import torch
 from jaxtyping import Float, Int
 from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
-from ..decoding.growth import LEAST_PROB, ConfidenceRule, ExpectedRule, GrowthRule
+from ..decoding.growth import ConfidenceRule, ExpectedRule, GrowthRule
 from ..decoding.pacing import Seconds
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
@@ -39,12 +39,10 @@ from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
-from .ranking import largest
+from .scored_tree import add_children, learn, likeliest_children
 from .small_models import DraftModelConfig
 from .unread import MAX_UNREAD
 
-MAX_CHILDREN = 8
-"""Most children of a node: the model's likeliest tokens."""
 MAX_READS = 8
 """Most nodes that a draft pass reads. So few take about the time of one: reading the weights."""
 MAX_ENTRIES = 512
@@ -188,6 +186,29 @@ class GrowingSearch:
     def select(self, state: GrowingState, rows: Sequence[int]) -> GrowingState:
         return GrowingState(text=state.text.select(rows), rows=tuple(state.rows[row] for row in rows), has_tree=False)
 
+    # --- decoding one text without steps: see `streaming_models`
+
+    def start(self, state: GrowingState, last_token: int) -> GrowingDraft:
+        """Return a draft without nodes after a text and its last token."""
+        return self._continued(state, [last_token])
+
+    def room(self, draft: GrowingDraft) -> int:
+        """Return how many more nodes of each row may be read."""
+        return MAX_ENTRIES - len(draft.order[0])
+
+    def read(self, draft: GrowingDraft, nodes: Sequence[int]) -> None:
+        """Read some nodes of the only row, or its root (NO_NODE), and append their children."""
+        self._read(draft, [nodes])
+
+    def follow(self, draft: GrowingDraft, tokens: Sequence[int]) -> GrowingDraft:
+        """Return the draft below the last of these tokens, which the target has committed."""
+        (row,) = draft.rows
+        rows = (replace(row, tokens=(*row.tokens, *tokens[:-1])),)
+        draft = self._continued(GrowingState(text=draft.text, rows=rows, has_tree=draft.is_rooted), tokens[-1:])
+        if not draft.is_rooted and len(draft.rows[0].tokens) > MAX_UNREAD:
+            self._read(draft, [[NO_NODE]])
+        return draft
+
     # --- drafting
 
     def _draft(self, state: GrowingState, last_token: Int[torch.Tensor, " batch"]) -> GrowingDraft:
@@ -211,24 +232,17 @@ class GrowingSearch:
         return bool(reads)
 
     def _has_room(self, draft: GrowingDraft) -> bool:
-        return len(draft.order[0]) + MAX_READS <= MAX_ENTRIES
+        return self.room(draft) >= MAX_READS
 
     def _continued(self, state: GrowingState, last_tokens: Sequence[int]) -> GrowingDraft:
         """Return the trees below the last tokens: what is left of the last ones, or empty ones."""
         rows = [replace(row, tokens=(*row.tokens, token)) for row, token in zip(state.rows, last_tokens, strict=True)]
         for row in rows:
-            self._learn(row)
+            learn(row.tree, row.scores, row.tokens[1:], self.calibration)
         if state.has_tree:
             return self._rerooted(self._writable(state), rows[0])
         empty = [Row(tokens=row.tokens) for row in rows]
         return GrowingDraft(text=state.text, rows=empty, is_rooted=False, order=[[] for _ in empty])
-
-    def _learn(self, row: Row) -> None:
-        """Learn from a row's tokens: what the tree expected after each of them, and what came."""
-        tree, tokens = row.tree, row.tokens[1:]
-        for depth, (above, token) in enumerate(zip([NO_NODE, *tree.follow(tokens)], tokens, strict=False), 1):
-            for child in tree.children(above):
-                self.calibration.add(depth, row.scores[child], tree.tokens[child] == token)
 
     def _rerooted(self, cache: TreeCache, row: Row) -> GrowingDraft:
         """Commit the tokens that were read, and keep the tree below the last token if it was read."""
@@ -262,21 +276,11 @@ class GrowingSearch:
         """Read some nodes of each row, or the tokens up to the roots, and append their children."""
         started = self.clock()
         logits = self._read_nodes(draft, reads) if draft.is_rooted else self._read_roots(draft)
-        # 1. The likeliest tokens after each node, in one transfer. Float64 holds every token exactly.
-        top, tokens = largest(logits.float(), min(MAX_CHILDREN, logits.shape[-1]))
-        probs = (top - logits.float().logsumexp(-1, keepdim=True)).exp()
-        values = torch.stack([tokens.double(), probs.double()], dim=2).tolist()
-        # 2. Append them.
-        for row, nodes, children in zip(draft.rows, reads, values, strict=True):
-            for node, (token_values, scores) in zip(nodes, children, strict=False):
-                _require_numbers(scores)
-                # At least one: a rule may wait for a node to have children.
-                count = max(1, sum(score >= LEAST_PROB for score in scores))
-                depth = 1 if node == NO_NODE else row.tree.depths[node] + 1
-                estimates = [self.calibration.estimate(depth, score) for score in scores[:count]]
-                row.tree.add(node, map(int, token_values[:count]), estimates)
-                row.scores.extend(scores[:count])
-        # 3. Learn what it took.
+        # 1. Append the likeliest tokens after each node.
+        for row, nodes, children in zip(draft.rows, reads, likeliest_children(logits), strict=True):
+            for node, (tokens, scores) in zip(nodes, children, strict=False):
+                add_children(row.tree, row.scores, node, tokens, scores, self.calibration)
+        # 2. Learn what it took.
         seconds = self.clock() - started
         self._pass_seconds.add(seconds)
         self.rule(len(draft.rows)).add_draft(draft.trees, reads, seconds)
@@ -345,11 +349,3 @@ def _path_scores(row: Row, nodes: Sequence[int]) -> tuple[list[int], list[int], 
         above = 0.0 if parent == NO_NODE else scores[parent]
         scores.append(above + (log(score) if score > 0.0 else -torch.inf))
     return tokens, parents, scores
-
-
-def _require_numbers(scores: Sequence[float]) -> None:
-    if isnan(sum(scores)):
-        raise ValueError(
-            "the draft model's logits are not numbers (NaN): its weights are damaged, or its type overflows; load another "
-            "copy, or load it in another target.dtype"
-        )

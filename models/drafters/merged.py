@@ -123,7 +123,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
         self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
         self._sources = tuple(sources.values())
-        self._prior_counts = {} if prior is None else prior.counts(list(sources))
+        self.prior_counts = {} if prior is None else prior.counts(list(sources))
         self._layers = tuple(source.feature_layers for source in self._sources)
         self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
         # Sources are asked in groups: all training-free ones first, which cost little.
@@ -167,7 +167,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
                 for index, source in enumerate(self._sources)
             ),
-            counts=(self._prior_counts,) * batch,
+            counts=(self.prior_counts,) * batch,
             walks=((),) * batch,
             num_accepted=(0,) * batch,
         )

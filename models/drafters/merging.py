@@ -27,7 +27,7 @@ from .calibration import (
     source_key,
     teach,
 )
-from .candidates import Candidates, Nodes
+from .candidates import NO_CANDIDATES, Candidates, Nodes
 
 DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
@@ -45,12 +45,21 @@ class Child(NamedTuple):
 class Proposals:
     """One source's candidates in a row, by parent."""
 
-    def __init__(self, source: int, candidates: Candidates) -> None:
+    def __init__(self, source: int, candidates: Candidates = NO_CANDIDATES) -> None:
         self.bit, self.source = 1 << source, source
-        self.tokens, self.scores, self.bins = candidates.tokens, candidates.scores, candidates.bins
+        self.tokens, self.scores, self.bins = [*candidates.tokens], [*candidates.scores], [*candidates.bins]
         self.children: dict[int, list[int]] = {}
         for node, parent in enumerate(candidates.parents):
             self.children.setdefault(parent, []).append(node)
+        self.attached: dict[int, list[SourceNode]] = {}
+        """By candidate: the same node in proposals that were added below it."""
+
+    def add(self, parent: int, token: int, score: float, bin_index: int) -> None:
+        """Append a candidate."""
+        self.children.setdefault(parent, []).append(len(self.tokens))
+        self.tokens.append(token)
+        self.scores.append(score)
+        self.bins.append(bin_index)
 
 
 SourceNode = tuple[Proposals, int]
@@ -70,6 +79,8 @@ class MergedRow:
     depths: list[int]
     children: dict[int, list[Child]]
     """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
+    places: list[list[SourceNode]]
+    """Each node in the proposals that have it."""
 
     def child(self, entry: int, token: int) -> int | None:
         """Return the child of an entry with this token, if it is a node."""
@@ -88,7 +99,7 @@ def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: S
 
     With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
     """
-    row = MergedRow([], [], [], [], [], {})
+    row = MergedRow([], [], [], [], [], {}, [])
     heap: list[tuple[float, int, int, int, int, int, list[SourceNode]]] = []
     serial = 0
     parent, depth, prob = NO_NODE, 0, 1.0
@@ -114,6 +125,9 @@ def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: S
         row.probs.append(prob)
         row.origins.append(proposed_by)
         row.depths.append(depth)
+        if any(source.attached for source, _ in nodes):
+            nodes = [*nodes, *(more for source, node in nodes for more in source.attached.get(node, ()))]
+        row.places.append(nodes)
 
 
 def children(

@@ -49,12 +49,12 @@ def ngram_keys(text: Sequence[int], max_ngram: int) -> list[int]:
     return keys
 
 
-def continuation(text: Sequence[int], position: int, last_token: int, length: int) -> list[int]:
-    """Return `length` tokens after `position`, where the text's last token occurred before.
+def continuation(text: Sequence[int], position: int, tokens: Sequence[int], length: int) -> list[int]:
+    """Return `length` tokens after `position`, where the last of some tokens occurred before.
 
-    After its end the text is taken to repeat what followed `position`:
+    The tokens follow the text. After them the text is taken to repeat what followed `position`:
 
-        a b c d e b c | d e b c d e ...      b c occurred before, with c at position 2
+        a b c d e b + c | d e b c d e ...    b c occurred before, with c at position 2
     """
-    period = [*text[position + 1 : position + 1 + length], last_token]
+    period = [*text[position + 1 : position + 1 + length], *tokens]
     return (period * (length // len(period) + 1))[:length]

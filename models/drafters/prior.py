@@ -19,7 +19,7 @@ class _Accumulating(MergedDrafter):
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
         state = super().advance(drafted, tree, accepted, output)
-        self._prior_counts = state.counts[0]
+        self.prior_counts = state.counts[0]
         return state
 
 
@@ -40,4 +40,4 @@ def measure_prior(
     for prompt in prompts:
         for _ in generate(target, drafter, GreedyAcceptance(), [prompt], max_new_tokens=max_new_tokens):
             pass
-    return Prior.of(drafter._prior_counts, list(sources))
+    return Prior.of(drafter.prior_counts, list(sources))

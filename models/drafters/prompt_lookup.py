@@ -66,12 +66,12 @@ class PromptLookup(TrainingFreeDrafter):
     def store_factory(self) -> Callable[[], NgramIndex]:
         return partial(NgramIndex, self.config.max_ngram)
 
-    def candidates_of(self, store: NgramIndex, last_token: int) -> Candidates:
+    def candidates_of(self, store: NgramIndex, tokens: Sequence[int]) -> Candidates:
         length, max_ngram = self.config.tree_nodes, self.config.max_ngram
-        keys = ngram_keys([*store.text[-max_ngram:], last_token], max_ngram)
+        keys = ngram_keys([*store.text[-max_ngram:], *tokens], max_ngram)
         for n in range(len(keys), 0, -1):
             if (position := store.latest.get(keys[n - 1])) is not None:
-                return chain(continuation(store.text, position, last_token, length), n)
+                return chain(continuation(store.text, position, tokens, length), n)
             if copied := self.reference_after(n, keys[n - 1]):
                 return chain(copied, n)
         return NO_CANDIDATES

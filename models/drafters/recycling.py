@@ -183,16 +183,19 @@ class Recycling(TrainingFreeDrafter):
             )
         return verified
 
-    def candidates_of(self, store: SuccessorTable, last_token: int) -> Candidates:
-        tokens: list[int] = []
+    def candidates_of(self, store: SuccessorTable, tokens: Sequence[int]) -> Candidates:
+        keys = store.keys
+        for token in tokens:
+            keys = store.keys_after(keys, token)
+        drafts: list[int] = []
         parents: list[int] = []
         bins: list[int] = []
         depths: list[int] = []
-        node, keys, prob = NO_NODE, store.keys_after(store.keys, last_token), 1.0
+        node, prob = NO_NODE, 1.0
         # The best open node of each parent: minus its probability, its parent, its rank, and the
         # parent's successors, context, keys and probability.
         heap: list[tuple[float, int, int, list[int], int, list[int], float]] = []
-        while len(tokens) < self.config.tree_nodes:
+        while len(drafts) < self.config.tree_nodes:
             # 1. Open the first child of the newest node.
             row, n = store.find(keys)
             if row and (node == NO_NODE or depths[node] < self.config.depth):
@@ -206,10 +209,10 @@ class Recycling(TrainingFreeDrafter):
                 heapq.heapreplace(heap, (-parent_prob * weight, parent, rank + 1, row, n, above, parent_prob))
             else:
                 heapq.heappop(heap)
-            tokens.append(row[rank])
+            drafts.append(row[rank])
             parents.append(parent)
             bins.append((n - 1) * len(PRIOR[0]) + min(rank, len(PRIOR[0]) - 1))
             depths.append(1 if parent == NO_NODE else depths[parent] + 1)
-            node, keys, prob = len(tokens) - 1, store.keys_after(above, row[rank]), -negative
+            node, keys, prob = len(drafts) - 1, store.keys_after(above, row[rank]), -negative
         scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
-        return Candidates(tokens=tokens, parents=parents, scores=scores, bins=bins)
+        return Candidates(tokens=drafts, parents=parents, scores=scores, bins=bins)

@@ -140,23 +140,23 @@ class Suffix(TrainingFreeDrafter):
         for answer in answers:
             self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
 
-    def candidates_of(self, store: SuffixStore, last_token: int) -> Candidates:
-        query = [*store.text[-self.config.depth :], last_token][-self.config.depth :]
+    def candidates_of(self, store: SuffixStore, tokens: Sequence[int]) -> Candidates:
         best = Growth(0)
         for source in (None, *store.shared):
-            for growth in self._growths(store, source, query, best):
+            for growth in self._growths(store, source, tokens, best):
                 if growth.score > best.score:
                     best = growth
         return best.candidates() if best.tokens else NO_CANDIDATES
 
-    def _growths(self, store: NgramIndex, source: Source | None, query: Sequence[int], best: Growth) -> Iterator[Growth]:
-        """Yield the trees of matches in one source, the longest match first.
+    def _growths(self, store: NgramIndex, source: Source | None, tokens: Sequence[int], best: Growth) -> Iterator[Growth]:
+        """Yield the trees of matches of a text and more tokens in one source, the longest first.
 
         A tree of k nodes can't score above k, so shorter matches than the best score needs are
         left out.
         """
         config, index = self.config, store if source is None else source.index
         size = len(index.text) if source is None else source.size
+        query = [*store.text[-config.depth :], *tokens][-config.depth :]
         score = best.score
         for n, positions in reversed(matches(index, size, query)):
             budget = min(config.tree_nodes, int(config.max_spec_factor * n))
@@ -164,7 +164,7 @@ class Suffix(TrainingFreeDrafter):
                 return
             length = min(config.depth, budget)
             if source is None:
-                windows = [continuation(index.text, position, query[-1], length) for position in positions]
+                windows = [continuation(index.text, position, tokens, length) for position in positions]
             else:
                 windows = [index.text[position + 1 : min(position + 1 + length, size)] for position in positions]
             growth = grow(n, windows, budget, config.min_prob)

@@ -65,8 +65,11 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         """Return a function that makes the store of a row of a new batch, before its prompt."""
 
     @abstractmethod
-    def candidates_of(self, store: Any, last_token: int) -> Candidates:
-        """Return at most `config.tree_nodes` candidates after a text and its last token."""
+    def candidates_of(self, store: Any, tokens: Sequence[int]) -> Candidates:
+        """Return at most `config.tree_nodes` candidates after a text and some more tokens.
+
+        The tokens are the text's last one, which isn't in the store, and a path of draft tokens.
+        """
 
     def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> Sequence[Any]:
         """Return what the store of each row reads first: by default its prompt."""
@@ -114,7 +117,7 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
 
     def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""
-        return [self.candidates_of(row.store, token) for row, token in zip(state, last_tokens, strict=True)]
+        return [self.candidates_of(row.store, [token]) for row, token in zip(state, last_tokens, strict=True)]
 
     def propose(
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None

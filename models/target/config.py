@@ -5,9 +5,20 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, PositiveFloat
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from .quantization import check_method
+
+
+def check_stages(value: Any) -> list[int] | None:
+    """Return the layers of each stage. Raises an error for anything but a list of positive numbers."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value or not all(type(number) is int and number > 0 for number in value):
+        raise PydanticCustomError("stages", "must be a list with one number above 0 for each stage, such as [8, 8]")
+    return [*value]
+
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -56,6 +67,15 @@ class TargetConfig:
     budget_tokens: PositiveInt = 4096
     """Tokens of all rows together, draft trees included, whose keys and values count into
     `memory_budget_gib`. Longer batches are refused."""
+    # Hydra can't put a list into an optional field of numbers, so the type is in the check.
+    stage_layers: Annotated[Any, AfterValidator(check_stages)] = None
+    """Divide the target over processes of a launch: numbers of layers, one for each stage, such as
+    [8, 8, 8, 8] for a model of 32 layers. One more process, the head, has embeddings, norm, output
+    embeddings and the drafter. Each process reads its own weights only. Evaluation supports this
+    (see `eval.decode`); labelling and training need all layers in one process."""
+    stall_seconds: PositiveFloat | None = None
+    """With `stage_layers`: time without any sign of progress after which a stage counts as lost.
+    None: ten times the slowest answer so far, at least 30 seconds."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Turn it on only after you have read that
     code."""
@@ -65,6 +85,12 @@ class TargetConfig:
     true}`."""
 
     def __post_init__(self) -> None:
+        names = ("compiled", "cuda_graphs", "quantization", "tensor_parallel", "memory_budget_gib")
+        clashing = [name for name in names if getattr(self, name)]
+        if self.stage_layers is not None and clashing:
+            raise ValueError(
+                f"stage_layers is {self.stage_layers}, which doesn't work together with {' and '.join(clashing)}; leave one out"
+            )
         clashing = [name for name in ("compiled", "cuda_graphs", "device", "quantization") if getattr(self, name)]
         if self.tensor_parallel and clashing:
             raise ValueError(f"tensor_parallel doesn't work together with {' and '.join(clashing)}; leave one out")

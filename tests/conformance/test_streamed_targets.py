@@ -22,6 +22,7 @@ from outrider.data.suites import Prompt, PromptSet
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
 from outrider.eval.certify import certificate
+from outrider.eval.measure.turns import Method
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
 from outrider.models.target.hf_target import HFTarget
@@ -351,9 +352,9 @@ def test_a_streamed_target_is_certified(both, monkeypatch):
     _, streamed = both
     monkeypatch.setattr(certificate, "NUM_SAMPLED_PROMPTS", 1)
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
-    drafters = {"recycling": make_training_free("recycling", FREE["recycling"], streamed)}
+    methods = [Method(name="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))]
     suites = [PromptSet(name="two", revision="", prompts=prompts)]
-    lines = certificate.certify_decoding(streamed, drafters, streamed.tokenizer, suites, max_new_tokens=8)
+    lines = certificate.certify_decoding(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
     assert len(lines) == 4
     assert certificate.passes(lines), lines
     assert all("streamed" in line.subject for line in lines)

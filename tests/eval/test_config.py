@@ -1,12 +1,14 @@
 """The evaluation config: one error lists all its wrong values."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.eval.config import EvalConfig, SuiteConfig, suite_of
+from outrider.eval.config import EvalConfig, SuiteConfig, stage_problems, suite_of
 
 from ..wrong_values import problems
 
@@ -41,6 +43,35 @@ def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> Non
 def test_typical_acceptance_needs_a_temperature() -> None:
     with pytest.raises(ValueError, match="needs a temperature above 0"):
         EvalConfig(suites=[SuiteConfig(name="stdlib")], acceptance="typical")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": [1, 4]}, r"decode is pipelined, .*batch_sizes is \[1, 4\]; set batch_sizes=\[1\]"),
+        (
+            {"acceptance": "typical", "temperatures": [1.0]},
+            "decode is pipelined, .*acceptance is typical.*set acceptance=exact",
+        ),
+    ],
+)
+def test_pipelined_decoding_refuses_what_depends_on_other_prompts_or_on_the_clock(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(suites=[SuiteConfig(name="stdlib")], decode="pipelined", **changes)
+
+
+def test_stages_and_the_loop_must_fit() -> None:
+    plain = EvalConfig(suites=[SuiteConfig(name="stdlib")])
+    pipelined, both = (replace(plain, decode=decode) for decode in ("pipelined", "both"))
+    assert stage_problems(plain, None) == stage_problems(plain, [4, 4]) == stage_problems(both, [8]) == []
+    (problem,) = stage_problems(pipelined, None)
+    assert "decode is pipelined" in problem
+    assert "stage_layers is not set; give" in problem
+    batch, bandwidth = stage_problems(replace(plain, batch_sizes=[1, 2], memory_bandwidth_gbs=20.0), [4, 4])
+    assert "stage_layers is [4, 4], and batch_sizes is [1, 2]" in batch
+    assert "memory_bandwidth_gbs is 20" in bandwidth
 
 
 def test_hydra_can_build_it_from_plain_values() -> None:

@@ -59,7 +59,7 @@ def in_stages(target: HFTarget, stage_layers: Sequence[int]) -> StagedTarget:
     bounds = pairwise(accumulate(stage_layers, initial=0))
     stages = [Stage(LayerSlice.cut(_sharing_weights(target.model), range(*layers))) for layers in bounds]
     ends = EndSlice.cut(_sharing_weights(target.model))
-    return StagedTarget(ends, target.tokenizer, target.identity, InlineLink(stages))
+    return StagedTarget(ends, target.tokenizer, target.identity, InlineLink(stages), stage_layers=stage_layers)
 
 
 def _sharing_weights(model: PreTrainedModel) -> PreTrainedModel:

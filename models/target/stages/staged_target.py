@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from ....data.manifest import TargetIdentity
 from ...decoding.prompts import Prompts
 from ...decoding.protocols import Meanwhile
-from ...decoding.runs import Answer, Keep, Run, run_numbers
+from ...decoding.runs import Answer, Keep, Run, RunCounts, run_numbers
 from ...decoding.tree import DraftTree, accepted_path, chain_tree
 from ...decoding.types import NO_NODE, AcceptedPath, Counts, TargetOutput
 from ..frozen_model import context_length
@@ -37,10 +37,21 @@ class StagedTarget(HFTarget):
     """
 
     def __init__(
-        self, ends: EndSlice, tokenizer: Any, identity: TargetIdentity, link: Link, *, fast_linears: bool = False
+        self,
+        ends: EndSlice,
+        tokenizer: Any,
+        identity: TargetIdentity,
+        link: Link,
+        *,
+        stage_layers: Sequence[int],
+        fast_linears: bool = False,
     ) -> None:
         super().__init__(ends.model, tokenizer, identity, fast_linears=fast_linears)
         self.ends, self.link = ends, link
+        self.stage_layers = tuple(stage_layers)
+        """Number of layers of each stage."""
+        self.run_counts = RunCounts()
+        """What was read and cancelled so far, without prompts."""
         self._last_position = context_length(self.model) - 1
         self._length = 0
         """Committed tokens of the text, for the stages that have handled everything that was sent."""
@@ -48,6 +59,8 @@ class StagedTarget(HFTarget):
         """What `commit` has decided, which the next run carries."""
         self._under_way: deque[int] = deque()
         """Runs that haven't been answered, the oldest first."""
+        self._num_entries: dict[int, int] = {}
+        """New entries of each of them."""
 
     @property
     def form(self) -> str:
@@ -115,6 +128,8 @@ class StagedTarget(HFTarget):
             hidden=hidden,
         )
         self._under_way.append(run.number)
+        self._num_entries[run.number] = len(run.tokens)
+        self.run_counts += RunCounts(num_runs=1, num_entries=len(run.tokens))
         self.link.send(work)
 
     def has_answer(self) -> bool:
@@ -170,6 +185,9 @@ class StagedTarget(HFTarget):
         work = self.link.receive()
         assert work.number == self._under_way[0], "messages keep their order"
         self._under_way.popleft()
+        num_entries = self._num_entries.pop(work.number, 0)  # 0 for a prompt, which isn't cancelled
+        if work.hidden is None:
+            self.run_counts += RunCounts(num_cancelled=1, num_cancelled_entries=num_entries)
         return work
 
     def _positions(self, run: Run) -> list[int]:

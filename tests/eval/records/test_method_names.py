@@ -40,6 +40,8 @@ def shown(*methods: MethodFacts) -> list[str]:
         ("recycling pace=fixed tree_nodes=8", "Recycling, 8 nodes, fixed pace"),
         ("redrafter+suffix+recycling tree_nodes=40 pace=fixed", "ReDrafter + Suffix + Recycling, 40 nodes"),
         ("redrafter+medusa+redrafter_2 pace=expected", "ReDrafter + Medusa + ReDrafter 2, paced"),
+        ("draft_model pipelined length=4 top_k=1", "Draft model, pipelined"),
+        ("redrafter+suffix a/b pipelined", "ReDrafter + Suffix, pipelined"),
         ("redrafter+suffix a/b tuned tree_nodes=5", "ReDrafter + Suffix, 5 nodes, tuned"),
     ],
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, generate
@@ -17,8 +16,9 @@ from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
 from outrider.models.drafters.calibration import BIN_BOUNDS, Cell, Prior, ScoreCalibration
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
+from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_cache import TreeCache
@@ -64,18 +64,6 @@ class Steady:
 
 def num_read(tree: GrowingTree) -> int:
     return sum(entry != UNREAD for entry in tree.entries)
-
-
-@pytest.fixture
-def twin(target) -> HFTarget:
-    """Make a model that often agrees with the target: its weights, disturbed, and surer of itself."""
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(target.model.config).double().eval().requires_grad_(False)
-    for name, weight in model.state_dict().items():
-        original = target.model.state_dict()[name]
-        weight.copy_(original + 0.08 * original.std() * torch.randn_like(original))
-    model.lm_head.weight.mul_(8.0)
-    return HFTarget(model, target.tokenizer, target.identity)
 
 
 def growing(

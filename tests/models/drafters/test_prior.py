@@ -19,5 +19,5 @@ def test_a_prior_counts_over_all_texts_and_is_where_later_texts_start(target, tm
     prior = read_prior(tmp_path, target.identity)
     assert prior == many
     drafter = MergedDrafter(sources, MergedConfig(pace="fixed"), prior)
-    assert max(total for _, total in drafter._prior_counts.values()) <= MAX_PRIOR
+    assert max(total for _, total in drafter.prior_counts.values()) <= MAX_PRIOR
     assert decode(target, drafter, [0])[0] == decode(target, MergedDrafter(sources, MergedConfig(pace="fixed")), [0])[0]

@@ -18,7 +18,7 @@ def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
     store = drafter.store_factory()()
     for start in range(0, len(text) - 1, 3):
         store.add(text[start : min(start + 3, len(text) - 1)])
-    found = drafter.candidates_of(store, text[-1])
+    found = drafter.candidates_of(store, text[-1:])
     assert list(found.parents) == list(range(-1, len(found.tokens) - 1))
     assert len(found.tokens) == len(found.scores) == len(found.bins) <= drafter.config.tree_nodes
     assert all(0 < score < 1 for score in found.scores)
@@ -153,4 +153,4 @@ def test_references_are_copied(target, tmp_path):
     drafter = make_training_free("prompt_lookup", {"references": [str(path)]}, target)
     store = drafter.store_factory()()
     store.add([299, *tokens[:2]])
-    assert list(drafter.candidates_of(store, tokens[2]).tokens) == tokens[3:13]
+    assert list(drafter.candidates_of(store, [tokens[2]]).tokens) == tokens[3:13]

@@ -18,7 +18,7 @@ def drafted(drafter: Suffix, text: list[int]) -> Candidates:
     store = drafter.store_factory()()
     for start in range(0, len(text) - 1, 3):
         store.add(text[start : min(start + 3, len(text) - 1)])
-    found = drafter.candidates_of(store, text[-1])
+    found = drafter.candidates_of(store, text[-1:])
     assert len(found.tokens) == len(found.parents) == len(found.scores) == len(found.bins) <= drafter.config.tree_nodes
     assert len(set(zip(found.parents, found.tokens, strict=True))) == len(found.tokens), "siblings differ"
     assert all(parent < node for node, parent in enumerate(found.parents))

@@ -56,7 +56,7 @@ def memory(model: torch.nn.Module) -> int:
 def test_slices_from_a_checkpoint_give_the_logits_of_the_whole_target(folder: Path) -> None:
     whole = load_target(make_config(folder), CPU)
     stages = [Stage(loaded_layers(folder, layers)) for layers in (range(2), range(2, 3), range(3, 5))]
-    staged = StagedTarget(loaded_ends(folder), whole.tokenizer, whole.identity, InlineLink(stages))
+    staged = StagedTarget(loaded_ends(folder), whole.tokenizer, whole.identity, InlineLink(stages), stage_layers=[2, 1, 2])
     prompts = Prompts.of(torch.tensor([[1, 70, 71, 72, 2]]))
     one, two = (target.prefill(prompts, max_new_tokens=8, max_nodes=4) for target in (whole, staged))
     assert torch.equal(one.logits, two.logits)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, Prompts, TargetOutput, chain_tree
-from outrider.models.decoding.runs import Answer, Keep, Run, run_numbers
+from outrider.models.decoding.runs import Answer, Keep, Run, RunCounts, run_numbers
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.target.config import TargetConfig
@@ -157,6 +157,20 @@ def test_an_aborted_run_leaves_only_masked_columns(whole: HFTarget, staged: Stag
     # Entry 1 becomes the root; 21 and 22 (entries 4 and 5) stay.
     kept = run_of([23], [NO_NODE, 0, 1], 3, Keep(entries=(0, 1, 4, 5), num_committed=1))
     require_logits(whole, answer(staged, kept), [ROOT, 20, 21, 22, 23])
+
+
+def test_runs_are_counted_and_those_without_an_output_too(staged: StagedTarget) -> None:
+    before = staged.run_counts
+    staged.submit(run_of([ROOT, 20], [NO_NODE], 0))
+    skipped = run_of([30, 31, 32], [NO_NODE, NO_NODE, 1, 2], 2)
+    staged.submit(skipped)
+    staged.cancel([skipped.number])
+    assert staged.run_counts - before == RunCounts(num_runs=2, num_entries=5)
+    assert [staged.receive().output is None for _ in range(2)] == [False, True]
+    counts = staged.run_counts - before
+    assert counts == RunCounts(num_runs=2, num_entries=5, num_cancelled=1, num_cancelled_entries=3)
+    staged.prefill(Prompts.of(torch.tensor([[5, 6, 7]])), max_new_tokens=4, max_nodes=0)
+    assert staged.run_counts - before == counts, "prompts aren't counted"
 
 
 def test_the_keep_of_a_skipped_run_counts(whole: HFTarget, staged: StagedTarget) -> None:

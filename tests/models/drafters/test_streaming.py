@@ -1,0 +1,512 @@
+"""Trees that grow while the target reads parts of them: after every step they are those of the text."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    TargetOutput,
+    generate,
+)
+from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
+from outrider.models.decoding.loop import read_acceptance
+from outrider.models.decoding.pipelined import generate_pipelined
+from outrider.models.decoding.protocols import AsyncTarget
+from outrider.models.decoding.runs import Answer, Run
+from outrider.models.decoding.types import NO_NODE, Counts
+from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
+from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.registry import TRAINING_FREE
+from outrider.models.drafters.scored_tree import MAX_CHILDREN
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.streaming import streaming_drafter
+from outrider.models.drafters.streaming_merge import MAX_NODES
+from outrider.models.drafters.streaming_models import LEAST_PROB, MAX_RECURRENT_DEPTH
+from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.target.hf_target import HFTarget
+
+PROMPT = [1, 70, 71, 72, 2, 70, 71, 72, 5, 6, 70, 71]
+NUM_NEW = 40
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "medusa": {"tree_nodes": 8},
+    "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 8},
+}
+MERGES = {
+    "model + free": ("draft_model", "suffix", "recycling"),
+    "free": ("prompt_lookup", "suffix", "recycling"),
+    "models": ("redrafter", "draft_model"),
+}
+KINDS = ["draft_model", "redrafter", *sorted(TRAINING_FREE), *MERGES]
+
+
+def draft_model(twin: HFTarget, **options: Any) -> DraftModel:
+    return DraftModel(DraftModelConfig(**options), twin)
+
+
+def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
+    if kind in MERGES:
+        sources = {name: build(name, target, twin) for name in MERGES[kind]}
+        return MergedDrafter(sources, MergedConfig())
+    if kind in TRAINING_FREE:
+        return make_training_free(kind, {}, target)
+    if kind == "draft_model":
+        return draft_model(twin)
+    torch.manual_seed(0)
+    return build_drafter(parse_drafter({"kind": kind, **SMALL[kind]}), target).to(target.dtype).eval()
+
+
+def plain_answer(target: HFTarget, num_new: int = NUM_NEW) -> list[int]:
+    steps = generate(target, NullDrafter(), GreedyAcceptance(), [torch.tensor(PROMPT)], max_new_tokens=num_new)
+    return [token for step in steps for token in step.tokens[0]]
+
+
+@dataclass
+class Moment:
+    """What a streaming drafter has drafted when its text has grown to this."""
+
+    text: list[int]
+    """All committed tokens; the last is the tree's root."""
+    state: Any
+    tree: GrowingTree
+    num_accepted: int
+
+
+@torch.inference_mode()
+def stream(
+    target: HFTarget, drafter: Any, num_new: int = NUM_NEW, seed: int = 0, most_grows: int = 6, num_nodes: int = 8
+) -> Iterator[Moment]:
+    """Decode step by step with some draft passes in each, and yield before each step of the target."""
+    chance = random.Random(seed)
+    prompts = Prompts.of([torch.tensor(PROMPT)])
+    output = target.prefill(prompts, max_new_tokens=num_new, max_nodes=64)
+    text = [*PROMPT, int(output.logits[0, 0].argmax())]
+    state = drafter.begin(prompts, output, text[-1], max_new_tokens=num_new)
+    num_accepted = 0
+    while len(text) < len(PROMPT) + num_new:
+        for _ in range(chance.randint(0, most_grows)):
+            drafter.grow(state)
+        tree = drafter.tree(state)
+        yield Moment(text=[*text], state=state, tree=tree, num_accepted=num_accepted)
+        tokens, parents = tree.links(tree.first(num_nodes))
+        drafts = tree_of([Nodes(tokens=tokens, parents=parents)], target.device)
+        output = target.verify(torch.tensor(text[-1:]), drafts)
+        (new,), accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output))
+        target.commit(drafts, accepted)
+        entries = [0, *[node + 1 for node in accepted.host_nodes[0]]]
+        kept = TargetOutput(logits=output.logits[:, entries], hidden_states=output.hidden_states[:, entries])
+        state = drafter.follow(state, new, kept)
+        text += new
+        num_accepted += len(new) - 1
+    yield Moment(text=[*text], state=state, tree=drafter.tree(state), num_accepted=num_accepted)
+
+
+def path_to(tree: GrowingTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node != NO_NODE:
+        path.insert(0, tree.tokens[node])
+        node = tree.parents[node]
+    return path
+
+
+def links(tree: GrowingTree) -> dict[tuple[int, ...], float]:
+    """Return the probability of each node, by its path."""
+    return {tuple(path_to(tree, node)): tree.probs[node] for node in range(len(tree))}
+
+
+@torch.inference_mode()
+def fresh(drafter: Any, target: HFTarget, text: list[int]) -> Any:
+    """Return the state of a text that the drafter sees for the first time."""
+    prompts = Prompts.of([torch.tensor(text[:-1])])
+    output = target.prefill(prompts, max_new_tokens=8, max_nodes=8)
+    return drafter.begin(prompts, output, text[-1], max_new_tokens=8)
+
+
+# --- all kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_have_probabilities_that_fall_and_no_equal_siblings(target, twin, kind):
+    plain = plain_answer(target)
+    drafter = streaming_drafter(build(kind, target, twin))
+    num_nodes, moments = 0, list(stream(target, drafter))
+    for moment in moments:
+        tree = moment.tree
+        assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree), "siblings differ"
+        for node, parent in enumerate(tree.parents):
+            assert parent < node
+            assert 0.0 < tree.probs[node] <= (1.0 if parent == NO_NODE else tree.probs[parent])
+            assert 0 <= tree.tokens[node] < target.vocab_size
+        num_nodes += len(tree)
+    assert num_nodes > 50
+    assert moments[-1].text[len(PROMPT) :][:NUM_NEW] == plain
+    assert moments[-1].num_accepted > 0 or kind == "redrafter", "untrained"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_that_is_not_followed_stops_growing(target, twin, kind):
+    """It would fill any memory while the target is slow."""
+    drafter = streaming_drafter(build(kind, target, twin))
+    state = next(moment.state for moment in stream(target, drafter) if len(moment.tree))
+    sizes = [len(drafter.tree(state))]
+    while drafter.grow(state):
+        sizes.append(len(drafter.tree(state)))
+        assert len(sizes) < 600
+    assert 0 < sizes[-1] < 4096
+    assert not drafter.grow(state)
+    assert len(drafter.tree(state)) == sizes[-1]
+
+
+def test_nothing_is_drafted_without_a_drafter(target):
+    drafter = streaming_drafter(NullDrafter())
+    moments = list(stream(target, drafter, num_new=6))
+    assert not any(len(moment.tree) or drafter.grow(moment.state) for moment in moments)
+    assert moments[-1].text[len(PROMPT) :] == plain_answer(target, 6)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "model" in kind])
+def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch, kind):
+    passes, drafter = [0], streaming_drafter(build(kind, target, twin))
+    read_tree = twin.read_tree
+    monkeypatch.setattr(twin, "read_tree", lambda *args, **options: (passes.append(1), read_tree(*args, **options))[1])
+
+    def counted(name: str) -> tuple[Callable[..., Any], list[int]]:
+        method, counts = getattr(drafter, name), []
+
+        def call(*args: Any) -> Any:
+            before = sum(passes)
+            result = method(*args)
+            counts.append(sum(passes) - before)
+            return result
+
+        return call, counts
+
+    grow, grown = counted("grow")
+    follow, followed = counted("follow")
+    monkeypatch.setattr(drafter, "grow", grow)
+    monkeypatch.setattr(drafter, "follow", follow)
+    assert list(stream(target, drafter))
+    assert max(grown) == 1
+    assert sum(grown) > 20
+    assert set(followed) == {0}
+
+
+# --- draft models
+
+
+@pytest.mark.parametrize("options", [{}, {"length": 2, "top_k": 3}, {"pace": "expected"}, {"pace": "confidence"}])
+@pytest.mark.parametrize("kind", ["draft_model", "model + free"])
+def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind, options):
+    """The logits of every node that is read are those of its whole text."""
+    likeliest, logits = growing_draft.likeliest_children, []
+    monkeypatch.setattr(growing_draft, "likeliest_children", lambda values: (logits.append(values[0]), likeliest(values))[1])
+    model = draft_model(twin, **options)
+    sources = {"draft_model": model, "suffix": make_training_free("suffix", {}, target)}
+    drafter = streaming_drafter(model if kind == "draft_model" else MergedDrafter(sources, MergedConfig()))
+    part = drafter if kind == "draft_model" else drafter.models[0]
+    read, num_read, num_kept = part.read, 0, 0
+    pending: list[list[list[int]]] = []
+    monkeypatch.setattr(
+        part,
+        "read",
+        lambda state, nodes: (pending.append([path_to(part.tree(state), node) for node in nodes]), read(state, nodes)),
+    )
+    for moment in stream(target, drafter, num_nodes=1):
+        for paths, values in zip(pending, logits, strict=True):
+            for path, actual in zip(paths, values, strict=True):
+                expected = model.model(torch.tensor([[*moment.text, *path]])).logits[0, -1]
+                torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
+                num_read += 1
+        # Nodes that the last step has left have children already.
+        state = moment.state if kind == "draft_model" else moment.state.models[0]
+        num_kept += sum(entry != UNREAD for entry in part.tree(state).entries)
+        num_kept -= sum(bool(path) for paths in pending for path in paths)
+        pending.clear()
+        logits.clear()
+    assert num_read > 50
+    assert num_kept > 10, "nodes outlive a step"
+
+
+def test_a_node_that_outlives_a_step_has_the_children_of_a_fresh_tree(target, twin):
+    drafter, num_checked = streaming_drafter(draft_model(twin)), 0
+    for moment in stream(target, drafter, num_nodes=2):
+        tree, scores = moment.tree, drafter.scores(moment.state)
+        for node in [node for node, entry in enumerate(tree.entries) if entry != UNREAD]:
+            text = torch.tensor([[*moment.text, *path_to(tree, node)]])
+            probs = twin.model(text).logits[0, -1].softmax(-1).topk(MAX_CHILDREN)
+            children = tree.children(node)
+            assert [tree.tokens[child] for child in children] == probs.indices.tolist()[: len(children)]
+            assert [scores[child] for child in children] == pytest.approx(probs.values.tolist()[: len(children)], rel=1e-5)
+            num_checked += 1
+    assert num_checked > 50
+
+
+def test_a_draft_model_reads_a_text_in_pieces_if_it_never_drafts(target, twin, monkeypatch):
+    """A text of thousands of unread tokens would stall the first draft."""
+    monkeypatch.setattr(growing_draft, "MAX_UNREAD", 6)
+    drafter = streaming_drafter(draft_model(twin))
+    longest = [len(moment.state.rows[0].tokens) for moment in stream(target, drafter, most_grows=0, num_new=20)]
+    assert max(longest) == 6
+    *_, last = stream(target, drafter, most_grows=0, num_new=20)
+    assert drafter.grow(last.state) == (not len(last.tree)) or len(last.tree)
+    node = drafter.tree(last.state).first(1)[0]
+    likeliest = twin.model(torch.tensor([last.text])).logits[0, -1].argmax()
+    assert drafter.tree(last.state).tokens[node] == likeliest
+
+
+def test_what_the_synchronous_drafter_has_learned_is_used(target, twin):
+    model = draft_model(twin, pace="expected")
+    assert streaming_drafter(model).search.calibration is model.drafting.calibration
+    assert streaming_drafter(draft_model(twin)).search.pace == "expected"
+
+
+# --- ReDrafter and training-free drafters: functions of the text
+
+
+@pytest.mark.parametrize("kind", ["prompt_lookup", "suffix"])
+def test_the_tree_after_a_step_is_a_fresh_tree_of_the_same_text(target, twin, kind):
+    drafter, num_nodes = streaming_drafter(build(kind, target, twin)), 0
+    for moment in stream(target, drafter, most_grows=0):
+        other = fresh(drafter, target, moment.text)
+        other.counts = moment.state.counts
+        drafter._merge(other)
+        for _ in range(4):
+            assert drafter.grow(moment.state) == drafter.grow(other)
+            actual, expected = drafter.tree(moment.state), drafter.tree(other)
+            assert links(actual) == pytest.approx(links(expected), rel=1e-5)
+        num_nodes += len(actual)
+    assert num_nodes > 50
+
+
+def test_a_redrafter_goes_on_with_its_recurrent_state(target, twin):
+    """Its probabilities are those of the recurrence over the whole path, as deep as it is trusted."""
+    model = build("redrafter", target, twin)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    drafter, num_checked, deepest = streaming_drafter(model), 0, 0
+    for moment in stream(target, drafter, most_grows=12):
+        tree, scores = moment.tree, drafter.scores(moment.state)
+        hidden = target.model.model(torch.tensor([moment.text])).last_hidden_state[0, -2]
+        for node in [node for node, entry in enumerate(tree.entries) if entry != UNREAD]:
+            state = None
+            for token in [moment.text[-1], *path_to(tree, node)]:
+                embedding = model.embed(torch.tensor(token))
+                state = model.first_state(embedding) if state is None else model.next_state(state, embedding)
+            probs = model.logits(hidden, state).float().softmax(-1).topk(MAX_CHILDREN)
+            children = tree.children(node)
+            assert [tree.tokens[child] for child in children] == probs.indices.tolist()[: len(children)]
+            assert [scores[child] for child in children] == pytest.approx(probs.values.tolist()[: len(children)], rel=1e-4)
+            num_checked += 1
+        deepest = max([deepest, *tree.depths])
+    assert num_checked > 50
+    assert 3 < deepest <= MAX_RECURRENT_DEPTH
+
+
+def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
+    """As it does step by step: the latest entry of a context has its successors."""
+    recycling = make_training_free("recycling", {}, target)
+    drafter = streaming_drafter(recycling)
+    *_, last = stream(target, drafter)
+    store = last.state.free[0][0].store
+    logits = target.model(torch.tensor([last.text])).logits[0]
+    rows: dict[int, list[int]] = {}
+    keys: list[int] = []
+    for place, token in enumerate(last.text[:-1]):
+        keys = store.keys_after(keys, token)
+        if place >= len(PROMPT):
+            rows |= dict.fromkeys(keys, logits[place].topk(recycling.config.top_k).indices.tolist())
+    assert len(rows) > NUM_NEW
+    assert {key: store.rows[key] for key in rows} == rows
+
+
+def test_candidates_below_a_path_are_those_of_the_text_with_the_path(target):
+    """Only what the path itself repeats isn't found."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2]
+    for drafter in (make_training_free("prompt_lookup", {}, target), Suffix(SuffixConfig())):
+        store, longer = drafter.store_factory()(), drafter.store_factory()()
+        store.add(text[:-1])
+        longer.add([*text, 3, 4])
+        below = drafter.candidates_of(store, [text[-1], 3, 4, 5])
+        assert below == drafter.candidates_of(longer, [5])
+        assert list(below.tokens[:8]) == [6, 7, 8, 9, 10, 11, 12, 1]
+
+
+# --- merges
+
+
+class Counting(Suffix):
+    """Proposes two tokens below every path: numbers that follow the path's last one."""
+
+    def __init__(self) -> None:
+        super().__init__(SuffixConfig())
+        self.asked: list[list[int]] = []
+
+    def candidates_of(self, store: Any, tokens: Sequence[int]) -> Candidates:
+        self.asked.append([*tokens])
+        first = (tokens[-1] + 1) % 300
+        return Candidates(tokens=[first, (first + 1) % 300], parents=[NO_NODE, 0], scores=[0.9, 0.9], bins=[0, 0])
+
+
+def test_the_likeliest_leaf_is_extended_by_every_source(target, twin):
+    first, second = Counting(), Counting()
+    drafter = streaming_drafter(
+        MergedDrafter({"draft_model": draft_model(twin), "suffix": first, "suffix_2": second}, MergedConfig())
+    )
+    state = next(stream(target, drafter, most_grows=0)).state
+    root = state.last_token
+    num_leaves = 0
+    for _ in range(6):
+        row = state.row
+        leaves = [node for node in range(len(row.tokens)) if not row.children[node]]
+        assert drafter.grow(state)
+        if leaves:
+            assert first.asked[-1] == [root, *path_to(state.tree, state.tree.follow(first.asked[-1][1:])[-1])]
+            assert first.asked[-1][1:] == path_of_row(row, leaves[0]), "the likeliest leaf"
+            num_leaves += 1
+        assert first.asked == second.asked
+    assert num_leaves > 2
+    # The chain of numbers is one path, although two sources propose it, and goes on below its end.
+    tree, row = state.tree, state.row
+    chain = tree.follow([(root + n) % 300 for n in range(1, 20)])
+    assert len(chain) >= 4
+    assert all(row.origins[node] & 0b110 == 0b110 for node in chain)
+    # The draft model has read nodes that only the others proposed, and proposes tokens below them.
+    model_tree, scores = drafter.models[0].tree(state.models[0]), drafter.models[0].scores(state.models[0])
+    foreign = [node for node, entry in enumerate(model_tree.entries) if entry != UNREAD and scores[node] == 0.0]
+    assert foreign
+    below = [node for node in range(len(tree)) if row.origins[node] & 1 and row.parents[node] in chain]
+    assert below, "the model's tokens hang from a path of others"
+
+
+def path_of_row(row: Any, node: int) -> list[int]:
+    path: list[int] = []
+    while node != NO_NODE:
+        path.insert(0, row.tokens[node])
+        node = row.parents[node]
+    return path
+
+
+def test_equal_prefixes_of_sources_are_one_node(target, twin):
+    sources = {name: build(name, target, twin) for name in ("draft_model", "prompt_lookup", "suffix")}
+    drafter, shared = streaming_drafter(MergedDrafter(sources, MergedConfig())), 0
+    for moment in stream(target, drafter):
+        assert len(moment.tree) == len(links(moment.tree)) <= MAX_NODES
+        assert all(prob >= LEAST_PROB for prob in moment.tree.probs)
+        shared += sum(origin & (origin - 1) != 0 for origin in moment.state.row.origins)
+    assert shared > 20
+
+
+def test_a_merge_learns_from_every_committed_token(target, twin):
+    drafter = streaming_drafter(build("model + free", target, twin))
+    totals = [sum(total for _, total in moment.state.counts.values()) for moment in stream(target, drafter)]
+    assert totals[0] == 0
+    assert totals[-1] > 100
+    assert not drafter.prior_counts, "texts don't share counts"
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_drafters_whose_tree_cannot_grow_are_refused(target, twin, kind):
+    name = {"eagle": "EAGLE reads", "eagle3": "EAGLE-3 reads", "medusa": "Medusa's"}[kind]
+    drafter = build(kind, target, twin)
+    with pytest.raises(ValueError, match=f"^{name}.*draft model.*step by step"):
+        streaming_drafter(drafter)
+    merged = MergedDrafter({kind: drafter, "suffix": make_training_free("suffix", {}, target)}, MergedConfig())
+    with pytest.raises(ValueError, match=f"^{name}"):
+        streaming_drafter(merged)
+
+
+def test_drawn_and_recorded_drafts_are_refused(target, twin, monkeypatch):
+    with pytest.raises(ValueError, match=r"temperature is 0\.7.*to 0"):
+        streaming_drafter(draft_model(twin, temperature=0.7))
+    monkeypatch.setattr(twin, "cuda_graphs", True)
+    with pytest.raises(ValueError, match=r"target\.cuda_graphs to false"):
+        streaming_drafter(draft_model(twin))
+
+
+# --- pipelined
+
+
+class LateTarget(AsyncTarget):
+    """A target in memory whose answers to runs are received late, whenever a seed says so."""
+
+    max_runs = 5
+    has_fixed_shapes = False
+
+    def __init__(self, target: HFTarget, seed: int) -> None:
+        self.target, self.chance = target, random.Random(seed)
+        self.answers: deque[Answer] = deque()
+        self.window: list[int] = []
+        self.num_late = self.num_cancelled = 0
+
+    @property
+    def context_length(self) -> int:
+        return self.target.context_length
+
+    @property
+    def num_prefills(self) -> int:
+        return self.target.num_prefills
+
+    def prefill(self, prompts: Prompts, **options: Any) -> TargetOutput:
+        output = self.target.prefill(prompts, **options)
+        self.cache = self.target.hand_over_cache()
+        self.answers.clear()
+        self.window = []
+        return output
+
+    def submit(self, run: Run) -> None:
+        if run.keep is not None:
+            self.cache.keep(torch.tensor([run.keep.entries]), Counts.of([run.keep.num_committed], self.target.device))
+            self.window = [self.window[entry] for entry in run.keep.entries[run.keep.num_committed :]]
+        self.window += run.tokens
+        root, *tokens = self.window
+        tree = tree_of([Nodes(tokens=tokens, parents=run.parents)], self.target.device)
+        output = self.target.read_tree(self.cache, torch.tensor([root]), tree, num_read=run.num_read)
+        self.answers.append(Answer(number=run.number, output=output))
+        self.num_late += len(self.answers) > 1
+
+    def has_answer(self) -> bool:
+        return bool(self.answers) and self.chance.random() < 0.3
+
+    def receive(self) -> Answer:
+        return self.answers.popleft()
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        self.num_cancelled += len(numbers)
+        answers = [replace(answer, output=None) if answer.number in numbers else answer for answer in self.answers]
+        self.answers = deque(answers)
+
+
+RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=Sampling(temperature=0.8))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["null", *KINDS])
+def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
+    prompts, counts = [PROMPT, [9, 8]], [24, 12]
+    options = [{"generator": RowSeeds([seed])} if rule == "sampled" else {} for seed in (3, 4)]
+    drafter = streaming_drafter(NullDrafter() if kind == "null" else build(kind, target, twin))
+    late = LateTarget(target, seed=5)
+    for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
+        ids = [torch.tensor(prompt)]
+        plain = list(generate(target, NullDrafter(), RULES[rule], ids, max_new_tokens=num_new, **seeds))
+        steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, **seeds))
+        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+    if kind != "redrafter":  # untrained, so unsure
+        assert (late.num_late > 3) == (kind != "null"), "several runs were under way"
+        assert (late.num_cancelled > 0) == (kind != "null")
