@@ -115,7 +115,7 @@ def agreement_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:
     differing = [point for point in points if point["num_identical"] < point["num_texts"]]
     words = "; ".join(f"{point['condition']}, {point['method']}" for point in differing) or f"all {len(points)}"
     marks.append(mark("processes write the target's own text at every point", not differing, words))
-    unequal = [point for point in points if point["method"] == PIPELINED and "x slower" in point["condition"]]
+    unequal = [point for point in points if point["method"] == PIPELINED and "slow stage" in point["condition"]]
     unequal += [point for point in points if point["method"] == PIPELINED and "unequal" in point["condition"]]
     if unequal:
         least = min(unequal, key=lambda point: point["ratio"])

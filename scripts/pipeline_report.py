@@ -16,12 +16,12 @@ DETAILED = ("acceptance", "stages")
 """Sweeps whose details have a table."""
 TITLES = {
     "acceptance": "acceptance",
-    "stages": "stages, target 160 ms",
+    "stages": "stages of 160 ms",
     "hop": "hop latency",
-    "entry": "cost of a further entry",
+    "entry": "further entry costs",
     "draft": "draft pass",
     "head": "head, per answer",
-    "spread": "spread of probabilities",
+    "spread": "spread of q",
 }
 
 
@@ -59,8 +59,8 @@ def sweep_tables(cells: Cells) -> list[str]:
 
 def speed_table(title: str, cells: Cells) -> str:
     """Format tokens per second of all methods, and the speed of pipelined speculation over them."""
-    lines = [f"Tokens per second, {clock_of(cells)}. Right: pipelined over the others."]
-    columns = [title, "plain", "K=4", "best K", "ours", "/plain", "/K=4", "/best"]
+    lines = [f"Tokens per second, {clock_of(cells)}. Right: ours over plain (p), K=4, best K."]
+    columns = [title, "plain", "K=4", "best K", "ours", "/p", "/K=4", "/best"]
     body = []
     for name, rows in cells.items():
         best, ours = best_synchronous(rows), rows[PIPELINED]
