@@ -99,8 +99,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the target that grows")
     parser.add_argument("--parameters", default="400M", help="parameters of the grown target whose costs are measured")
     parser.add_argument("--rounds", type=int, default=15, help="passes of each size")
-    parser.add_argument("--real-texts", type=int, default=2, help="texts of each condition in processes")
-    parser.add_argument("--real-tokens", type=int, default=48, help="their tokens")
+    parser.add_argument("--real-texts", type=int, default=3, help="texts of each condition in processes")
+    parser.add_argument("--real-tokens", type=int, default=64, help="their tokens")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="conditions whose names begin so; default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes for virtual time")
     parser.add_argument("--plan", action="store_true", help="print what is to be done, and end")
@@ -186,9 +186,10 @@ def run_emulated(jobs: Sequence[Job], args: argparse.Namespace) -> None:
         return
     from emulated_cells import emulated_rows, make_target, record_texts  # they load the code of stages
 
-    target = make_target(args.target, args.output / "targets" / "stages")
-    texts = record_texts(target, args.real_texts, args.real_tokens)
+    folder = args.output / "targets" / "stages"
+    texts = record_texts(make_target(args.target, folder, 1), args.real_texts, args.real_tokens)
     for job in tqdm(jobs, desc="emulated stages", bar_format=BAR):
+        target = make_target(args.target, folder, job.condition.costs.num_stages)
         job.save(emulated_rows(target, job.condition, best_length(job, args), texts), args.output)
 
 

@@ -1,9 +1,9 @@
 """Cells of the pipeline bench in real processes with emulated stages, beside the simulator's figures."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import torch
 from emulated_stages import EMULATED, RealClock, emulated
@@ -25,7 +25,7 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
 LAYERS = 16
-"""Layers of the target that the stages share: the longest pipeline has as many stages."""
+"""Layers of a grown target: the longest pipeline has as many stages."""
 BEYOND = 64
 """Tokens that are recorded after the end of each answer: drafters guess them."""
 PROMPT_TOKENS = 48
@@ -39,12 +39,18 @@ class Text:
     answer: list[int]
 
 
-def make_target(source: Path, folder: Path) -> HFTarget:
-    """Return a target of as many layers as the longest pipeline has stages, with the source's text."""
+def make_target(source: Path, folder: Path, num_stages: int) -> HFTarget:
+    """Return the target, grown if it has fewer layers than there are stages, with the same text.
+
+    Few layers leave the processors to the processes.
+    """
     torch.set_num_threads(1)  # before any pass: stages are forks of this process
+    options = {"dtype": "float32", "device": "cpu", "fast_linears": False}
     origin = Source.of(source)
+    if origin.size.layers >= num_stages:
+        return load_target(TargetConfig(name_or_path=str(source), **options))
     with grown(origin, origin.grown_size(LAYERS, origin.size.intermediate), folder) as path:
-        return load_target(TargetConfig(name_or_path=str(path), dtype="float32", device="cpu", fast_linears=False))
+        return load_target(TargetConfig(name_or_path=str(path), **options))
 
 
 def record_texts(target: HFTarget, num_texts: int, new_tokens: int) -> list[Text]:
@@ -64,20 +70,36 @@ def emulated_rows(target: HFTarget, condition: Condition, best_length: int, text
     Methods alternate, so that a slow moment of the machine costs all of them.
     """
     lengths = {PLAIN: 0, synchronous(USUAL_LENGTH): USUAL_LENGTH, synchronous(best_length): best_length, PIPELINED: None}
+    guesses = {"claimed": condition.claimed}
+    languages = [Recorded(text.prompt, text.answer, seed, condition.acceptance, **guesses) for seed, text in enumerate(texts)]
+    # 1. Real processes.
     real: dict[str, list[Decoded]] = {name: [] for name in lengths}
-    virtual: dict[str, list[Outcome]] = {name: [] for name in lengths}
     clock = RealClock()
     with emulated(target, condition.costs) as staged:
-        for seed, text in enumerate(texts):
-            language = Recorded(text.prompt, text.answer, seed, condition.acceptance, claimed=condition.claimed)
+        for text, language in zip(texts, languages, strict=True):
             for name, length in lengths.items():
-                policy = expected if length is None else None
                 drafter = make_drafter(clock, condition.costs, language, length)
-                speculation = policy(clock) if policy else None
+                speculation = expected(clock) if length is None else None
                 real[name].append(decode(staged, drafter, text.prompt, condition.new_tokens, clock, speculation))
-                options: dict[str, Any] = {"num_drafts": length, "speculation": policy, "language": language}
-                virtual[name].append(play(condition, seed, prompt=text.prompt, **options))
-    return {name: emulated_row(real[name], virtual[name], texts, lengths[name]) for name in lengths}
+    # 2. The simulator, with the seconds that the head took for an answer: embeddings, head and loop.
+    head_seconds = median(text.head_seconds / len(text.times) for text in real[PLAIN])
+    timed = replace(condition, costs=replace(condition.costs, head_seconds=head_seconds))
+    virtual = {
+        name: [
+            play(
+                timed,
+                0,
+                num_drafts=length,
+                speculation=expected if length is None else None,
+                language=language,
+                prompt=text.prompt,
+            )
+            for text, language in zip(texts, languages, strict=True)
+        ]
+        for name, length in lengths.items()
+    }
+    rows = {name: emulated_row(real[name], virtual[name], texts, length) for name, length in lengths.items()}
+    return {name: {**row, "head_seconds": head_seconds} for name, row in rows.items()}
 
 
 def emulated_row(real: Sequence[Decoded], virtual: Sequence[Outcome], texts: Sequence[Text], length: int | None) -> Row:

@@ -143,7 +143,8 @@ def emulated(target: HFTarget, costs: Costs) -> Iterator[StagedTarget]:
     link = ProcessLink(stages)
     link._exchange = DelayedExchange(link._exchange, costs)  # type: ignore[assignment]
     try:
-        yield StagedTarget(EndSlice.cut(copy_sharing_weights(target)), target.tokenizer, target.identity, link)
+        ends_of_model, counts = EndSlice.cut(copy_sharing_weights(target)), [last - first for first, last in pairwise(bounds)]
+        yield StagedTarget(ends_of_model, target.tokenizer, target.identity, link, stage_layers=counts)
     finally:
         link.close()
         for process in processes:
