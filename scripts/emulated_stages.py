@@ -48,12 +48,16 @@ class RealClock:
 class SleepingStage(Stage):
     """A stage that takes its emulated time for each run."""
 
-    def __init__(self, layers: LayerSlice, costs: Costs, index: int) -> None:
+    def __init__(self, layers: LayerSlice, costs: Costs, index: int, arrivals: dict[int, float]) -> None:
         super().__init__(layers)
-        self.costs, self.index = costs, index
+        self.costs, self.index, self.arrivals = costs, index, arrivals
+        self._free = 0.0
+        """When the last run was over."""
 
     def handle(self, work: Work, is_cancelled: Callable[[int], bool]) -> Work:
-        start = time.monotonic()
+        # A run begins when it has arrived and the stage is free, not when a busy machine wakes the
+        # process up.
+        start = max(self._free, self.arrivals.pop(work.number, 0.0))
         done = super().handle(work, is_cancelled)
         if done.hidden is None or work.hidden is None:
             return done
@@ -61,7 +65,9 @@ class SleepingStage(Stage):
         for layer in range(1, layers + 1):
             time.sleep(max(start + seconds * layer / layers - time.monotonic(), 0.0))
             if work.kind is Kind.READ and layer < layers and is_cancelled(work.number):
+                self._free = time.monotonic()
                 return replace(done, hidden=None)
+        self._free = start + seconds
         return done
 
 
@@ -76,6 +82,8 @@ class DelayedExchange:
         self._held: list[tuple[float, int, Channel, Message]] = []
         self._free: dict[Channel, float] = {}
         self._count = 0
+        self.arrivals: dict[int, float] = {}
+        """When each run has arrived, by its number."""
 
     def run(self, seconds: float | None = 0.0) -> list[tuple[Channel, Message]]:
         """Return the messages that have arrived; wait at most so long for the first one."""
@@ -102,6 +110,7 @@ class DelayedExchange:
             sent = start + size / self.costs.bytes_per_second
             if size:
                 self._free[channel] = sent
+                self.arrivals[message.fields["number"]] = sent + self.costs.hop_seconds
             self._count += 1
             heapq.heappush(self._held, (sent + self.costs.hop_seconds, self._count, channel, message))
 
@@ -179,7 +188,8 @@ def stage_process(
     previous, following = (head if end is None else Channel(end) for end in ends[1:])
     neighbours = {channel: number for channel, number in ((previous, index), (following, index + 2)) if channel is not head}
     link = StageLink(head, previous, following, neighbours)
-    link._exchange = DelayedExchange(link._exchange, costs)  # type: ignore[assignment]
+    delayed = DelayedExchange(link._exchange, costs)
+    link._exchange = delayed  # type: ignore[assignment]
     target.release_hooks()
-    stage = SleepingStage(LayerSlice.cut(target.model, layers), costs, index)
+    stage = SleepingStage(LayerSlice.cut(target.model, layers), costs, index, delayed.arrivals)
     serve(stage, link, fast_linears=False)
