@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks_page.free_drafts import FREE_DRAFTS, FREE_STUDY, free_table
-from benchmarks_page.offload import OFFLOAD
+from benchmarks_page.printed import PRINTED
 from benchmarks_page.studies import STUDIES
 from benchmarks_page.summaries import SUMMARIES, drafters_table
 from benchmarks_page.tables import Records
@@ -58,7 +58,7 @@ def page(records: Records) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made = {**SUMMARIES, **STUDIES, **FREE_DRAFTS, **OFFLOAD}
+    made = {**SUMMARIES, **STUDIES, **FREE_DRAFTS, **PRINTED}
     functions = {name: records.bound(function) for name, function in made.items()}
     return environment.get_template("page.md.jinja").render(facts=records.facts, has=records.has, command=COMMAND, **functions)
 
