@@ -64,8 +64,8 @@ BudgetTokens = Annotated[
 StageLayers = Annotated[
     str | None,
     typer.Option(
-        help="Divide the target: layers of each stage, such as 8,8. With --launch pipeline_cpu --num_processes 3: a process for "
-        "each stage, and one more."
+        help="Divide the target: layers of each stage, such as 8,8. Needs --launch pipeline_cpu --num_processes 3: a process "
+        "for each stage, and one more."
     ),
 ]
 Decode = Annotated[
