@@ -58,7 +58,7 @@ def main() -> None:
 
         # 3. Run it, in processes of accelerate if `--launch` is given.
         if request.launch is not None:
-            launch(request.launch, request.launch_options, request.overrides)
+            launch(request.launch, request.launch_options, ["outrider.train", *request.overrides])
         from .run import run  # imports torch, transformers and all stages
 
         run(config)

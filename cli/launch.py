@@ -1,32 +1,64 @@
-"""`outrider run --launch NAME`: the same run on several processes, started by accelerate."""
+"""`outrider run --launch NAME`: the same command in several processes, started by accelerate."""
 
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from .arguments import LAUNCHER_OPTIONS
 from .describe import choices
 from .errors import COMMAND_VARIABLE, command_line
 from .keys import closest
 
+LAUNCHED_COMMANDS = ("eval", "certify")
+"""Commands that take --launch, for a target in stages. `outrider run` reads its own command line."""
 
-def launch(file: str, options: Sequence[str], overrides: Sequence[str]) -> None:
+
+def launch_if_asked(arguments: Sequence[str]) -> None:
+    """Replace this process by `accelerate launch` if a command has --launch NAME.
+
+    Options of accelerate may follow anywhere. Returns if there is no --launch.
+    """
+    if not arguments or arguments[0] not in LAUNCHED_COMMANDS:
+        return
+    file: str | None = None
+    options: list[str] = []
+    kept: list[str] = []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        name, separator, value = argument.partition("=")
+        has_value = not separator and rest and not rest[0].startswith("-")
+        if name == "--launch":
+            if not (file := rest.popleft() if has_value else value):
+                raise ValueError(f"--launch needs a launch file: one of {', '.join(choices('launch'))}, or a path")
+        elif name in LAUNCHER_OPTIONS:
+            options += [argument, rest.popleft()] if has_value else [argument]
+        else:
+            kept.append(argument)
+    if file is not None:
+        launch(file, options, ["outrider.cli", *kept])
+
+
+def launch(file: str, options: Sequence[str], program: Sequence[str]) -> None:
     """Replace this process by `accelerate launch` with a launch file.
 
-    `file` is the name of a packaged file, or a path. Raises ValueError if there is no such file.
+    `file` is the name of a packaged file, or a path. `program` is a module and its arguments.
+    Raises ValueError if there is no such file.
     """
-    command = launch_command(file, options, overrides)
+    command = launch_command(file, options, program)
     require_gpus(file, options)
     sys.stdout.flush()
     os.environ.setdefault(COMMAND_VARIABLE, command_line())
     os.execv(command[0], command)
 
 
-def launch_command(file: str, options: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the command of accelerate's launcher for the module outrider.train."""
+def launch_command(file: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
+    """Return the command of accelerate's launcher for a module and its arguments."""
     packaged, path = choices("launch"), _path(file)
     if not path.is_file():
         meant = closest(file, list(packaged))
@@ -35,7 +67,7 @@ def launch_command(file: str, options: Sequence[str], overrides: Sequence[str]) 
             f"Name a file of accelerate's options, or one that ships with outrider: {', '.join(packaged)}"
         )
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    return [*launcher, *options, "-m", "outrider.train", *overrides]
+    return [*launcher, *options, "-m", *program]
 
 
 def _path(file: str) -> Path:

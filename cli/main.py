@@ -14,6 +14,7 @@ from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
 from .init import init_command
+from .launch import launch_if_asked
 from .reference import options_command, recipes_command
 from .report import report_command
 from .tune import tune_command
@@ -97,4 +98,5 @@ def options(
 def main() -> None:
     """Run a command. A user's mistake is printed as one message."""
     with user_errors():
+        launch_if_asked(sys.argv[1:])
         app()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.cli import launch
 from outrider.cli.launch import launch_command
 from outrider.data import entry
 
@@ -54,14 +55,31 @@ def test_the_guard_leaves_other_programs_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_launch_file_is_named_or_a_path(tmp_path: Path) -> None:
-    command = launch_command("one_node", ["--num_processes", "4"], ["conf=demo", "train.steps=3"])
+    command = launch_command("one_node", ["--num_processes", "4"], ["outrider.train", "conf=demo", "train.steps=3"])
     config = Path(command[command.index("--config_file") + 1])
     assert yaml.safe_load(config.read_text())["num_processes"] == 8
     assert command[-6:] == ["--num_processes", "4", "-m", "outrider.train", "conf=demo", "train.steps=3"]
     (tmp_path / "mine.yaml").write_text("num_processes: 2\n")
-    assert str(tmp_path / "mine.yaml") in launch_command(str(tmp_path / "mine.yaml"), [], [])
+    assert str(tmp_path / "mine.yaml") in launch_command(str(tmp_path / "mine.yaml"), [], ["outrider.cli"])
     with pytest.raises(ValueError, match="did you mean one_node"):
-        launch_command("one_nod", [], [])
+        launch_command("one_nod", [], ["outrider.cli"])
+
+
+def test_eval_and_certify_are_launched_with_their_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, list[str], list[str]]] = []
+    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+    rest = ["--target", "T", "--drafter", "prompt_lookup", "--stage-layers", "4,4"]
+    launch.launch_if_asked(["eval", *rest[:2], "--launch", "pipeline_cpu", "--num_processes", "3", *rest[2:]])
+    launch.launch_if_asked(["certify", *rest, "--launch=mine.yaml", "--main_process_port=0"])
+    assert launched == [
+        ("pipeline_cpu", ["--num_processes", "3"], ["outrider.cli", "eval", *rest]),
+        ("mine.yaml", ["--main_process_port=0"], ["outrider.cli", "certify", *rest]),
+    ]
+    for other in (["eval", *rest], ["run", "demo", "--launch", "cpu"], ["--help"], []):
+        launch.launch_if_asked(other)
+    assert len(launched) == 2
+    with pytest.raises(ValueError, match="--launch needs a launch file: one of .*pipeline_cpu"):
+        launch.launch_if_asked(["eval", "--launch"])
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from .conftest import REPOSITORY
 FILES = sorted((REPOSITORY / "conf" / "launch").glob("*.yaml"))
 NAMES = {
     *("one_gpu", "one_gpu_offload", "one_node", "one_node_zero", "one_node_fsdp2", "several_nodes", "several_nodes_zero"),
-    "cpu",
+    *("cpu", "pipeline", "pipeline_cpu"),
 }
 
 
@@ -46,12 +46,12 @@ def test_the_list_of_launch_files_is_complete() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_launch_file_has_the_processes_of_its_name_and_no_training_option(file: Path) -> None:
     config = config_of(file)
-    assert config.mixed_precision == ("no" if file.stem == "cpu" else "bf16")
-    machines, processes_each = {"one": (1, 8), "several": (2, 8), "cpu": (1, 2)}[file.stem.split("_")[0]]
-    assert (config.num_machines, config.num_processes) == (
-        machines,
-        1 if file.stem.startswith("one_gpu") else machines * processes_each,
+    sizes = {"one": (1, 8), "several": (2, 8), "cpu": (1, 2), "one_gpu": (1, 1), "pipeline": (4, 1), "pipeline_cpu": (1, 3)}
+    machines, processes_each = next(
+        sizes[name] for name in (file.stem, file.stem[:7], file.stem.split("_")[0]) if name in sizes
     )
+    assert config.mixed_precision == ("no" if file.stem in ("cpu", "pipeline", "pipeline_cpu") else "bf16")
+    assert (config.num_machines, config.num_processes) == (machines, machines * processes_each)
     assert not {"gradient_accumulation_steps", "gradient_clipping"} & {*config.deepspeed_config}
     parser = launch_command_parser()
     known = {action.dest for action in parser._actions}

@@ -2,14 +2,10 @@
 
 import json
 import logging
-import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.hub import use_hub, why_offline
@@ -20,7 +16,9 @@ from .config import TargetConfig
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
-from .streamed_loading import build_without_weights, place_weights, stored_weights
+from .stages.loading import Head, head_or_stage
+from .stages.staged_target import StagedTarget
+from .streamed_loading import build_without_weights, loading_errors, place_weights, require_complete, stored_weights
 from .tensor_parallel import make_sharding, require_whole_ends
 from .weight_stream import WeightStream
 
@@ -51,45 +49,41 @@ def load_target(
     tokenizer is loaded too; its identity then has no digest of a tokenizer. On CUDA this turns off
     cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
 
+    With `stage_layers` this returns the head's target in the launch's first process. The others are
+    stages: they serve the head, and then end with SystemExit.
+
     Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
-    # 1. The tokenizer takes a second, so its errors come before the weights are loaded.
-    tokenizer = _load_tokenizer(config, needs_tokenizer)
     device = _parse_device(config.device) if config.device else device or default_device()
+    # 1. A process that is a stage of the target ends here. The tokenizer takes a second, so its errors
+    # come before the weights are loaded.
+    head = None if config.stage_layers is None else head_or_stage(config, device)
+    tokenizer = _load_tokenizer(config, needs_tokenizer)
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {device}; choose a CUDA device, or turn it off")
     # 2. Load the model, frozen.
+    target = _load_whole(config, tokenizer, device, safetensors_only) if head is None else _load_staged(config, tokenizer, head)
+    turn_off_cudnn_attention(target.device)
+    # 3. Check that the tokenizer belongs to the model.
+    if tokenizer is not None:
+        _check_stop_tokens(target)
+    return target
+
+
+def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safetensors_only: bool) -> HFTarget:
+    """Load a target whose layers are all in this process, or all but those beyond a memory budget."""
     if config.memory_budget_gib is None:
         model, stream = _load_model(config, device, safetensors_only), None
     else:
         model, stream = _load_within_budget(config, device)
-    model.eval().requires_grad_(False)
-    turn_off_cudnn_attention(model.device)
-    # 3. Check that the tokenizer belongs to the model.
-    vocab_size = model.config.get_text_config().vocab_size
-    if tokenizer is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
-            "this is another model's tokenizer: put the right tokenizer files into the directory"
-        )
-    # 4. Identify the target by digests: labels and checkpoints record them.
-    identity = TargetIdentity(
-        name=_public_name(config.name_or_path),
-        revision=config.revision,
-        weights_sha256=weights_digest(
-            config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
-        ),
-        config_sha256=config_digest(config.name_or_path),
-        quantization=describe(config.quantization),
-        tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
-        hidden_size=model.config.get_text_config().hidden_size,
-        vocab_size=vocab_size,
+    digest = weights_digest(
+        config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
     )
-    target = HFTarget(
-        model,
+    return HFTarget(
+        model.eval().requires_grad_(False),
         tokenizer,
-        identity,
+        _identify(config, model, tokenizer, digest),
         compiled=config.compiled,
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
@@ -98,9 +92,39 @@ def load_target(
         stream=stream,
         budget_tokens=None if config.memory_budget_gib is None else config.budget_tokens,
     )
-    if tokenizer is not None:
-        _check_stop_tokens(target)
-    return target
+
+
+def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarget:
+    """Load the head's part of a target in stages, while the stages load theirs."""
+    ends, link = head.load()
+    ends.model.eval().requires_grad_(False)
+    identity = _identify(config, ends.model, tokenizer, head.weights_sha256)
+    return StagedTarget(ends, tokenizer, identity, link, fast_linears=config.fast_linears)
+
+
+def _identify(
+    config: TargetConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights_sha256: str
+) -> TargetIdentity:
+    """Return the digests of the target: labels and checkpoints record them.
+
+    Raises ValueError for another model's tokenizer.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    if tokenizer is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
+            "this is another model's tokenizer: put the right tokenizer files into the directory"
+        )
+    return TargetIdentity(
+        name=_public_name(config.name_or_path),
+        revision=config.revision,
+        weights_sha256=weights_sha256,
+        config_sha256=config_digest(config.name_or_path),
+        quantization=describe(config.quantization),
+        tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocab_size=vocab_size,
+    )
 
 
 def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:
@@ -194,7 +218,7 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
-    with _loading(config.name_or_path):
+    with loading_errors(config.name_or_path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
             revision=config.revision,
@@ -206,7 +230,7 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
             **placement,
         )
     model: PreTrainedModel = loaded[0]
-    _require_complete(config.name_or_path, sorted(loaded[1]["missing_keys"]))
+    require_complete(config.name_or_path, sorted(loaded[1]["missing_keys"]))
     if config.tensor_parallel:
         require_whole_ends(model)
     if not placement:
@@ -217,31 +241,8 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
 def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
     """Load as much of the model as the memory budget allows, and start a stream of the rest."""
     stored = stored_weights(config)
-    with _loading(config.name_or_path):
-        skeleton = build_without_weights(config, stored)
-    _require_complete(config.name_or_path, skeleton.missing)
+    skeleton = build_without_weights(config, stored)
     return skeleton.model, place_weights(skeleton, config, device)
-
-
-@contextmanager
-def _loading(name_or_path: str) -> Iterator[None]:
-    """Raise errors of the libraries in the block as ValueErrors that name the target."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"the target {name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
-            "is the download complete?"
-        ) from error
-
-
-def _require_complete(name_or_path: str, missing: Sequence[str]) -> None:
-    """Raise ValueError if weights are missing: transformers would initialise them at random."""
-    if missing:
-        raise ValueError(
-            f"the weights of {name_or_path!r} lack {len(missing)} tensors that the model needs "
-            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
-        )
 
 
 def _check_directory(name_or_path: str) -> None:

@@ -8,14 +8,16 @@ the target reads all files once more (`identity`).
 """
 
 import logging
+import pickle
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -91,11 +93,39 @@ class Skeleton:
         return [(names[id(unit)], unit) for unit in units]
 
 
+@contextmanager
+def loading_errors(name_or_path: str) -> Iterator[None]:
+    """Raise errors of the libraries in the block as ValueErrors that name the target."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the target {name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
+            "is the download complete?"
+        ) from error
+
+
+def require_complete(name_or_path: str, missing: Sequence[str]) -> None:
+    """Raise ValueError if weights are missing: transformers would initialise them at random."""
+    if missing:
+        raise ValueError(
+            f"the weights of {name_or_path!r} lack {len(missing)} tensors that the model needs "
+            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
+        )
+
+
 def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
     """Build the model with a stand-in for each stored tensor.
 
-    Raises ValueError for stored weights that are quantised.
+    Raises ValueError for stored weights that are quantised or incomplete.
     """
+    with loading_errors(config.name_or_path):
+        skeleton = _build(config, stored)
+    require_complete(config.name_or_path, skeleton.missing)
+    return skeleton
+
+
+def _build(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
     # 1. The model's class and type. The class is known once the model was built, without memory.
     described: Any = AutoConfig.from_pretrained(
         config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code

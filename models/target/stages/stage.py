@@ -11,7 +11,7 @@ from ...decoding.types import NO_NODE, Counts
 from ..tree_cache import TreeCache
 from ..tree_reader import TreeReader
 from .messages import Kind, Work
-from .slices import LayerSlice, never
+from .slices import LayerSlice
 
 
 class Stage:
@@ -35,13 +35,14 @@ class Stage:
         """
         match work.kind:
             case Kind.PREFILL:
-                return self._prefill(work)
+                return self._prefill(work, is_cancelled)
             case Kind.READ:
                 return self._read(work, partial(is_cancelled, work.number))
             case Kind.STOP:
                 return work
 
-    def _prefill(self, work: Work) -> Work:
+    def _prefill(self, work: Work, is_cancelled: Callable[[int], bool]) -> Work:
+        """Begin a text. It asks between layers, too: a stage in a process is then seen to move."""
         assert work.hidden is not None
         # 1. Begin with the present memory, if it is large enough.
         if not self._reader.kinds:
@@ -52,7 +53,9 @@ class Stage:
             self._cache = None  # free its memory before the next cache is allocated
             self._cache = self._reader.new_cache(1, work.capacity, self.layers.device)
         # 2. Read the prompt.
-        run = partial(self.layers.run, work.hidden.to(self.layers.device), is_cancelled=never)
+        run = partial(
+            self.layers.run, work.hidden.to(self.layers.device), is_cancelled=lambda: is_cancelled(work.number) and False
+        )
         hidden = self._reader.read_prompts(self._cache, [work.hidden.shape[1]], self.layers.device, run)
         return replace(work, hidden=hidden)
 
