@@ -99,7 +99,7 @@ def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarg
     ends, link = head.load()
     ends.model.eval().requires_grad_(False)
     identity = _identify(config, ends.model, tokenizer, head.weights_sha256)
-    return StagedTarget(ends, tokenizer, identity, link, fast_linears=config.fast_linears)
+    return StagedTarget(ends, tokenizer, identity, link, stage_layers=config.stage_layers, fast_linears=config.fast_linears)
 
 
 def _identify(
