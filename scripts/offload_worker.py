@@ -51,6 +51,8 @@ class Stream:
             budget_tokens=spec["budget_tokens"],
         )
         self.target = load_target(config)
+        if self.target.stream is None:
+            copy_weights(self.target.model)
         self.drafter: Any = NullDrafter()
         if spec["drafter"] is not None:
             self.drafter = load_drafter(spec["drafter"], self.target, **spec["setting"])
@@ -164,8 +166,16 @@ def offloaded_model(folder: Path, streamed_layers: Sequence[int], dtype: str) ->
         folder, config=config, dtype=getattr(torch, dtype), device_map=places
     )
     model.eval().requires_grad_(False)
+    copy_weights(model)
     model.generation_config.eos_token_id = None  # answers have no end, as in our loop without stop_ids
     return model
+
+
+def copy_weights(model: PreTrainedModel) -> None:
+    """Copy weights that are mapped files: their pages would be a page cache that no limit counts."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
 
 
 def assistant_model(folder: Path, dtype: str) -> PreTrainedModel:
