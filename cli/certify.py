@@ -32,6 +32,7 @@ def certify_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     stage_layers: shared.StageLayers = None,
+    launch: shared.Launch = None,
     decode: shared.Decode = "synchronous",
     device: shared.Device = None,
     compiled: shared.Compiled = False,

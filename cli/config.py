@@ -95,6 +95,11 @@ class RunConfig:
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
                 "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
             )
+        if self.target.stage_layers is not None and (whole := [name for name in self.stages if name != "eval"]):
+            problems.append(
+                f"target.stage_layers is {self.target.stage_layers}, and {' and '.join(whole)} need the whole target in one "
+                "process: set stages=[eval], and leave target.stage_layers out of the run of the other stages"
+            )
         if "eval" in self.stages:
             problems += stage_problems(self.eval, self.target.stage_layers)
         parsed, parsing_problems = parse_variants(

@@ -20,6 +20,7 @@ COMMAND_OPTIONS = {
     "target.cuda_graphs": "--cuda-graphs",
     "target.memory_budget_gib": "--memory-budget-gib",
     "target.budget_tokens": "--budget-tokens",
+    "target.stage_layers": "--stage-layers",
 }
 """Options of a configuration, and their names in the commands other than `outrider run`."""
 COMMAND_VARIABLE = "OUTRIDER_COMMAND"

@@ -71,6 +71,7 @@ def eval_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     stage_layers: shared.StageLayers = None,
+    launch: shared.Launch = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,

@@ -64,8 +64,15 @@ BudgetTokens = Annotated[
 StageLayers = Annotated[
     str | None,
     typer.Option(
-        help="Divide the target: layers of each stage, such as 8,8. Needs --launch pipeline_cpu --num_processes 3: a process "
+        help="Divide the target: layers of each stage, such as 8,8. With --launch pipeline_cpu --num_processes 3: a process "
         "for each stage, and one more."
+    ),
+]
+Launch = Annotated[
+    str | None,
+    typer.Option(
+        help="Run in several processes, for --stage-layers: a launch file such as pipeline_cpu, or its path. Options of "
+        "`accelerate launch` may follow: --num_processes 5"
     ),
 ]
 Decode = Annotated[

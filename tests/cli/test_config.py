@@ -276,6 +276,14 @@ def test_a_target_in_slices_is_not_evaluated() -> None:
     assert run_config("conf=demo", "target.tensor_parallel=true", "stages=[distill,train]").target.tensor_parallel
 
 
+@pytest.mark.parametrize("stages", ["[distill]", "[train,eval]", "[eval,export]"])
+def test_a_target_in_stages_is_only_evaluated(stages: str) -> None:
+    options = ("conf=demo", "target.stage_layers=[4,4]", "eval.batch_sizes=[1]")
+    with raises(r"stage_layers is \[4, 4\], and \w+ need the whole target in one process: set stages=\[eval\]"):
+        run_config(*options, f"stages={stages}")
+    assert run_config(*options, "stages=[eval]").target.stage_layers == [4, 4]
+
+
 def test_one_seed_reaches_every_section() -> None:
     config = run_config("seed=7")
     assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)

@@ -117,13 +117,16 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
     leave_interrupts_to_the_head()
     turn_off_cudnn_attention(device)
     try:
-        meeting = StageMeeting(launch_store())
         # 1. Describe this process, or why it can't be a stage: the head reports both.
+        store, error = launch_store(), ""
         try:
             part, skeleton, known = stage_ranges(config)[rank() - 1], _skeleton(config), facts(config)
-        except (ValueError, OSError) as error:
-            meeting.greet(None, str(error))
-            raise StageLost(f"it can't be one: {error}") from None
+        except (ValueError, OSError) as reason:
+            error = str(reason)
+        meeting = StageMeeting(store)
+        if error:
+            meeting.greet(None, error)
+            raise StageLost(f"it can't be one: {error}")
         meeting.greet(known)
         meeting.answer(digest(config) if meeting.needs_digest() else "")
         # 2. Connect to the neighbours, and load.

@@ -34,6 +34,8 @@ MEET_SECONDS = 600.0
 """Longest wait for the other processes. Machines are seldom started at the same time."""
 LOOK_SECONDS = 1.0
 """Interval in which a waiting head notices Ctrl-C."""
+HELLO_SECONDS = 10.0
+"""Longest wait for the first message of a new connection; a stage sends it at once."""
 KEY = "head"
 
 
@@ -144,7 +146,7 @@ class HeadMeeting:
     def _welcome(self, channel: Channel, key: str) -> Guest | None:
         """Return the stage behind a new connection; None if it isn't one of ours."""
         try:
-            fields = wait_for(channel, Type.HELLO, LOOK_SECONDS).fields
+            fields = wait_for(channel, Type.HELLO, HELLO_SECONDS).fields
         except (StageLost, ValueError, KeyError):
             return None
         if not hmac.compare_digest(str(fields.get("key")), key):
@@ -247,7 +249,7 @@ class StageMeeting:
             connection, _ = self._server.accept()
             channel = Channel(connection)
             try:
-                fields = wait_for(channel, Type.HELLO, LOOK_SECONDS).fields
+                fields = wait_for(channel, Type.HELLO, HELLO_SECONDS).fields
             except (StageLost, ValueError, KeyError):
                 continue
             if hmac.compare_digest(str(fields.get("key")), self._key):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from outrider.models.decoding import generate
-from outrider.models.decoding.acceptance import AcceptanceRule, GreedyAcceptance, SpeculativeSampling
+from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.pipelined import generate_pipelined
+from outrider.models.decoding.protocols import AcceptanceRule
 from outrider.models.decoding.sampling import RowSeeds
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import load_drafter
