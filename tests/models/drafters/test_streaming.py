@@ -387,8 +387,12 @@ def test_the_likeliest_leaf_is_extended_by_every_source(target, twin):
     model_tree, scores = drafter.models[0].tree(state.models[0]), drafter.models[0].scores(state.models[0])
     foreign = [node for node, entry in enumerate(model_tree.entries) if entry != UNREAD and scores[node] == 0.0]
     assert foreign
-    below = [node for node in range(len(tree)) if row.origins[node] & 1 and row.parents[node] in chain]
-    assert below, "the model's tokens hang from a path of others"
+    for node in foreign:
+        path = path_to(model_tree, node)
+        merged = tree.follow(path)[-1]
+        assert row.tokens[merged] == path[-1]
+        assert any(source.source == 0 and number == node for source, number in row.places[merged])
+        assert row.children[merged], "the model's tokens hang from a path of others"
 
 
 def path_of_row(row: Any, node: int) -> list[int]:
