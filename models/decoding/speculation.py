@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
-from .pacing import Seconds
+from .pacing import Seconds, interpolated
 from .runs import Run
 from .types import NO_NODE
 from .window import Window
 
 MAX_NODES = 64
 """Most nodes of a window."""
-NUM_TRIALS = 3
-"""How often each size of a run is tried."""
+MOST_TRIALS = 4
+"""How often a size of runs is tried until one of them is answered behind its root."""
+REVISIT_ROOTS = 16
+"""After so many roots a size next to the best one is measured again."""
 MEMORY = 0.98
 """Weight of the roots before the last one in the mean number of tokens from root to root."""
 
@@ -110,7 +112,8 @@ class ExpectedSpeculation:
         a F(m) + (a^(1 + m) + a^(1 + 2 m) + ...) I(m)
 
     seconds of waiting on average, before the next root. F and I are running medians of the gaps
-    between answers, and 1 / (1 - a) is the mean number of tokens from root to root.
+    between answers, interpolated where a size has none. 1 / (1 - a) is the mean number of tokens
+    from root to root.
 
     Nodes below `least_prob` aren't sent. Unlikely nodes cost little: they come last, and
     cancellations stop them early.
@@ -131,7 +134,7 @@ class ExpectedSpeculation:
         self.max_nodes, self.max_runs = max_nodes, max_runs
         self.size = 1
         """Nodes of a run, for the present root."""
-        self._trials = [*range(1, micro_batch + 1)] * NUM_TRIALS
+        self._num_roots, self._num_trials = 0, [0] * (1 + micro_batch)
         self._gaps: tuple[dict[int, Seconds], dict[int, Seconds]] = {}, {}
         """F and I by the number of nodes of a run."""
         self._tokens = self._roots = 0.0
@@ -159,7 +162,7 @@ class ExpectedSpeculation:
             self._sent = {}
             self._roots = MEMORY * self._roots + 1
             self._tokens *= MEMORY
-            self.size = self._best_size()
+            self.size = self._next_size()
         self._sent[run.number] = self.clock(), 0 if is_root else len(run.tokens)
 
     def add_answer(self, number: int, num_tokens: int) -> None:
@@ -173,18 +176,32 @@ class ExpectedSpeculation:
         if size and sent < last and last_size in (0, size):
             self._gaps[last_size > 0].setdefault(size, Seconds()).add(now - last)
 
+    def _next_size(self) -> int:
+        """Return the size of the runs behind the next root: mostly the best one."""
+        self._num_roots += 1
+        # A size that wasn't measured comes first. It may be never, where drafts are never right.
+        for size in range(1, 1 + self.micro_batch):
+            if size not in self._gaps[0] and self._num_trials[size] < MOST_TRIALS:
+                self._num_trials[size] += 1
+                return size
+        size = self._best_size()
+        visit, is_usual = divmod(self._num_roots, REVISIT_ROOTS)
+        if not is_usual:
+            size += 1 if visit % 2 else -1
+        return min(max(size, 1), self.micro_batch)
+
     def _best_size(self) -> int:
-        """Return the size of least waiting from root to root; the first roots try all sizes."""
-        if self._trials:
-            return self._trials.pop()
-        first, later = self._gaps
+        """Return the size of least waiting from root to root."""
+        if not all(self._gaps):
+            return 1
+        points = ([(size, gap.median) for size, gap in sorted(gaps.items())] for gaps in self._gaps)
+        first, later = (interpolated(gaps, 1 + self.micro_batch) for gaps in points)
         right = 1.0 - self._roots / max(self._tokens, self._roots)
 
         def seconds(size: int) -> float:
-            runs = right ** (1 + size) / (1.0 - right**size)
-            return right * first[size].median + runs * later[size].median
+            return right * first[size] + right ** (1 + size) / (1.0 - right**size) * later[size]
 
-        return min(sorted(first.keys() & later.keys()), key=seconds, default=1)
+        return min(range(1, 1 + self.micro_batch), key=seconds)
 
 
 def best_leaf(drafts: GrowingTree, nodes: Iterable[int], max_depth: int) -> float:

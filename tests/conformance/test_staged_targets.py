@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.eval.measure.audit import audit
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.tree import DraftTree, accepted_path
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
@@ -112,3 +113,12 @@ def test_a_target_in_stages_decodes_the_text_of_the_whole_target(kind, whole, st
         assert actual == expected, rule
         total += num_accepted
     assert total > 0 or kind == "plain" or kind in OPTIONS, "no draft token was accepted"
+
+
+def test_an_audit_reads_the_text_through_the_stages(staged):
+    prompt = torch.tensor([PROMPTS[0]])
+    steps = generate(staged, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=NUM_NEW)
+    answer = [token for step in steps for token in step.tokens[0]]
+    result = audit(staged, prompt, answer, max_new_tokens=NUM_NEW)
+    assert result.within_noise
+    assert not audit(staged, prompt, [*answer[:-1], answer[-1] - 1], max_new_tokens=NUM_NEW).within_noise
