@@ -102,16 +102,16 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
         return _widened(FORMS[form["model_type"]][1], form_config(target, form), input_width)
     # 2. The target's layers must have the expected modules, unscaled residuals and rotary
     # embeddings.
-    layers = decoder_layers(target.model)
-    names = {name for name, _ in layers[0].named_modules()} if layers else set()
-    if {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
+    layer = target.layer_template()
+    names = {name for name, _ in layer.named_modules()} if layer else set()
+    if layer is None or {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
             "gated MLP and a norm before each, so this drafter can't copy their architecture; "
             "choose another drafter, such as redrafter"
         )
     norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
-        name for name, _ in layers[0].named_parameters()
+        name for name, _ in layer.named_parameters()
     }
     if not norms_have_weights or getattr(target.model.config.get_text_config(), "residual_multiplier", 1.0) != 1.0:
         raise ValueError(
@@ -124,7 +124,7 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
             "redrafter"
         )
     # 3. Build a layer of the target's kind.
-    return _widened(type(layers[0]), copy.deepcopy(target.model.config.get_text_config()), input_width)
+    return _widened(type(layer), copy.deepcopy(target.model.config.get_text_config()), input_width)
 
 
 def _widened(make: Any, config: Any, input_width: int) -> Any:

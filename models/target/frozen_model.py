@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.manifest import TargetIdentity
-from .hidden_states import CapturedHiddenStates
+from .hidden_states import CapturedHiddenStates, decoder_layers
 
 ROUNDING, NARROW_ROUNDING = 0.001, 0.1
 """Largest relative errors of logits and states that rounding explains.
@@ -86,6 +86,15 @@ class FrozenModel:
         return head
 
     @property
+    def has_layers(self) -> bool:
+        """Whether its layers are in this process, all of them."""
+        return True
+
+    def layer_template(self) -> nn.Module | None:
+        """Return a layer like the first one, to read its structure; None if there is no list of them."""
+        return next(iter(decoder_layers(self.model)), None)
+
+    @property
     def hidden_size(self) -> int:
         return int(self._text_config.hidden_size)
 
@@ -117,14 +126,19 @@ class FrozenModel:
     def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
         """Raise ValueError if the logits are more than the product of hidden states and head."""
         text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
-        with self._captured.states_of_pass() as states:
-            logits = self.model(text, use_cache=False).logits[0, -1].float()
-        plain = self.head(states.last)[0, -1].float()
+        all_logits, hidden_states = self._logits_and_states(text)
+        logits, plain = all_logits[0, -1].float(), self.head(hidden_states)[0, -1].float()
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
             raise ValueError(
                 f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be computed from hidden "
                 f"states and head alone; {remedy}"
             )
+
+    def _logits_and_states(self, input_ids: Int[torch.Tensor, "batch seq"]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits, and the last hidden states that they come from."""
+        with self._captured.states_of_pass() as states:
+            logits: torch.Tensor = self.model(input_ids, use_cache=False).logits
+        return logits, states.last
 
     @torch.no_grad()
     def hidden_states(

@@ -20,7 +20,11 @@ def require_plain_weights(module: nn.Module, remedy: str) -> None:
 
 
 def require_resident_weights(target: HFTarget, remedy: str) -> None:
-    """Raise ValueError if a target's weights are streamed: outside passes they aren't in memory."""
+    """Raise ValueError if a target's layers are streamed, or in other processes."""
+    if not target.has_layers:
+        raise ValueError(
+            f"the target's layers are in other processes (target.stage_layers), so their weights can't be copied: {remedy}"
+        )
     if target.stream is not None:
         raise ValueError(
             "the target's layers are read from its files during passes (target.memory_budget_gib), so their weights can't be "

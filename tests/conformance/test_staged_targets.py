@@ -33,7 +33,7 @@ TUPLES = {
 }
 """Architectures whose layers return tuples."""
 ALL_CASES = [*EVERY_CASE, *[(case, kind) for case, (_, _, kinds) in TUPLES.items() for kind in kinds]]
-QUICK_DRAFTERS = ["plain", "redrafter", "suffix", "draft_model"]
+QUICK_DRAFTERS = ["plain", "redrafter", "suffix", "draft_model", "eagle"]
 SLOW_DRAFTERS = [kind for kind in [*OPTIONS, *FREE, *MERGES] if kind not in QUICK_DRAFTERS]
 DRAWN, WITH_FEATURES = "draft_drawn", "eagle3"
 
@@ -74,7 +74,7 @@ def staged(whole: HFTarget) -> StagedTarget:
 
 
 def make_drafter(kind: str, whole: HFTarget) -> Any:
-    """Make a drafter with random weights. Its text must be that of plain decoding, too."""
+    """Make a drafter of a target with random weights. Its text must be that of plain decoding, too."""
     torch.manual_seed(0)
     if kind == "plain":
         return NullDrafter()
@@ -82,7 +82,9 @@ def make_drafter(kind: str, whole: HFTarget) -> Any:
         return make_training_free(kind, FREE[kind], whole)
     if kind in MERGES:
         return load_drafter(MERGES[kind], whole, pace=kind, tree_nodes=12)
-    return build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), whole).to(whole.dtype).eval()
+    # Layers of the target can't be copied where it is in stages.
+    options = OPTIONS[kind] | ({"init": "random"} if kind.startswith(("draft_", "eagle")) else {})
+    return build_drafter(parse_drafter({"kind": kind, **options}), whole).to(whole.dtype).eval()
 
 
 def answers(target: HFTarget, drafter: Any, rule: str) -> tuple[list[list[int]], int]:
@@ -98,7 +100,7 @@ def answers(target: HFTarget, drafter: Any, rule: str) -> tuple[list[list[int]],
 
 @pytest.mark.parametrize("kind", [*QUICK_DRAFTERS, *[pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_DRAFTERS]])
 def test_a_target_in_stages_decodes_the_text_of_the_whole_target(kind, whole, staged):
-    drafter = make_drafter(kind, whole)
+    drafter = make_drafter(kind, staged)
     if kind == WITH_FEATURES:
         with pytest.raises(ValueError, match=r"reads the inputs of the target's layers \[.*target\.stage_layers"):
             answers(staged, drafter, "greedy")
@@ -122,3 +124,8 @@ def test_an_audit_reads_the_text_through_the_stages(staged):
     result = audit(staged, prompt, answer, max_new_tokens=NUM_NEW)
     assert result.within_noise
     assert not audit(staged, prompt, [*answer[:-1], answer[-1] - 1], max_new_tokens=NUM_NEW).within_noise
+
+
+def test_a_drafter_that_copies_layers_is_refused(staged):
+    with pytest.raises(ValueError, match=r"in other processes \(target\.stage_layers\).*drafter\.init=random"):
+        build_drafter(parse_drafter({"kind": "eagle", **OPTIONS["eagle"]}), staged)

@@ -143,13 +143,16 @@ class EndSlice:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.layer_kind: Any = type(next(iter(layer_list(model)), None))
+        """Class of the first layer."""
         self._received: torch.Tensor | None = None
 
     @classmethod
     def cut(cls, model: PreTrainedModel) -> "EndSlice":
         """Remove all layers from a model, and return its ends."""
+        ends = cls(model)
         remove_layers(model, range(0), in_tuple=False)
-        ends, layers = cls(model), decoder_layers(model)
+        layers = decoder_layers(model)
         layers[0].register_forward_pre_hook(ends._require_pass)
         layers[-1].register_forward_pre_hook(ends._inject, with_kwargs=True)
         return ends

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from torch import nn
 
 from ....data.manifest import TargetIdentity
 from ...decoding.prompts import Prompts
@@ -66,6 +67,21 @@ class StagedTarget(HFTarget):
     @property
     def form(self) -> str:
         return "staged"
+
+    @property
+    def has_layers(self) -> bool:
+        return False
+
+    def layer_template(self) -> nn.Module:
+        """Return a layer like the first one, without memory."""
+        with torch.device("meta"):
+            layer: nn.Module = self.ends.layer_kind(self.model.config.get_text_config(), layer_idx=0)
+        return layer
+
+    def _logits_and_states(self, input_ids: Int[torch.Tensor, "batch seq"]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and hidden states of a pass that leaves the layers out."""
+        output = self.ends.leave(self.ends.enter(input_ids, torch.zeros_like(input_ids)))
+        return output.logits, output.hidden_states
 
     @property
     def max_runs(self) -> int:

@@ -117,7 +117,6 @@ def test_what_needs_the_layers_is_an_error_at_the_head(folder: Path) -> None:
         lambda: staged.model(text),
         lambda: staged.hidden_states(text),
         lambda: staged.layer_inputs((2,), input_ids=text),
-        lambda: staged.require_plain_head(),
         lambda: staged.take(0),
         lambda: staged.hand_over_cache(),
         lambda: staged.resume(None, [], capacity=4),
