@@ -14,6 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from outrider.cli import compose, launch
 from outrider.cli import run as stages
+from outrider.cli.arguments import parse_arguments
 from outrider.cli.config import RunConfig
 from outrider.cli.main import app
 
@@ -158,13 +159,14 @@ def _launched(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def _without_launch(arguments: list[str]) -> list[str]:
-    """Drop `--launch NAME`, which must be a packaged file or a path."""
-    if "--launch" in arguments:
-        index = arguments.index("--launch")
-        name = arguments[index + 1]
-        assert (REPOSITORY / "conf" / "launch" / f"{name}.yaml").is_file() or Path(name).is_file(), name
-        del arguments[index : index + 2]
-    return arguments
+    """Drop `--launch NAME` and options of accelerate; the file must be packaged or a path."""
+    if "--launch" not in arguments:
+        return arguments
+    request = parse_arguments(arguments)
+    assert request.launch is not None
+    launch_command_parser().parse_args([*request.launch_options, "program"])
+    assert launch.launch_command(request.launch, request.launch_options, [])
+    return request.overrides
 
 
 def prepare_files(arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from ...models.target.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
 from ..records.names import BASELINE, PIPELINED
 from ..records.run_files import Place
-from .pipelined import pipelined_loop
+from .pipelined import pipelined_loop, require_streaming
 from .turns import Method
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ def _as_part(parts: DrafterParts, setting: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_options(spec: MethodSpec, *, several: bool) -> None:
     """Raise ValueError for options that the drafter doesn't have, and that can't be measured."""
+    if spec.pipelined:
+        require_streaming(spec.parts)
     try:
         configs = spec.parts.configs(spec.setting or {})
     except ValueError as error:

@@ -80,7 +80,8 @@ class Runs:
     num_runs: int
     num_entries: int
     num_cancelled: int
-    """Runs that were cancelled before the last stage had read them."""
+    """Runs that were cancelled before the last stage had read them. Runs that were under way when
+    the answer ended don't count."""
     num_cancelled_entries: int
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,6 +56,11 @@ def load(folder: Path, dtype: str = "float32") -> HFTarget:
 def steps(target: HFTarget, drafter: Any, num_tokens: int = 24) -> list[Any]:
     prompts = [torch.arange(5, 17), torch.arange(40, 60)]
     return [step.tokens for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=num_tokens)]
+
+
+def test_the_stages_of_the_demo_have_the_layers_of_its_grown_target(script: Any, demo_target_dir: Path) -> None:
+    stages = yaml.safe_load((Path(__file__).parents[2] / "conf" / "target" / "demo_stages.yaml").read_text())["stage_layers"]
+    assert sum(stages) == script.Source.of(demo_target_dir).choose_size(200_000_000).layers
 
 
 @pytest.mark.parametrize("sizes", [("--layers", 5), ("--intermediate", 129), ("--layers", 3, "--intermediate", 320), ()])

@@ -52,7 +52,8 @@ class StagedTarget(HFTarget):
         self.stage_layers = tuple(stage_layers)
         """Number of layers of each stage."""
         self.run_counts = RunCounts()
-        """What was read and cancelled so far, without prompts."""
+        """What was read and cancelled so far, without prompts, and without the cancellation of runs
+        that were under way when a text ended."""
         self._last_position = context_length(self.model) - 1
         self._length = 0
         """Committed tokens of the text, for the stages that have handled everything that was sent."""
@@ -154,7 +155,9 @@ class StagedTarget(HFTarget):
     @torch.inference_mode()
     def receive(self) -> Answer:
         work = self._receive()
+        num_entries = self._num_entries.pop(work.number)
         if work.hidden is None:
+            self.run_counts += RunCounts(num_cancelled=1, num_cancelled_entries=num_entries)
             return Answer(number=work.number, output=None)
         return Answer(number=work.number, output=self.ends.leave(work.hidden.to(self.device)))
 
@@ -187,6 +190,7 @@ class StagedTarget(HFTarget):
         Nothing is under way afterwards: the answers of earlier runs come first, and are dropped.
         """
         self.cancel([*self._under_way])
+        self._num_entries.clear()
         number, self._keep, self._length = next(run_numbers), None, input_ids.shape[1]
         positions = torch.arange(self._length, device=self.device)[None]
         hidden = self.ends.enter(input_ids.to(self.device), positions)
@@ -201,9 +205,6 @@ class StagedTarget(HFTarget):
         work = self.link.receive()
         assert work.number == self._under_way[0], "messages keep their order"
         self._under_way.popleft()
-        num_entries = self._num_entries.pop(work.number, 0)  # 0 for a prompt, which isn't cancelled
-        if work.hidden is None:
-            self.run_counts += RunCounts(num_cancelled=1, num_cancelled_entries=num_entries)
         return work
 
     def _positions(self, run: Run) -> list[int]:

@@ -169,8 +169,11 @@ def test_runs_are_counted_and_those_without_an_output_too(staged: StagedTarget) 
     assert [staged.receive().output is None for _ in range(2)] == [False, True]
     counts = staged.run_counts - before
     assert counts == RunCounts(num_runs=2, num_entries=5, num_cancelled=1, num_cancelled_entries=3)
+    left = run_of([33], [NO_NODE, NO_NODE, 1, 2, 3], 5)
+    staged.submit(left)
+    counts = staged.run_counts - before
     staged.prefill(Prompts.of(torch.tensor([[5, 6, 7]])), max_new_tokens=4, max_nodes=0)
-    assert staged.run_counts - before == counts, "prompts aren't counted"
+    assert staged.run_counts - before == counts, "neither prompts nor runs of the last text count for the next one"
 
 
 def test_the_keep_of_a_skipped_run_counts(whole: HFTarget, staged: StagedTarget) -> None:

@@ -1,0 +1,147 @@
+"""Commands on a target in stages: what they measure, print, record and refuse."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli import options as shared
+from outrider.cli.certify import certify_command
+from outrider.cli.eval import eval_command
+from outrider.eval.certify import certificate
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.run import evaluate
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.parts import parse_drafter_name
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.stages.inline import in_stages
+from outrider.models.target.stages.staged_target import StagedTarget
+
+app = typer.Typer()
+for name, function in {"eval": eval_command, "certify": certify_command}.items():
+    app.command(name)(function)
+
+
+@pytest.fixture(scope="module")
+def staged(tiny_target_dir: Path) -> StagedTarget:
+    """Return the tiny target as a head and two stages of a layer each, all in this process."""
+    return in_stages(load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu")), [1, 1])
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f'{{"prompt": "Why {number}?"}}\n' for number in range(3)))
+    return path
+
+
+@pytest.fixture
+def command(
+    staged: StagedTarget, tiny_target_dir: Path, suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Return options of a command whose target is already loaded."""
+
+    def load(config: TargetConfig, **_: Any) -> HFTarget:
+        assert config.stage_layers == [1, 1]
+        return staged
+
+    monkeypatch.setattr("outrider.models.target.loading.load_target", load)
+    return [
+        *("--target", str(tiny_target_dir), "--stage-layers", "1,1", "--max-new-tokens", "12", "--suite", str(suite)),
+        *("--drafter", f"draft_model:{tiny_target_dir}", "--output", str(tmp_path / "out")),
+    ]
+
+
+def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path) -> None:
+    arguments = ["eval", *command, "--decode", "both", "--setting", "{length: 3, top_k: 1}", "--profile-prompts", "1"]
+    arguments += ["--baseline", "recycling", "--merge", "suffix"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["name"] for row in rows] == [
+        *("plain decoding", "Recycling, 40 nodes", "Draft model, length 3, top-k 1"),
+        "Draft model + Suffix, length 3, top-k 1, 40 nodes, paced",
+        *("Recycling, pipelined", "Draft model, pipelined", "Draft model + Suffix, pipelined"),
+    ]
+    assert all(row["lossless"] for row in rows)
+    for row in rows:
+        assert (row["stage_layers"], row["roofline"]) == ([1, 1], None)
+        assert row["runs"]["num_entries"] >= row["runs"]["num_runs"] > 0
+        assert (row["time_split"] is None) == row["pipelined"]
+    assert rows[5]["tokens_per_step"] > 1, "the draft model is the target itself"
+    assert "2 layers ran in 2 processes (1, 1)" in " ".join(result.output.split())
+    # The same command resumes, and other stages are another evaluation.
+    records = (tmp_path / "out" / "records.jsonl").read_text()
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert (tmp_path / "out" / "records.jsonl").read_text() == records
+    info = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert info["config"]["target"]["stage_layers"] == [1, 1]
+    assert (info["roofline"], info["config"]["methods"]["recycling pipelined"]["decode"]) == (None, "pipelined")
+
+
+def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
+    staged: StagedTarget, tiny_target_dir: Path, suite: Path, tmp_path: Path
+) -> None:
+    config = EvalConfig(
+        suites=[SuiteConfig(name="mine", path=str(suite))],
+        decode="pipelined",
+        temperatures=[0.0, 1.0],
+        max_new_tokens=12,
+        profile_prompts=0,
+    )
+    drafters = [parse_drafter_name(f"draft_model:{tiny_target_dir}"), parse_drafter_name("suffix")]
+    rows = evaluate(config, staged, staged.tokenizer, drafters, tmp_path / "out")
+    assert [row["lossless_label"] for row in rows] == ["yes"] * 6
+
+
+def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate, "NUM_TEXTS", 64)
+    result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--limit", "2", "--decode", "pipelined"])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out").read_text())
+    assert written["stage_layers"] == [1, 1]
+    assert [line["subject"].split(",")[1].strip() for line in written["lines"][1:]] == ["pipelined"] * 2
+    assert written["passed"]
+
+
+@pytest.mark.parametrize("name", ["eval", "certify"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--decode", "pipelined"], r"decode is pipelined, which needs a target in stages"),
+        (["--decode", "asynchronous"], "must be one of synchronous, pipelined, both"),
+        (["--stage-layers", "4 and 4"], "--stage-layers is '4 and 4'; give the number of layers of each stage: 8,8,8,8"),
+    ],
+)
+def test_mistakes_are_errors_before_prompts_are_read(
+    tiny_target_dir: Path, name: str, options: list[str], message: str
+) -> None:
+    command = [name, "--target", str(tiny_target_dir), "--drafter", "suffix", "--suite", "no_such_suite", *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    assert re.search(message, str(result.exception)), result.exception
+
+
+@pytest.mark.parametrize("kind", ["medusa"])
+def test_kinds_that_need_the_targets_answer_are_refused_before_the_target_is_loaded(
+    command: list[str], tiny_target: HFTarget, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They decode on stages in the loop that waits."""
+    save_drafter(build_drafter(parse_drafter({"kind": kind}), tiny_target), tmp_path / kind, tiny_target.identity)
+    arguments = ["eval", *command, "--drafter", str(tmp_path / kind), "--profile-prompts", "0"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    monkeypatch.setattr("outrider.models.target.loading.load_target", pytest.fail)
+    result = CliRunner().invoke(app, [*arguments, "--decode", "pipelined"])
+    assert result.exit_code != 0
+    assert re.search("it can't draft while the target reads", str(result.exception)), result.exception
+
+
+def test_stages_are_parsed() -> None:
+    assert shared.parse_stage_layers("8,8,4") == shared.parse_stage_layers("[8, 8, 4]") == [8, 8, 4]
+    assert shared.parse_stage_layers(None) is None
