@@ -37,7 +37,7 @@ def best_synchronous(rows: Mapping[str, Row]) -> Row:
 class OneBatch(PaperSpeculation):
     """Ablation: one batch of drafts behind a new root, then nothing until the batch is answered."""
 
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         if [*window.runs.values()] != [[NO_NODE]]:
             return ()
         return super().choose(window, drafts, max_depth=max_depth, has_more=has_more)

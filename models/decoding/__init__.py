@@ -8,7 +8,7 @@ from .prompts import Prompts
 from .sampling import RowSeeds, Sampling, warp
 from .speculation import ExpectedSpeculation, PaperSpeculation
 from .stopping import Finish
-from .streaming import stream_text
+from .text_stream import stream_text
 from .tree import DraftTree, chain_tree, empty_tree
 from .types import Acceptance, Step, TargetOutput
 

@@ -148,13 +148,13 @@ def draft_on(
     most_runs = speculation.max_runs or target.max_runs
     has_more = True
     while not target.has_answer():
-        nodes: Sequence[int] = ()
+        nodes: Sequence[int] | None = ()
         if len(window.runs) < most_runs:
             drafts = drafter.tree(state)
             nodes = speculation.choose(window, drafts, max_depth=max_depth, has_more=has_more)
         if nodes:
             submit(target, speculation, window, drafts, nodes)
-        elif has_more:
+        elif has_more and nodes is not None:
             has_more = drafter.grow(state)
         else:
             break

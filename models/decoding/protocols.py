@@ -195,7 +195,8 @@ class StreamingDrafter(Protocol[State]):
         """Return the state after the target has committed these tokens.
 
         They are the accepted draft tokens, then the new last token. `output` is the target's for
-        the old last token and for the accepted draft tokens, [1, 1 + accepted, ...].
+        the old last token and for the accepted draft tokens, [1, 1 + accepted, ...]. It may take
+        one draft pass.
         """
 
 

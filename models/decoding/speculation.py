@@ -36,11 +36,12 @@ class Speculation(Protocol):
     def max_runs(self) -> int | None:
         """Most live runs under way (back-pressure); None: as many as the target has use for."""
 
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
-        """Return the nodes of the drafter's tree to send now as a run; none: draft on, or wait.
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
+        """Return the nodes of the drafter's tree to send now as a run.
 
-        `has_more` is False if the drafter has nothing more to draft. Otherwise it next appends
-        children of its likeliest leaf. Nodes deeper than `max_depth` are useless.
+        Without nodes it is worth drafting on. None: it isn't, until the next answer. `has_more` is
+        False if the drafter has nothing more to draft. Otherwise it next appends children of its
+        likeliest leaf. Nodes deeper than `max_depth` are useless.
         """
 
     def add_run(self, run: Run) -> None:
@@ -75,7 +76,7 @@ class PaperSpeculation:
         self.max_nodes, self.max_runs = max_nodes, max_runs
         self._num_runs = self._num_vain = 0
 
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         cutoff = self.cutoff + self.recovery * self._num_runs - self.decay * self._num_vain
         # 1. Walk down the likeliest chain, past the nodes that were sent.
         size = min(self.micro_batch, self.max_nodes - len(window))
@@ -143,7 +144,7 @@ class ExpectedSpeculation:
         self._last = 0.0, 0
         """When the last live run was answered, and how many nodes it had."""
 
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         size = min(self.size, self.max_nodes - len(window))
         nodes: list[int] = []
         # The likeliest leaf that was sent or is chosen: the drafter may append its children.
@@ -154,7 +155,9 @@ class ExpectedSpeculation:
             nodes.append(node)
             if has_more:
                 leaf = max(leaf, best_leaf(drafts, [node], max_depth))
-        return nodes if len(nodes) == size or leaf < self.least_prob else ()
+        # A child is at most as likely as its parent.
+        is_all = len(nodes) == size or leaf < self.least_prob
+        return (nodes or None) if is_all else ()
 
     def add_run(self, run: Run) -> None:
         is_root = run.num_read == 0

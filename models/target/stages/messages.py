@@ -23,8 +23,6 @@ class Kind(IntEnum):
     """Begin a text: read the prompt into an empty cache."""
     READ = 1
     """Keep entries of the window (unless `keep` is None), then read new ones."""
-    STOP = 2
-    """Pass the message on, and end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class Work:
     """PREFILL: room in the cache for so many tokens."""
     hidden: Float[Tensor, "1 entry hidden"] | None = None
     """Inputs of the receiver's first layer (of the final norm, at the head) for each token of the
-    prompt or each new entry. None if the run was cancelled, and in a STOP."""
+    prompt or each new entry. None if the run was cancelled."""
 
 
 @runtime_checkable

@@ -38,8 +38,6 @@ class Stage:
                 return self._prefill(work, is_cancelled)
             case Kind.READ:
                 return self._read(work, partial(is_cancelled, work.number))
-            case Kind.STOP:
-                return work
 
     def _prefill(self, work: Work, is_cancelled: Callable[[int], bool]) -> Work:
         """Begin a text. It asks between layers, too: a stage in a process is then seen to move."""

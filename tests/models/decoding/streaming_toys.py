@@ -97,7 +97,7 @@ class RandomSpeculation:
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
 
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int]:
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         if has_more and self.random.random() < 0.4:
             return ()
         nodes: list[int] = []

@@ -268,7 +268,7 @@ def test_the_runs_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch):
     target, most = ToyTarget(3, 0), 0
 
     class Counts(PaperSpeculation):
-        def choose(self, window: Window, *args: Any, **kwargs: Any) -> Sequence[int]:
+        def choose(self, window: Window, *args: Any, **kwargs: Any) -> Sequence[int] | None:
             nonlocal most
             nodes = super().choose(window, *args, **kwargs)
             most = max(most, len(window.runs) + bool(nodes))

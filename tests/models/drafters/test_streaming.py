@@ -315,6 +315,15 @@ def test_a_redrafter_goes_on_with_its_recurrent_state(target, twin):
     assert 3 < deepest <= MAX_RECURRENT_DEPTH
 
 
+def test_a_redrafter_goes_on_from_the_state_before_the_last_token(target, twin):
+    """Several tokens are committed at a time. The state is that of the last accepted one."""
+    drafter = streaming_drafter(build("redrafter", target, twin))
+    state = fresh(drafter, target, PROMPT)
+    hidden = torch.randn(1, 3, target.hidden_size)
+    state = drafter.follow(state, [5, 6, 7], TargetOutput(logits=torch.zeros(1, 3, target.vocab_size), hidden_states=hidden))
+    assert torch.equal(state.hidden, hidden[0, 2])
+
+
 def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     """As it does step by step: the latest entry of a context has its successors."""
     recycling = make_training_free("recycling", {}, target)

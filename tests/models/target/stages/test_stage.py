@@ -15,7 +15,7 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 from outrider.models.target.stages.inline import InlineLink, in_stages
-from outrider.models.target.stages.messages import Kind, Work
+from outrider.models.target.stages.messages import Work
 from outrider.models.target.stages.stage import lineage_of
 from outrider.models.target.stages.staged_target import StagedTarget
 
@@ -221,11 +221,6 @@ def test_every_stage_executes_the_same_messages(staged: StagedTarget) -> None:
     assert handled[0] == handled[1]
     assert len(handled[0]) == 3
     assert link_of(staged).cancelled == [set(), set()], "numbers of cancelled runs pile up"
-
-
-def test_a_stop_passes_through(staged: StagedTarget) -> None:
-    stop = Work(number=0, kind=Kind.STOP)
-    assert link_of(staged).stages[0].handle(stop, lambda number: False) == stop
 
 
 @pytest.mark.parametrize("parents", [[], [-1], [-1, 0, 1], [-1, -1, 0, 0, 1, 4]])
