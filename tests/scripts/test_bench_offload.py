@@ -193,6 +193,6 @@ def test_the_benchmarks_page_shows_the_record(script: Any, rows: list[Any], tmp_
     record = {"tables": report.tables(rows, costs), "notes": report.notes(rows, [], costs, "200M")}
     (tmp_path / "offload.json").write_text(json.dumps(record))
     records = tables.Records(tmp_path)
-    made = {name: function(records, "offload.json") for name, function in script("benchmarks_page.offload").OFFLOAD.items()}
-    assert made["offload_tables"].startswith("| throttled, budget 25% of the weights |")
-    assert made["offload_notes"].startswith("- Seconds of decoding")
+    made = {name: function(records, "offload.json") for name, function in script("benchmarks_page.printed").PRINTED.items()}
+    assert made["printed_tables"].startswith("| throttled, budget 25% of the weights |")
+    assert made["printed_notes"].startswith("- Seconds of decoding")

@@ -91,6 +91,7 @@ def test_a_killed_study_resumes_its_cell(
         return evaluate(config, target, *arguments, **options)
 
     monkeypatch.setattr(study, "evaluate", killed_in_the_second)
+    monkeypatch.setattr("study_cells.is_disturbed", lambda row: False)  # a busy machine measures a cell again
     with pytest.raises(KeyboardInterrupt):
         run(dtypes=("float32", "bfloat16"))
     assert "2 cells, 0 of them done" in capsys.readouterr().out

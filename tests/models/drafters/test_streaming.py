@@ -23,6 +23,7 @@ from outrider.models.decoding.loop import read_acceptance
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.runs import Answer, Run
+from outrider.models.decoding.speculation import PaperSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
 from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
@@ -518,8 +519,9 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
         ids = [torch.tensor(prompt)]
         plain = list(generate(target, NullDrafter(), RULES[rule], ids, max_new_tokens=num_new, **seeds))
-        steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, **seeds))
+        chains = PaperSpeculation(micro_batch=2, cutoff=0.0)  # its runs don't depend on the clock
+        steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=chains, **seeds))
         assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
     if kind != "redrafter":  # untrained, so unsure
-        assert (late.num_late > 3) == (kind != "null"), "several runs were under way"
+        assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
         assert (late.num_cancelled > 0) == (kind != "null")

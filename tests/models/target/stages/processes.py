@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds until a process that should end counts as an orphan."""
 
 _context = multiprocessing.get_context("forkserver")
@@ -57,13 +58,14 @@ def run_stage(environment: Mapping[str, str], options: Mapping[str, Any]) -> Non
     raise AssertionError("a stage doesn't return")
 
 
-def run_head(environment: Mapping[str, str], options: Mapping[str, Any], prompt: Sequence[int]) -> None:
-    """Be a head that decodes one text without an end."""
+def run_head(environment: Mapping[str, str], options: Mapping[str, Any], prompt: Sequence[int], decodes: Event) -> None:
+    """Be a head that decodes one text without an end. `decodes` is set after the first answer."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     target = load_target(TargetConfig(**options))
     while True:
-        answer(target, prompt, 256)
+        answer(target, prompt, 16)
+        decodes.set()
 
 
 class Launch:
@@ -91,10 +93,12 @@ class Launch:
         return load_target(TargetConfig(**self.options))
 
     def start_head(self, prompt: Sequence[int]) -> BaseProcess:
-        """Start a head in a process of its own."""
-        arguments = (launched(0, self.world_size, self.port), self.options, list(prompt))
+        """Start a head in a process of its own, and wait until it decodes."""
+        decodes = _context.Event()
+        arguments = (launched(0, self.world_size, self.port), self.options, list(prompt), decodes)
         head = _context.Process(target=run_head, args=arguments, daemon=True)
         head.start()
+        assert decodes.wait(PATIENCE), "the head doesn't decode"
         return head
 
     def require_ended(self) -> list[int | None]:

@@ -131,7 +131,6 @@ def test_stages_end_with_the_head(number: int, statuses: list[int], folder: Path
     with launch(target_options(folder, [2, 2]), monkeypatch) as running:
         running.start_stages()
         head = running.start_head(PROMPT)
-        time.sleep(3)
         for process in (head, *running.stages) if number == signal.SIGINT else (head,):
             os.kill(process.pid or 0, number)
         assert running.require_ended() == statuses
