@@ -100,8 +100,8 @@ class EvalConfig:
     decode: Annotated[str, one_of(*DECODINGS)] = SYNCHRONOUS
     """How drafters decode. `synchronous`: draft a tree, then wait for the target. `pipelined`: keep
     drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
-    `both`: all methods as `synchronous` measures them, then each drafter once more as a pipelined
-    method, with the first of its settings. Plain decoding is the baseline of all."""
+    `both`: all methods as `synchronous` measures them, then each drafter once more, pipelined. Plain
+    decoding is the baseline of all."""
     micro_batch: PositiveInt = 4
     """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"

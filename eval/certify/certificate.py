@@ -20,11 +20,12 @@ from ...data.suites import PromptSet
 from ...data.types import Turn
 from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ...models.decoding.loop import generate
+from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.decoding.sampling import RowSeeds, Sampling, warp
 from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter
-from ...models.drafters.oracle import OracleDrafter
+from ...models.drafters.oracle import OracleDrafter, StreamingOracle
 from ...models.export.certificate_file import CertificateLine
 from ...models.target.hf_target import HFTarget
 from ..measure.audit import audit
@@ -127,7 +128,8 @@ def certify_decoding(
 ) -> list[CertificateLine]:
     """Compare each method's answers with plain decoding's, and its samples with the target.
 
-    Greedy answers are compared alone and in batches; with a target in stages, alone. In float32 and
+    Greedy answers are compared alone and in batches; with a target in stages, alone, and also those
+    of an oracle in the pipelined loop. In float32 and
     float64 the greedy tokens must be equal. In narrower types, plain decoding reads the same text,
     and every token must be its arg-max or lie within twice the noise that the order of computation
     causes (see `Audit`).
@@ -146,6 +148,8 @@ def certify_decoding(
     # 2. Certify the target, then each method.
     most_rows = 1 if recorded_stages(target) else BATCH_SIZE
     jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens, most_rows)]
+    if recorded_stages(target):
+        jobs.append(partial(_certify_pipelined_oracle, target, prompts, max_new_tokens))
     for method in methods:
         label = f"{method.name}, {_decoded_in(target)}"
         jobs += [
@@ -167,7 +171,7 @@ def _certify_greedy(
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), batch_size):
         steps = list(_greedy(target, method.drafter, prompts[start : start + batch_size], max_new_tokens, method.loop))
-        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        num_accepted += sum(step.num_drafted for step in steps)
         answers += _answers(steps, len(prompts[start : start + batch_size]))
     return _compare(f"{label}, greedy{_together(batch_size)}", target, prompts, answers, num_accepted, max_new_tokens)
 
@@ -185,9 +189,22 @@ def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_t
         depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(batch))]
         oracle = OracleDrafter(plain, depths, target.vocab_size)
         steps = list(_greedy(target, oracle, batch, max_new_tokens))
-        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        num_accepted += sum(step.num_drafted for step in steps)
         answers += _answers(steps, len(batch))
     label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy{_together(batch_size)}"
+    return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
+
+
+def _certify_pipelined_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
+    """Certify adoptions, mismatches and cancellations, however good the real drafters are."""
+    num_accepted, answers = 0, []
+    for index, prompt in enumerate(prompts):
+        (plain,) = _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)
+        oracle = StreamingOracle(plain, 1 + index % StreamingOracle.MAX_DEPTH, target.vocab_size)
+        steps = list(_greedy(target, oracle, [prompt], max_new_tokens, generate_pipelined))
+        num_accepted += sum(step.num_drafted for step in steps)
+        answers += _answers(steps, 1)
+    label = f"an oracle drafter, pipelined, {_decoded_in(target)}, greedy"
     return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
 
 
@@ -229,11 +246,11 @@ def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Seq
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
     quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
-    for first_seed in range(0, NUM_TEXTS, size):
+    for first_seed in tqdm(range(0, NUM_TEXTS, size), desc="certify samples", unit="batch", leave=False):
         texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
         seeds = RowSeeds(range(first_seed, first_seed + size))
         steps = list(method.loop(target, method.drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
-        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        num_accepted += sum(step.num_drafted for step in steps)
         tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
         both = torch.cat([texts, tokens], dim=1)
         probs = warp(target.plain_logits(both, SAMPLED_TOKENS + 1)[:, :-1], sampling).cpu()
@@ -319,7 +336,7 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
 
 
 def _greedy(
-    target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, loop: Loop = generate
+    target: HFTarget, drafter: Any, prompts: Sequence[torch.Tensor], max_new_tokens: int, loop: Loop = generate
 ) -> Iterator[Step]:
     rows = [prompt[0] for prompt in prompts]
     return loop(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)

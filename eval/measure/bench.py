@@ -80,7 +80,7 @@ class Bench:
         self._require_budget(suites)
         passes = plan_passes(suites, self.config)
         num_answers = sum(
-            len(prompt.turns) * len(self.methods[temperature, one_pass.batch_size])
+            len(prompt.turns) * sum(map(one_pass.measures, self.methods[temperature, one_pass.batch_size]))
             for one_pass in passes
             for prompt in one_pass.prompts
             for temperature in self.rules
@@ -160,7 +160,7 @@ class Bench:
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
                             fits = self._fits_at(suite, temperature, size, method.name, profiled)
-                            if fits and (method.has_phases or not profiled):
+                            if fits and one_pass.measures(method):
                                 yield Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=profiled)
 
     def _repetitions(self, passes: Iterable[SuitePass]) -> list[Job]:

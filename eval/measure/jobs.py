@@ -25,6 +25,10 @@ class SuitePass:
     repeat: int = 0
     profiled: bool = False
 
+    def measures(self, method: Method) -> bool:
+        """Return whether a method takes part: only phases can be profiled."""
+        return method.has_phases or not self.profiled
+
 
 def plan_passes(suites: Sequence[PromptSet], config: EvalConfig) -> list[SuitePass]:
     """List the passes that measure everything, the profiled ones last.

@@ -21,6 +21,7 @@ from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.target.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
+from ..records.method_names import SHAPE_OPTIONS
 from ..records.names import BASELINE, PIPELINED
 from ..records.run_files import Place
 from .pipelined import pipelined_loop, require_streaming
@@ -113,9 +114,13 @@ def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpe
             f"decode is {config.decode}, and tuned settings are those of the loop that waits for the target; leave --tuned "
             f"out, or set decode={SYNCHRONOUS}"
         )
-    first = {spec.parts: spec for spec in reversed(specs)}  # with the first of its settings
-    kept = specs if config.decode == PIPELINED else [spec for spec in specs if first[spec.parts] is spec]
-    pipelined = [replace(spec, micro_batch=config.micro_batch) for spec in kept]
+    # Settings of a step's tree change nothing there.
+    pipelined: list[MethodSpec] = []
+    for spec in specs:
+        setting = {name: value for name, value in (spec.setting or {}).items() if name not in (*SHAPE_OPTIONS, "pace")}
+        changed = replace(spec, setting=setting, micro_batch=config.micro_batch)
+        if changed not in pipelined:
+            pipelined.append(changed)
     return pipelined if config.decode == PIPELINED else [*specs, *pipelined]
 
 

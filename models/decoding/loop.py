@@ -165,6 +165,7 @@ def make_step(
     accepted: AcceptedPath,
     *,
     is_prefill: bool = False,
+    is_adopted: bool = False,
     seconds: PhaseSeconds | None = None,
 ) -> Step:
     """Return the step of these `rows`, with tokens cut where answers end.
@@ -182,6 +183,7 @@ def make_step(
         origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
+        is_adopted=is_adopted,
         seconds=seconds,
         # Copies, since a recorded drafter overwrites its trees.
         links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,

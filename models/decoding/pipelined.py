@@ -97,7 +97,7 @@ def generate_pipelined(
         speculation.add_answer(answer.number, len(tokens[0]))
         dead = window.follow(tokens[0])
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step(range(1), tokens, stopping, tree, accepted, seconds=seconds)
+        step = make_step(range(1), tokens, stopping, tree, accepted, is_adopted=window.is_root_sent, seconds=seconds)
         draft_seconds = verify_seconds = 0.0
         target.cancel(dead if step.unfinished else [*dead, *window.runs])
         if step.unfinished:

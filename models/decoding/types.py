@@ -125,6 +125,9 @@ class Step:
     drawn: bool
     """Whether its draft tokens were drawn at random (`DraftTree.drawn`)."""
     is_prefill: bool
+    is_adopted: bool = False
+    """Whether the last token was under way as a draft (pipelined only). `num_accepted` leaves it
+    out."""
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each accepted draft token (`DraftTree.origins`), those cut off at an answer's
     end included; None if the tree has one source."""
@@ -132,6 +135,11 @@ class Step:
     """None unless timed."""
     links: tuple[Int[torch.Tensor, "batch node"], Int[torch.Tensor, "batch node"]] | None = None
     """The tree's tokens and parents, for studies of trees; None unless timed."""
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens of all rows were drafts that the target accepted."""
+        return sum(self.num_accepted) + self.is_adopted
 
     @property
     def unfinished(self) -> list[int]:

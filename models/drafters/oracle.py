@@ -1,14 +1,17 @@
-"""A drafter that knows the answers, to test a target's cache without a trained drafter."""
+"""Drafters that know the answers, to test a target's cache without a trained drafter."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
 
+from ..decoding.growing_tree import GrowingTree
 from ..decoding.prompts import Prompts
+from ..decoding.protocols import StreamingDrafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, TargetOutput
+from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
 
 
 class OracleDrafter:
@@ -54,3 +57,47 @@ class OracleDrafter:
 
     def select(self, state: Int[torch.Tensor, "batch 2"], rows: Sequence[int]) -> Int[torch.Tensor, "kept 2"]:
         return state[rows]
+
+
+@dataclass(slots=True)
+class OracleDraft:
+    """Drafts after the first `position` tokens of an answer."""
+
+    position: int = 1
+    tree: GrowingTree = field(default_factory=GrowingTree)
+
+
+class StreamingOracle(StreamingDrafter[OracleDraft]):
+    """Drafter that proposes a known answer while the target reads, with a wrong sibling each time.
+
+    After `right` tokens of the answer only the wrong one is drafted, so that the target corrects it
+    and what is under way is cancelled.
+    """
+
+    MAX_DEPTH = 8
+    WRONG, RIGHT = 0.3, 0.6
+
+    def __init__(self, text: Sequence[int], right: int, vocab_size: int) -> None:
+        self.text, self.right, self.vocab_size = text, right, vocab_size
+
+    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> OracleDraft:
+        return OracleDraft()
+
+    def tree(self, state: OracleDraft) -> GrowingTree:
+        return state.tree
+
+    def grow(self, state: OracleDraft) -> bool:
+        ahead = self.text[state.position : state.position + self.MAX_DEPTH]
+        path = state.tree.follow(ahead)
+        above = path[-1] if path else NO_NODE
+        if len(path) == len(ahead) or state.tree.children(above):
+            return False
+        position = state.position + len(path)
+        tokens = [(self.text[position] + 1) % self.vocab_size, self.text[position]]
+        is_right = position % (self.right + 1) != 0
+        count = 1 + is_right
+        state.tree.add(above, tokens[:count], [self.WRONG, self.RIGHT][:count])
+        return True
+
+    def follow(self, state: OracleDraft, tokens: Sequence[int], output: TargetOutput) -> OracleDraft:
+        return OracleDraft(state.position + len(tokens))

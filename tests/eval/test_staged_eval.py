@@ -106,7 +106,10 @@ def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Pa
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out").read_text())
     assert written["stage_layers"] == [1, 1]
-    assert [line["subject"].split(",")[1].strip() for line in written["lines"][1:]] == ["pipelined"] * 2
+    subjects = [line["subject"] for line in written["lines"]]
+    assert [", pipelined," in subject for subject in subjects] == [False, True, True, True]
+    accepted = [int(re.search(r"(\d+) of them accepted", subject).group(1)) for subject in subjects]  # type: ignore[union-attr]
+    assert min(accepted) > 0, "lines without drafts show nothing"
     assert written["passed"]
 
 
