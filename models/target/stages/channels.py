@@ -22,6 +22,10 @@ import torch
 
 PREFIX = struct.Struct("<QQd")
 """Bytes of the tensor, bytes of the mapping, and the sender's clock."""
+MOST_UNKNOWN_BYTES = 1 << 20
+"""Largest message of a process that hasn't shown that it belongs to this launch."""
+NO_MESSAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError)
+"""Errors of reading bytes that are no message."""
 MOST_PARTS = 16
 """Buffers that one system call sends."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -53,6 +57,9 @@ class Channel:
         self._unsent: deque[memoryview] = deque()
         self._body: torch.Tensor | None = None
         self._expect(bytearray(PREFIX.size))
+        self.is_known = True
+        """Whether the other process belongs to this launch. Before that is known, only small messages
+        without a tensor are read."""
         self.lost = ""
         """Why no more messages arrive or leave; empty while the connection holds."""
 
@@ -97,8 +104,9 @@ class Channel:
                 self._drop(self._socket.sendmsg(list(islice(self._unsent, MOST_PARTS))))
         except BlockingIOError:
             return
-        except OSError as error:
-            self.lost = str(error.strerror)
+        except OSError:
+            # What arrived before the end is still to be read. Then `receive` notes the loss.
+            self._unsent.clear()
 
     def _drop(self, num_bytes: int) -> None:
         """Remove what was sent from the queue."""
@@ -124,6 +132,8 @@ class Channel:
             pass
         except OSError as error:
             self.lost = str(error.strerror)
+        except NO_MESSAGE:
+            self.lost = "it sent bytes that are no message"
         return messages
 
     def _expect(self, room: Any) -> None:
@@ -135,12 +145,16 @@ class Channel:
         # is used as it is, and must begin at an address that suits its type.
         if self._body is None:
             self._tensor_bytes, text_bytes, self._sent_at = PREFIX.unpack(self._room)
+            if not self.is_known and (self._tensor_bytes or text_bytes > MOST_UNKNOWN_BYTES):
+                raise ValueError("too large for the first message")
             self._body = torch.empty(self._tensor_bytes + text_bytes, dtype=torch.uint8)
             self._expect(self._body.numpy())
             return []
         # 2. The message is complete.
         body, self._body = self._body, None
         fields = json.loads(bytes(self._room[self._tensor_bytes :]))
+        if not isinstance(fields, dict):
+            raise TypeError("a message is a mapping")
         self._expect(bytearray(PREFIX.size))
         tensor = None
         if "shape" in fields:
@@ -162,6 +176,13 @@ class Exchange:
         """Serve one more channel."""
         self._channels[channel.fileno()] = channel
         self._poll.register(channel.fileno(), select.POLLIN)
+
+    def remove(self, channel: Channel) -> None:
+        """Serve a channel no more."""
+        for number in [number for number, other in self._channels.items() if other is channel]:
+            self._poll.unregister(number)
+            del self._channels[number]
+            self._waiting.discard(number)
 
     def run(self, seconds: float | None = 0.0) -> list[tuple[Channel, Message]]:
         """Send what is queued, and return the messages that have arrived.

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 LEAST_STALL_SECONDS, STALL_FACTOR = 30.0, 10.0
 """Without `target.stall_seconds` the limit is this factor times the slowest answer, at least so long."""
 QUESTIONS = 3
-"""Questions per stall limit."""
+"""Intervals without progress that are the stall limit. At the end of each, all stages are asked."""
+PAUSE_SECONDS = 1.0
+"""A wait that is so much longer than its limit: this process was stopped (Ctrl-Z, a debugger)."""
 REPORT_SECONDS = 0.3
 """Time between a stage's report of a lost neighbour and that neighbour's own end."""
 GOODBYE_SECONDS = 2.0
@@ -104,7 +106,8 @@ class ProcessLink:
         self._sent_at: dict[int, float] = {}
         self._slowest = 0.0
         self._question = 0
-        self._moved_at = 0.0
+        self._num_still = 0
+        """Intervals without progress, one after the other."""
         self._lost: StageLost | None = None
         self._reported = ""
         self._reported_at = 0.0
@@ -134,18 +137,20 @@ class ProcessLink:
         Raises StageLost if a stage has ended or doesn't answer.
         """
         self._move()
-        self._moved_at, num_asked = time.monotonic(), 0
-        asked_at = self._moved_at
+        is_first, self._num_still, begin = True, 0, time.monotonic()
         while not self._answers:
             self._require_all()
-            now, interval = time.monotonic(), self._stall_limit / QUESTIONS
-            if now - self._moved_at >= self._stall_limit and num_asked:
-                self._lose(self._stalled())
-            elif now - asked_at >= interval:
-                self._ask(is_first=num_asked == 0)
-                asked_at, num_asked = now, num_asked + 1
+            rest = begin + self._stall_limit / QUESTIONS - time.monotonic()
+            if rest > 0:
+                self._move(min(rest, REPORT_SECONDS))
+                continue
+            # An interval is over. After a pause of this process, stages may not have answered yet.
+            self._num_still = 0 if rest < -PAUSE_SECONDS else self._num_still + 1
+            if self._num_still < QUESTIONS:
+                self._ask(is_first=is_first)
+                is_first, begin = False, time.monotonic()
             else:
-                self._move(min(asked_at + interval - now, REPORT_SECONDS))
+                self._lose(self._stalled())
         return self._answers.popleft()
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -189,7 +194,7 @@ class ProcessLink:
             case Type.PROGRESS:
                 progress = tuple(fields["progress"])
                 if stage.progress not in (None, progress):
-                    self._moved_at = time.monotonic()
+                    self._num_still = 0
                 stage.answered, stage.progress = fields["question"], progress
             case Type.LOST if not self._reported:
                 other = self.stages[fields["stage"] - 1]

@@ -130,11 +130,12 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
         meeting.greet(known)
         meeting.answer(digest(config) if meeting.needs_digest() else "")
         # 2. Connect to the neighbours, and load.
-        previous, following = meeting.connect()
         try:
+            previous, following = meeting.connect()
             stage = Stage(LayerSlice.load(skeleton, part, device))
         except Exception as error:
-            meeting.head.send({"type": Type.FAILED, "error": f"{type(error).__name__}: {error}"})
+            kind = "" if isinstance(error, StageLost) else f"{type(error).__name__}: "
+            meeting.head.send({"type": Type.FAILED, "error": f"{kind}{error}"})
             raise
         neighbours = {
             channel: number

@@ -9,13 +9,13 @@ the next one.
 A stage on the head's machine with the same files computes no digest of them.
 """
 
-import hmac
 import json
+import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -28,21 +28,24 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .channels import Channel, Exchange, Message
+from .door import HELLO, LOOK_SECONDS, Door, is_loopback
 from .messages import StageLost
+
+logger = logging.getLogger(__name__)
 
 MEET_SECONDS = 600.0
 """Longest wait for the other processes. Machines are seldom started at the same time."""
-LOOK_SECONDS = 1.0
-"""Interval in which a waiting head notices Ctrl-C."""
-HELLO_SECONDS = 10.0
-"""Longest wait for the first message of a new connection; a stage sends it at once."""
+LOAD_SECONDS = 3600.0
+"""Longest wait until all stages have read their weights."""
+TELL_SECONDS = 30.0
+"""Interval in which a waiting head says for whom it waits."""
 KEY = "head"
 
 
 class Type(StrEnum):
     """What a message is."""
 
-    HELLO = "hello"
+    HELLO = HELLO
     COMPARE = "compare"
     DIGEST = "digest"
     GO = "go"
@@ -122,35 +125,26 @@ class HeadMeeting:
 
     def gather(self, store: Store) -> None:
         """Wait for all stages. Raises ValueError if one of them doesn't come or can't read its files."""
-        key, loopback = secrets.token_hex(16), is_loopback(os.environ["MASTER_ADDR"])
-        with listening(loopback) as server:
-            store.set(KEY, json.dumps([server.getsockname()[1], key]))
-            end = time.monotonic() + MEET_SECONDS
+        key, address = secrets.token_hex(16), os.environ["MASTER_ADDR"]
+        with Door(address, key) as door:
+            store.set(KEY, json.dumps([door.port, key]))
+            end, tell = time.monotonic() + MEET_SECONDS, teller("to come")
             came: dict[int, Guest] = {}
-            while missing := [rank for rank in range(1, 1 + len(self._names)) if rank not in came]:
+            while missing := [name for rank, name in enumerate(self._names, start=1) if rank not in came]:
                 if time.monotonic() > end:
                     raise ValueError(
-                        f"{self._names[missing[0] - 1]} has not come within {MEET_SECONDS:.0f} s; does its process run, and "
-                        f"can its machine reach {os.environ['MASTER_ADDR']}?"
+                        f"{missing[0]} has not come within {MEET_SECONDS:.0f} s; does its process run, and can its machine "
+                        f"reach {address}?"
                     )
-                server.settimeout(LOOK_SECONDS)
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    continue
-                self._channels.append(Channel(connection))
-                if guest := self._welcome(self._channels[-1], key):
+                tell(missing)
+                for channel, fields in door.open():
+                    self._channels.append(channel)
+                    guest = self._guest(channel, fields)
                     came[guest.rank] = guest
         self.guests = [came[rank] for rank in sorted(came)]
 
-    def _welcome(self, channel: Channel, key: str) -> Guest | None:
-        """Return the stage behind a new connection; None if it isn't one of ours."""
-        try:
-            fields = wait_for(channel, Type.HELLO, HELLO_SECONDS).fields
-        except (StageLost, ValueError, KeyError):
-            return None
-        if not hmac.compare_digest(str(fields.get("key")), key):
-            return None
+    def _guest(self, channel: Channel, fields: dict[str, Any]) -> Guest:
+        """Return the stage that a first message describes."""
         name = f"{self._names[fields['rank'] - 1]} of process {fields['process']} on {fields['machine'].partition(':')[0]}"
         if fields["error"]:
             raise ValueError(f"{name}: {fields['error']}")
@@ -169,8 +163,9 @@ class HeadMeeting:
                 other = guest.facts.values.get(name, "")
                 if other != value:
                     problems.append(f"{guest.name} has {other or 'no'} {name}, and the head has {value or 'none'}")
-        for guest in () if problems else self.guests:
-            other = wait_for(guest.channel, Type.DIGEST, name=guest.name).fields["digest"]
+        answers = {} if problems else wait_for_all(self._names_of_channels(), Type.DIGEST, LOAD_SECONDS, "to compare weights")
+        for guest in self.guests if answers else ():
+            other = answers[guest.channel].fields["digest"]
             if other not in ("", digest):
                 problems.append(f"{guest.name} has other weights (digest {other[:12]}) than the head ({digest[:12]})")
         if problems:
@@ -196,93 +191,121 @@ class HeadMeeting:
 
     def wait_until_ready(self) -> None:
         """Wait until all stages have loaded their layers."""
-        for guest in self.guests:
-            wait_for(guest.channel, Type.READY, name=guest.name)
+        wait_for_all(self._names_of_channels(), Type.READY, LOAD_SECONDS, "to load its layers")
+
+    def _names_of_channels(self) -> dict[Channel, str]:
+        return {guest.channel: guest.name for guest in self.guests}
 
 
 class StageMeeting:
     """A stage's side of a meeting."""
 
     def __init__(self, store: Store) -> None:
-        port, self._key = json.loads(store.get(KEY))
-        address = os.environ["MASTER_ADDR"]
-        self.head = Channel(socket.create_connection((address, port), MEET_SECONDS))
-        self._server = listening(is_loopback(address))
+        port, key = json.loads(store.get(KEY))
+        self.head = connected(os.environ["MASTER_ADDR"], port, "the head")
+        self._door = Door(os.environ["MASTER_ADDR"], key)
 
     def greet(self, facts: Facts | None, error: str = "") -> None:
         """Send the head what this process is, or why it can't be a stage."""
         hello = {
             "type": Type.HELLO,
-            "key": self._key,
+            "key": self._door.key,
             "rank": rank(),
             "process": os.getpid(),
             "machine": machine(),
             "facts": None if facts is None else {"machine": facts.machine, "files": facts.files, "values": facts.values},
             "error": error,
             "host": self.head.own_host,
-            "port": self._server.getsockname()[1],
+            "port": self._door.port,
         }
         self.head.send(hello)
 
     def needs_digest(self) -> bool:
         """Wait for the head's question whether to compute the digest of the weights."""
-        return bool(wait_for(self.head, Type.COMPARE, name="the head").fields["needs_digest"])
+        return bool(self._wait_for(Type.COMPARE).fields["needs_digest"])
 
     def answer(self, digest: str) -> None:
         """Send the digest; empty if it wasn't needed."""
         self.head.send({"type": Type.DIGEST, "digest": digest})
 
     def connect(self) -> tuple[Channel, Channel]:
-        """Return the channels from the previous process and to the following one."""
-        address = wait_for(self.head, Type.GO, name="the head").fields["following"]
+        """Return the channels from the previous process and to the following one.
+
+        Raises StageLost if one of them can't be reached, or if the head ends.
+        """
+        address = self._wait_for(Type.GO).fields["following"]
         following = self.head
         if address is not None:
-            following = Channel(socket.create_connection(tuple(address), MEET_SECONDS))
-            following.send({"type": Type.HELLO, "key": self._key})
-        previous = self.head if rank() == 1 else self._accept()
-        self._server.close()
+            following = connected(str(address[0]), int(address[1]), f"stage {rank() + 1}")
+            following.send({"type": Type.HELLO, "key": self._door.key})
+        with self._door as door:
+            previous = self.head if rank() == 1 else self._let_in(door)
         return previous, following
 
-    def _accept(self) -> Channel:
-        self._server.settimeout(MEET_SECONDS)
-        while True:
-            connection, _ = self._server.accept()
-            channel = Channel(connection)
-            try:
-                fields = wait_for(channel, Type.HELLO, HELLO_SECONDS).fields
-            except (StageLost, ValueError, KeyError):
-                continue
-            if hmac.compare_digest(str(fields.get("key")), self._key):
-                return channel
+    def _let_in(self, door: Door) -> Channel:
+        """Return the channel from the previous stage."""
+        exchange, end = Exchange([self.head]), time.monotonic() + MEET_SECONDS
+        while not (guests := door.open()):
+            exchange.run()
+            require(self.head, "the head")
+            if time.monotonic() > end:
+                raise StageLost(f"stage {rank() - 1} has not connected to it within {MEET_SECONDS:.0f} s")
+        return guests[0][0]
+
+    def _wait_for(self, kind: Type) -> Message:
+        return wait_for_all({self.head: "the head"}, kind)[self.head]
 
 
-def wait_for(channel: Channel, kind: Type, seconds: float | None = None, *, name: str = "") -> Message:
-    """Wait for the next message of a process, which must be of this type.
+def wait_for_all(
+    names: Mapping[Channel, str], kind: Type, seconds: float | None = None, purpose: str = ""
+) -> dict[Channel, Message]:
+    """Wait for the next message of each process, which must be of this type.
 
-    Raises StageLost if the process ends or fails before, or after so many seconds.
+    Raises StageLost if a process ends or fails before, or after so many seconds. Says from time to
+    time for whom it waits, if it has a `purpose`.
     """
+    messages: dict[Channel, Message] = {}
+    exchange, tell = Exchange([*names]), teller(purpose)
     end = None if seconds is None else time.monotonic() + seconds
-    exchange = Exchange([channel])
-    while end is None or time.monotonic() < end:
-        for _, message in exchange.run(LOOK_SECONDS):
-            if message.fields["type"] == kind:
-                return message
-            raise StageLost(f"{name} can't go on: {message.fields.get('error', message.fields['type'])}")
-        if channel.lost:
-            raise StageLost(f"{name} has ended before it was ready ({channel.lost}); see its log")
-    raise StageLost(f"{name} doesn't answer")
+    while missing := [channel for channel in names if channel not in messages]:
+        if end is not None and time.monotonic() > end:
+            raise StageLost(f"{names[missing[0]]} has not answered within {seconds:.0f} s")
+        if purpose:
+            tell([names[channel] for channel in missing])
+        for channel, message in exchange.run(LOOK_SECONDS):
+            if message.fields["type"] != kind:
+                raise StageLost(f"{names[channel]} can't go on: {message.fields.get('error', message.fields['type'])}")
+            messages[channel] = message
+        for channel, name in names.items():
+            require(channel, name)
+    return messages
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of the same machine can use an address."""
-    return address == "localhost" or address.startswith(("127.", "::1", "::ffff:127."))
+def require(channel: Channel, name: str) -> None:
+    """Raise StageLost if a process has ended."""
+    if channel.lost:
+        raise StageLost(f"{name} has ended before it was ready ({channel.lost})")
 
 
-def listening(loopback: bool) -> socket.socket:
-    """Return a socket that waits for connections, of this machine only with `loopback`."""
-    if loopback or not socket.has_dualstack_ipv6():
-        return socket.create_server(("127.0.0.1" if loopback else "", 0))
-    return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+def teller(purpose: str) -> Callable[[Sequence[str]], None]:
+    """Return a function that logs for whom the head waits, at most once per TELL_SECONDS."""
+    last = time.monotonic()
+
+    def tell(names: Sequence[str]) -> None:
+        nonlocal last
+        if time.monotonic() - last > TELL_SECONDS:
+            last = time.monotonic()
+            logger.info("waiting for %s %s", ", ".join(names), purpose)
+
+    return tell
+
+
+def connected(host: str, port: int, name: str) -> Channel:
+    """Connect to another process. Raises StageLost if it can't be reached."""
+    try:
+        return Channel(socket.create_connection((host, port), MEET_SECONDS))
+    except OSError as error:
+        raise StageLost(f"it can't reach {name} at {host}:{port} ({error})") from error
 
 
 def versions() -> Mapping[str, str]:

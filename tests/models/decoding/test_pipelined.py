@@ -18,12 +18,22 @@ from outrider.models.decoding.runs import Keep, Run
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
 from outrider.models.decoding.stopping import Finish
-from outrider.models.decoding.types import Step
+from outrider.models.decoding.types import Step, TargetOutput
 from outrider.models.decoding.window import Known, Window
 from outrider.models.drafters.null import NullDrafter
 
 from .schedules import FAULTS, Scheduler
-from .streaming_toys import DRAFTERS, NUM_TOKENS, POLICIES, DialledDrafter, Schedule, options, schedules
+from .streaming_toys import (
+    DRAFTERS,
+    NUM_TOKENS,
+    POLICIES,
+    DialledDrafter,
+    DialledState,
+    RandomSpeculation,
+    Schedule,
+    options,
+    schedules,
+)
 from .toy_stages import ToyStage, ToyTarget, Work
 
 
@@ -261,6 +271,42 @@ def test_a_target_that_has_begun_another_text_is_not_asked_on():
     target.prefill(pipelined.Prompts.of(torch.tensor([PROMPT])), max_new_tokens=1, max_nodes=0)
     with pytest.raises(RuntimeError, match="another batch"):
         next(steps)
+
+
+def test_a_drafter_gets_the_output_of_the_committed_tokens():
+    """In a tree the accepted path isn't made of the first nodes."""
+    longest = 0
+
+    class Checks(DialledDrafter):
+        def follow(self, state: DialledState, tokens: Sequence[int], output: TargetOutput) -> DialledState:
+            nonlocal longest
+            longest = max(longest, len(tokens))
+            assert output.logits[0].argmax(-1).tolist() == list(tokens)
+            return super().follow(state, tokens, output)
+
+    for seed in range(20):
+        drafter = Checks(plain(PROMPT, 2), seed=seed, acceptance=0.5, width=3, confidence=0.4)
+        policy = ExpectedSpeculation(micro_batch=4, clock=lambda: 0.0)
+        run(ToyTarget(2, seed), drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=RandomSpeculation(seed))
+        run(ToyTarget(2, seed), drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=policy)
+    assert longest > 2
+
+
+def test_an_answer_that_waits_is_taken_before_more_is_drafted():
+    num_grown = 0
+
+    class Checks(DialledDrafter):
+        def grow(self, state: DialledState) -> bool:
+            nonlocal num_grown
+            num_grown += 1
+            assert not target.inboxes[-1], "an answer waits"
+            return super().grow(state)
+
+    for seed in range(10):
+        target = ToyTarget(2, seed)
+        drafter = Checks(plain(PROMPT, 2), acceptance=0.8)
+        run(target, drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=PaperSpeculation(micro_batch=1))
+    assert num_grown > 50
 
 
 def test_the_runs_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch):

@@ -60,6 +60,7 @@ class Pipeline:
         """While it is set, stage 2 doesn't begin its next layer."""
         self.ended: list[int] = []
         self.threads = []
+        self.stages: list[StageLink] = []
         for number, head in enumerate(self.heads, start=1):
             previous = head if number == 1 else rings[number - 2][1]
             following = head if number == num_stages else rings[number - 1][0]
@@ -67,6 +68,7 @@ class Pipeline:
                 channel: place for channel, place in ((previous, number - 1), (following, number + 1)) if channel is not head
             }
             stage = StageLink(head, previous, following, neighbours)
+            self.stages.append(stage)
             self.threads.append(threading.Thread(target=self._serve, args=(number, stage), daemon=True))
             self.threads[-1].start()
 
@@ -183,6 +185,66 @@ def test_a_cancelled_run_is_answered_without_hidden_states() -> None:
         assert [answer.hidden is None for answer in answers] == [False, False, True, True]
         running.link.cancel([0, 3])  # too late
         running.link.send(work(4))
+        assert running.link.receive().hidden is not None
+
+
+def test_a_cancellation_takes_one_hop() -> None:
+    """The first stages have passed the run on, so the last one learns of it from the head."""
+    with pipeline(2) as running:
+        running.held.set()
+        running.link.send(work(0))
+        deadline = time.monotonic() + 5
+        while running.stages[1]._num_received == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.link.cancel([0])
+        while not running.stages[1]._cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.held.clear()
+        assert running.link.receive().hidden is None
+
+
+def test_numbers_of_cancelled_runs_are_forgotten() -> None:
+    with pipeline(2) as running:
+        for number in range(0, 20, 2):
+            running.link.send(work(number))
+            running.link.cancel([number])
+            running.link.send(work(number + 1))
+            running.link.receive()
+            running.link.receive()
+        assert all(len(stage._cancelled) <= 1 for stage in running.stages)
+
+
+def test_what_arrived_before_a_failed_send_is_read() -> None:
+    near, far = channels()
+    near.send({"type": "failed", "error": "out of memory"})
+    near.close()
+    for _ in range(3):
+        far.send({"type": "late"})
+        time.sleep(0.05)
+    assert [message.fields["type"] for message in far.receive()] == ["failed"]
+    far.receive()
+    assert far.lost
+    assert not far.has_unsent
+
+
+def test_a_pause_of_the_whole_pipeline_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-Z and `fg`, when no stage has answered yet."""
+    with pipeline(2, stall_seconds=0.6) as running:
+        running.held.set()
+        running.link.send(work(0))
+        pauses = iter([2.0])
+        move = running.link._move
+
+        def moves_late(seconds: float = 0.0) -> None:
+            if running.link._question and (pause := next(pauses, None)):
+                time.sleep(pause)  # nobody runs, and nothing is read
+                threading.Timer(0.3, running.held.clear).start()
+            else:
+                move(seconds)
+
+        monkeypatch.setattr(running.link, "_move", moves_late)
         assert running.link.receive().hidden is not None
 
 

@@ -203,6 +203,27 @@ def test_a_prefill_drops_runs_that_are_under_way(whole: HFTarget, staged: Staged
     torch.testing.assert_close(output.logits, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_prefill_cancels_what_is_under_way_and_is_never_cancelled_itself(
+    whole: HFTarget, staged: StagedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [run_of([ROOT], [], 0), run_of([20], [NO_NODE], 1)]
+    for run in runs:
+        staged.submit(run)
+    cancelled: list[int] = []
+    monkeypatch.setattr(staged.link, "cancel", cancelled.extend)
+    # A cancellation of its number, however early, changes nothing.
+    numbers = iter([next(run_numbers)])
+    monkeypatch.setattr("outrider.models.target.stages.staged_target.run_numbers", numbers)
+    for stage in link_of(staged).stages:
+        handle = stage.handle
+        stage.handle = lambda work, is_cancelled, handle=handle: handle(work, lambda number: True)
+    output = staged.prefill(Prompts.of(torch.tensor([[5, 6, 7]])), max_new_tokens=4, max_nodes=0)
+    assert cancelled == [run.number for run in runs]
+    with torch.inference_mode():
+        expected = whole.plain_logits(torch.tensor([[5, 6, 7]]), 1)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_every_stage_executes_the_same_messages(staged: StagedTarget) -> None:
     handled: list[list[Work]] = [[], []]
     for stage, works in zip(link_of(staged).stages, handled, strict=True):
