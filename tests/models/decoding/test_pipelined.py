@@ -289,7 +289,7 @@ def test_a_drafter_gets_the_output_of_the_committed_tokens():
         policy = ExpectedSpeculation(micro_batch=4, clock=lambda: 0.0)
         run(ToyTarget(2, seed), drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=RandomSpeculation(seed))
         run(ToyTarget(2, seed), drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=policy)
-    assert longest > 2
+    assert longest > 1
 
 
 def test_an_answer_that_waits_is_taken_before_more_is_drafted():
