@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
             of_part = [job for job in jobs if job.part == part]
             print(f"{part}: {len(of_part)} cells, {sum(job.rows(args.output) is not None for job in of_part)} of them done")
         if REAL in args.parts and not args.drafter:
-            print("real: left out; give --drafter DIR, the folder of a draft model of the target")
+            print("real: nothing new is measured; give --drafter DIR, the folder of a draft model of the target")
         if args.plan:
             return
         # 3. Virtual time, which needs no quiet machine, then processes.
@@ -196,18 +196,27 @@ def all_jobs(args: argparse.Namespace, factors: Sequence[float]) -> list[Job]:
     ]
     real = [Job(name=name, condition=condition, part=EMULATED) for name, condition in anchors(factors)]
     sizes = {VIRTUAL: (args.texts, args.new_tokens), EMULATED: (args.real_texts, args.real_tokens)}
-    if args.drafter:
-        sizes[REAL] = sizes[EMULATED]
-        name = f"{args.parameters} parameters grown from {args.target.resolve().name}"
-        for count in STAGE_COUNTS:
-            drafter = sha256_file(args.drafter / WEIGHTS_FILE)
-            condition = Unpadded(num_stages=count, target=name, drafter=drafter, num_texts=1, new_tokens=2)
-            real.append(Job(name=f"{REAL} {count} stages", condition=condition, part=REAL))
     jobs = []
     for job in (*virtual, *real):
         num_texts, new_tokens = sizes[job.part]
         jobs.append(replace(job, condition=replace(job.condition, num_texts=num_texts, new_tokens=new_tokens)))
-    return jobs
+    return [*jobs, *real_jobs(args)]
+
+
+def real_jobs(args: argparse.Namespace) -> list[Job]:
+    """Return the cells of the part real; without a drafter those that are done."""
+    if not args.drafter:
+        cells = [read_json(path) for path in sorted((args.output / "cells" / REAL).glob("*.json"))]
+        return [Job(name=cell["name"], condition=Unpadded(**cell["condition"]), part=REAL) for cell in cells]
+    facts = {
+        "target": f"{args.parameters} parameters grown from {args.target.resolve().name}",
+        "drafter": sha256_file(args.drafter / WEIGHTS_FILE),
+        "num_texts": args.real_texts,
+        "new_tokens": args.real_tokens,
+    }
+    return [
+        Job(name=f"{REAL} {count} stages", condition=Unpadded(num_stages=count, **facts), part=REAL) for count in STAGE_COUNTS
+    ]
 
 
 def run_virtual(jobs: Sequence[Job], args: argparse.Namespace) -> None:
