@@ -194,10 +194,10 @@ def all_jobs(args: argparse.Namespace, factors: Sequence[float]) -> list[Job]:
         Job(name=f"{ABLATION} {acceptance:g}", condition=Condition(acceptance=acceptance), is_ablation=True)
         for acceptance in MARK_ACCEPTANCES
     ]
-    real = [Job(name=name, condition=condition, part=EMULATED) for name, condition in anchors(factors)]
+    emulated = [Job(name=name, condition=condition, part=EMULATED) for name, condition in anchors(factors)]
     sizes = {VIRTUAL: (args.texts, args.new_tokens), EMULATED: (args.real_texts, args.real_tokens)}
     jobs = []
-    for job in (*virtual, *real):
+    for job in (*virtual, *emulated):
         num_texts, new_tokens = sizes[job.part]
         jobs.append(replace(job, condition=replace(job.condition, num_texts=num_texts, new_tokens=new_tokens)))
     return [*jobs, *real_jobs(args)]
