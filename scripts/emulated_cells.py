@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from emulated_stages import EMULATED, RealClock, emulated
+from emulated_stages import EMULATED, RealClock, in_processes
 from grow_target import Source
 from pipeline_conditions import Condition
 from pipeline_language import Recorded
@@ -56,12 +56,18 @@ def make_target(source: Path, folder: Path, num_stages: int) -> HFTarget:
 def record_texts(target: HFTarget, num_texts: int, new_tokens: int) -> list[Text]:
     """Let the whole target answer prompts about code."""
     texts = []
-    for prompt in load_suite("stdlib", limit=num_texts).prompts:
-        ids = encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer)[0][-PROMPT_TOKENS:]
+    for ids in prompts_about_code(target, num_texts):
         steps = generate(target, NullDrafter(), GreedyAcceptance(), ids[None], max_new_tokens=new_tokens + BEYOND)
         texts.append(Text(prompt=ids.tolist(), answer=[token for step in steps for token in step.tokens[0]]))
     target.release_cache()
     return texts
+
+
+def prompts_about_code(target: HFTarget, num_texts: int) -> list[torch.Tensor]:
+    """Return the ends of held-out prompts, as tokens."""
+    prompts = load_suite("stdlib", limit=num_texts).prompts
+    texts = ([Turn(role="user", content=prompt.turns[0])] for prompt in prompts)
+    return [encode_prompt(turns, target.tokenizer)[0][-PROMPT_TOKENS:] for turns in texts]
 
 
 def emulated_rows(target: HFTarget, condition: Condition, best_length: int, texts: Sequence[Text]) -> dict[str, Row]:
@@ -75,7 +81,7 @@ def emulated_rows(target: HFTarget, condition: Condition, best_length: int, text
     # 1. Real processes.
     real: dict[str, list[Decoded]] = {name: [] for name in lengths}
     clock = RealClock()
-    with emulated(target, condition.costs) as staged:
+    with in_processes(target, condition.costs.num_stages, condition.costs) as staged:
         for text, language in zip(texts, languages, strict=True):
             for name, length in lengths.items():
                 drafter = make_drafter(clock, condition.costs, language, length)

@@ -122,13 +122,13 @@ class DelayedExchange:
 
 
 @contextmanager
-def emulated(target: HFTarget, costs: Costs) -> Iterator[StagedTarget]:
-    """Yield a target whose layers are in as many processes as there are stages.
+def in_processes(target: HFTarget, count: int, costs: Costs | None = None) -> Iterator[StagedTarget]:
+    """Yield a target whose layers are in so many processes, which take the emulated time of `costs`.
 
-    They share the target's memory, so this process must not have computed with several threads.
+    Without `costs` they take their own time, with the fastest linear layers. The processes share
+    the target's memory, so this process must not have computed with several threads.
     """
-    # 1. Layers are split evenly: their emulated seconds have nothing to do with them.
-    count = costs.num_stages
+    # 1. Layers are split evenly: emulated seconds have nothing to do with them.
     num_layers = target.model.config.get_text_config().num_hidden_layers
     if num_layers < count:
         raise ValueError(f"the target has {num_layers} layers for {count} stages; grow it, so that each stage has a layer")
@@ -150,10 +150,12 @@ def emulated(target: HFTarget, costs: Costs) -> Iterator[StagedTarget]:
             end.close()
     stages = [RemoteStage(f"stage {index + 1}", Channel(pair[0])) for index, pair in enumerate(control)]
     link = ProcessLink(stages)
-    link._exchange = DelayedExchange(link._exchange, costs)  # type: ignore[assignment]
+    if costs is not None:
+        link._exchange = DelayedExchange(link._exchange, costs)  # type: ignore[assignment]
     try:
         ends_of_model, counts = EndSlice.cut(copy_sharing_weights(target)), [last - first for first, last in pairwise(bounds)]
-        yield StagedTarget(ends_of_model, target.tokenizer, target.identity, link, stage_layers=counts)
+        is_fast = costs is None
+        yield StagedTarget(ends_of_model, target.tokenizer, target.identity, link, stage_layers=counts, fast_linears=is_fast)
     finally:
         link.close()
         for process in processes:
@@ -177,7 +179,7 @@ def copy_sharing_weights(target: HFTarget) -> PreTrainedModel:
 
 
 def stage_process(
-    target: HFTarget, costs: Costs, index: int, layers: range, ends: Sequence[Any], every: Sequence[socket.socket]
+    target: HFTarget, costs: Costs | None, index: int, layers: range, ends: Sequence[Any], every: Sequence[socket.socket]
 ) -> None:
     """Be a stage until the head stops it."""
     leave_interrupts_to_the_head()
@@ -188,8 +190,10 @@ def stage_process(
     previous, following = (head if end is None else Channel(end) for end in ends[1:])
     neighbours = {channel: number for channel, number in ((previous, index), (following, index + 2)) if channel is not head}
     link = StageLink(head, previous, following, neighbours)
+    target.release_hooks()
+    part = LayerSlice.cut(target.model, layers)
+    if costs is None:
+        serve(Stage(part), link, fast_linears=True)
     delayed = DelayedExchange(link._exchange, costs)
     link._exchange = delayed  # type: ignore[assignment]
-    target.release_hooks()
-    stage = SleepingStage(LayerSlice.cut(target.model, layers), costs, index, delayed.arrivals)
-    serve(stage, link, fast_linears=False)
+    serve(SleepingStage(part, costs, index, delayed.arrivals), link, fast_linears=False)

@@ -34,9 +34,22 @@ class Condition:
     claimed: float | None = None
     cancels: bool = True
     is_backward: bool = False
-    repeats: bool = False
+    sends_twice: bool = False
     num_texts: int = 8
     new_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpadded:
+    """What real processes decode without emulated times."""
+
+    num_stages: int
+    target: str
+    """The grown target in words."""
+    drafter: str
+    """Digest of the drafter's weights."""
+    num_texts: int
+    new_tokens: int
 
 
 def stages_of_target(num_stages: int) -> Costs:

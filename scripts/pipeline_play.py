@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from outrider.models.decoding.types import Step
 
 VIRTUAL = "virtual time"
 PROMPT_LENGTH = 16
+METER_ROUNDS, METER_CALLS = 5, 2000
+"""Measured calls of an empty method that show what measuring takes. The fastest round counts."""
 MakeSpeculation = Callable[[AnyClock], Speculation]
 """Makes a policy that reads this clock."""
 
@@ -60,22 +63,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Meter:
-    """Processor seconds spent in the target and in the drafter."""
+    """Processor seconds spent in the target and in the drafter, and the number of their calls."""
 
     seconds: float = 0.0
-    is_inside: bool = False
+    num_calls: int = 0
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        if self.is_inside:
-            yield
-            return
-        start, self.is_inside = time.thread_time(), True
-        try:
-            yield
-        finally:
-            self.is_inside = False
-            self.seconds += time.thread_time() - start
+    @property
+    def whole_seconds(self) -> float:
+        """Seconds with what the meter itself takes."""
+        return self.seconds + self.num_calls * seconds_of_metering()
 
 
 @dataclass(slots=True)
@@ -86,15 +82,33 @@ class Metered:
     meter: Meter = field(default_factory=Meter)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.inner, name)
+        value, meter = getattr(self.inner, name), self.meter
         if not callable(value):
             return value
 
         def measured(*args: Any, **options: Any) -> Any:
-            with self.meter.measuring():
+            start = time.thread_time()
+            try:
                 return value(*args, **options)
+            finally:
+                meter.num_calls += 1
+                meter.seconds += time.thread_time() - start
 
         return measured
+
+
+@cache
+def seconds_of_metering() -> float:
+    """Measure the processor seconds that a measured call takes beside the measured ones."""
+    samples = []
+    for _ in range(METER_ROUNDS):
+        meter = Meter()
+        empty = Metered(SimpleNamespace(call=lambda: None), meter)
+        start = time.thread_time()
+        for _ in range(METER_CALLS):
+            empty.call()
+        samples.append((time.thread_time() - start - meter.seconds) / METER_CALLS)
+    return min(samples)
 
 
 def play(
@@ -113,7 +127,7 @@ def play(
     clock, costs, meter = Clock(), condition.costs, Meter()
     language = language or Language(seed, condition.acceptance, spread=condition.spread, claimed=condition.claimed)
     pipeline = Pipeline(costs, clock, cancels=condition.cancels, is_backward=condition.is_backward)
-    target = VirtualTarget(pipeline, language, repeats=condition.repeats)
+    target = VirtualTarget(pipeline, language, sends_twice=condition.sends_twice)
     drafter = make_drafter(clock, costs, language, num_drafts)
     policy = speculation(clock) if speculation else None
     text = decode(Metered(target, meter), Metered(drafter, meter), prompt, condition.new_tokens, clock, policy, meter)
@@ -144,11 +158,12 @@ def decode(
     else:
         steps = generate_pipelined(target, drafter, rule, prompts, max_new_tokens=new_tokens, speculation=speculation)
     tokens, times = [*next(steps).tokens[0]], []
-    start, start_seconds, meter.seconds = clock.now, time.thread_time(), 0.0
+    start, meter.seconds, meter.num_calls = clock.now, 0.0, 0
+    start_seconds = time.thread_time()
     for step in steps:
         tokens += step.tokens[0]
         times += [clock.now - start] * len(step.tokens[0])
-    head_seconds = max(time.thread_time() - start_seconds - meter.seconds, 0.0)
+    head_seconds = max(time.thread_time() - start_seconds - meter.whole_seconds, 0.0)
     return Decoded(tokens=tokens, times=times, start=start, head_seconds=head_seconds)
 
 

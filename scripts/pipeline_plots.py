@@ -39,11 +39,12 @@ def plot_sweeps(cells: Cells, points: Sequence[Mapping[str, Any]], path: Path) -
                 axes.plot(places, speeds, color=color, marker="o", markersize=3, label=title)
                 measured = points_of(points, sweep, swept, title)
                 axes.plot(*zip(*measured, strict=True), "x", color=color, markersize=7) if measured else None
-            axes.axhline(1.0, **PARITY_LINE)
+            axes.axhline(1.0, label="plain", **PARITY_LINE)
             axes.set_xlabel(label)
+            axes.set_ylabel("speed over plain decoding")
             axes.set_ylim(bottom=0)
             axes.spines[["top", "right"]].set_visible(False)
-        panels[0].set_title(f"Speed over plain decoding, {clock_of(cells)}", loc="left")
+        panels[0].set_title(f"lines: {clock_of(cells)}", loc="left", fontsize=8)
         panels[0].legend(frameon=False, fontsize=7)
         if points:
             panels[1].set_title("crosses: emulated stages, wall clock", loc="left", fontsize=8)
@@ -63,28 +64,30 @@ def points_of(points: Sequence[Mapping[str, Any]], sweep: str, rows: Cells, titl
     return found
 
 
-def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, begin: float, end: float) -> None:
+def plot_gantt(texts: Mapping[str, Outcome], path: Path, *, first: int, last: int) -> None:
     """Draw what each stage computes, a panel for each method. Cancelled parts are hatched.
 
-    Each run has its number of entries. Ticks below show when tokens were emitted.
+    The panels show the same tokens of one text: those after `first`, up to `last`. Each run has its
+    number of entries. Ticks below show when tokens were emitted.
     """
     with drawing(path, 11.0, 1.2 + 2.1 * len(texts)) as figure:
         panels = figure.subplots(len(texts), 1, sharex=True, squeeze=False)[:, 0]
+        panels[0].margins(x=0.01)
         for axes, (title, text) in zip(panels, texts.items(), strict=True):
+            begin, end = (text.decoded.times[number - 1] for number in (first, last))
             draw_stages(axes, text, begin, end)
-            emitted = [time for time in text.decoded.times if begin < time <= end]
-            axes.set_title(f"{title}: {len(emitted)} tokens in {MILLISECONDS * (end - begin):.0f} ms", loc="left")
-        panels[-1].set_xlabel("milliseconds after the prompt, virtual time")
+            axes.set_title(f"{title}: tokens {first + 1} to {last} of the text in {end - begin:.2f} s", loc="left")
+        panels[-1].set_xlabel(f"milliseconds after token {first}, virtual time")
         panels[0].legend(handles=legend(), loc="upper right", ncols=4, fontsize=7, bbox_to_anchor=(1.0, 1.22), frameon=False)
 
 
 def draw_stages(axes: Any, text: Outcome, begin: float, end: float) -> None:
-    """Draw the bars of one method between two times."""
+    """Draw the bars of one method between two times, from 0 on."""
 
     def bar(start: float, stop: float) -> tuple[float, float]:
         """Return the begin and the length in milliseconds of the part that is drawn."""
         first, last = max(start - text.decoded.start, begin), min(stop - text.decoded.start, end)
-        return MILLISECONDS * first, MILLISECONDS * max(last - first, 0.0)
+        return MILLISECONDS * (first - begin), MILLISECONDS * max(last - first, 0.0)
 
     # 1. Runs at the stages: those that were cancelled at last are hatched.
     num_stages = text.pipeline.costs.num_stages
@@ -101,13 +104,12 @@ def draw_stages(axes: Any, text: Outcome, begin: float, end: float) -> None:
     # 2. The head: draft passes, and the tokens.
     drafts = [part for part in (bar(*times) for times in text.drafts) if part[1]]
     axes.broken_barh(drafts, (-0.9, 0.8), facecolor=DRAFT, linewidth=0)
-    ends = [MILLISECONDS * time for time in text.decoded.times if begin < time <= end]
+    ends = [MILLISECONDS * (time - begin) for time in text.decoded.times if begin < time <= end]
     axes.plot(ends, [num_stages + 0.35] * len(ends), "v", color=COLORS[1], markersize=4, clip_on=False)
     # 3. The axes.
     axes.set_yticks([-0.5, *(stage + 0.5 for stage in range(num_stages))], ["drafts", *map(str, range(1, num_stages + 1))])
     axes.tick_params(axis="y", length=0, labelsize=7)
     axes.set_ylim(num_stages + 0.7, -1.1)
-    axes.set_xlim(MILLISECONDS * begin, MILLISECONDS * end)
     axes.set_ylabel("stage")
     axes.spines[["top", "right"]].set_visible(False)
 

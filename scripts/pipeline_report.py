@@ -1,16 +1,28 @@
 """Tables of the pipeline bench. Every table names its clock."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pipeline_conditions import Condition, predicted
-from pipeline_methods import ABLATIONS, PAPER, PIPELINED, PLAIN, USUAL_LENGTH, Row, best_synchronous, synchronous
+from pipeline_conditions import Condition, Unpadded, predicted
+from pipeline_methods import (
+    ABLATIONS,
+    MICRO_BATCHES,
+    PAPER,
+    PAPER_CUTOFF,
+    PIPELINED,
+    PLAIN,
+    USUAL_LENGTH,
+    Row,
+    best_synchronous,
+    synchronous,
+)
 
 Rows = Mapping[str, Row]
 Cells = Mapping[str, Rows]
 """The rows of each condition, by its name."""
-RESAMPLES, INTERVAL = 2000, (2.5, 97.5)
+RESAMPLES, INTERVAL, LEAST_TEXTS = 2000, (2.5, 97.5), 2
 SWEEPS = ("acceptance", "stages", "hop", "entry", "draft", "head", "spread")
 DETAILED = ("acceptance", "stages")
 """Sweeps whose details have a table."""
@@ -39,9 +51,9 @@ def interval(row: Row, base: Row) -> list[float]:
 
 
 def text(row: Row, base: Row) -> str:
-    """Format a speed over another method, with its interval."""
-    low, high = interval(row, base)
-    return f"{ratio(row, base):.2f}x [{low:.2f}, {high:.2f}]"
+    """Format a speed over another method, with its interval if there are several texts."""
+    ends = "-" if len(row["text_seconds"]) < LEAST_TEXTS else ", ".join(f"{end:.2f}" for end in interval(row, base))
+    return f"{ratio(row, base):.2f}x [{ends}]"
 
 
 def of_sweep(cells: Cells, sweep: str) -> dict[str, Rows]:
@@ -59,7 +71,7 @@ def sweep_tables(cells: Cells) -> list[str]:
 
 def speed_table(title: str, cells: Cells) -> str:
     """Format tokens per second of all methods, and the speed of pipelined speculation over them."""
-    lines = [f"Tokens per second, {clock_of(cells)}. Right: ours over plain (p), K=4, best K."]
+    note = f"Tokens per second, {clock_of(cells)}.\nRight: ours over plain (p), K=4, best K."
     columns = [title, "plain", "K=4", "best K", "ours", "/p", "/K=4", "/best"]
     body = []
     for name, rows in cells.items():
@@ -67,7 +79,28 @@ def speed_table(title: str, cells: Cells) -> str:
         fixed = rows[synchronous(USUAL_LENGTH)]
         speeds = [number(rows[PLAIN]), number(fixed), f"{number(best)} ({best['num_drafts']})", number(ours)]
         body.append([name, *speeds, *(f"{ratio(ours, row):.2f}" for row in (rows[PLAIN], fixed, best))])
-    return "\n".join([*lines, "", table(columns, body)])
+    return f"{note}\n\n{table(columns, body)}"
+
+
+def paper_table(cells: Cells) -> str:
+    """Format the speed of the paper's rule beside the other methods."""
+    columns = ["condition", "paper's rule", "/p", "/K=4", "/best K", "ours over it"]
+    body = []
+    for name, rows in of_detail(cells).items():
+        paper, bases = rows[PAPER], (rows[PLAIN], rows[synchronous(USUAL_LENGTH)], best_synchronous(rows))
+        ratios = [f"{ratio(paper, base):.2f}" for base in bases]
+        body.append([name, f"{number(paper)} ({paper['micro_batch']})", *ratios, f"{ratio(rows[PIPELINED], paper):.2f}"])
+    note = (
+        f"PipeInfer's own rule with a cutoff of {PAPER_CUTOFF:g}, tokens per second,\n"
+        f"{clock_of(cells)}. In brackets: its best number of draft tokens in a run, of\n"
+        f"{', '.join(map(str, MICRO_BATCHES))}, chosen in hindsight. Over plain (p), K=4 and the best K."
+    )
+    return f"{note}\n\n{table(columns, body)}"
+
+
+def of_detail(cells: Cells) -> dict[str, Rows]:
+    """Return the conditions whose details have a table."""
+    return {name: rows for name, rows in cells.items() if name.startswith(DETAILED) or name.partition(" ")[0] not in SWEEPS}
 
 
 def formula_table(cells: Mapping[str, tuple[Condition, Rows]]) -> str:
@@ -90,7 +123,7 @@ def ablation_table(cells: Cells) -> str:
     """Format the speed of each ablation over that of the whole."""
     columns = ["without a part (virtual time)", *(f"{name}" for name in cells)]
     body = [["pipelined, tokens/s", *(number(rows[PIPELINED]) for rows in cells.values())]]
-    names = [name for name in (*ABLATIONS, PAPER) if any(name in rows for rows in cells.values())]
+    names = [name for name in ABLATIONS if any(name in rows for rows in cells.values())]
     body += [[name, *(over_whole(rows, name) for rows in cells.values())] for name in names]
     return table(columns, body)
 
@@ -103,9 +136,7 @@ def details_table(cells: Cells) -> str:
     """Format what pipelined speculation does: latencies, and the use of the stages."""
     columns = ["condition", "first", "gap", "p95", "busy", "K=4", "saved", "KB/token"]
     body = []
-    for name, rows in cells.items():
-        if name.partition(" ")[0] in SWEEPS and not name.startswith(DETAILED):
-            continue
+    for name, rows in of_detail(cells).items():
         ours, fixed = rows[PIPELINED], rows[synchronous(USUAL_LENGTH)]
         milliseconds = [f"{1e3 * ours[key]:.0f} ms" for key in ("first_seconds", "gap_median_seconds", "gap_p95_seconds")]
         shares = [percent(ours["utilisation"]), percent(fixed["utilisation"]), percent(ours["saved_share"])]
@@ -150,7 +181,28 @@ def agreement_table(points: Sequence[Mapping[str, Any]]) -> str:
         ]
         for point in points
     ]
-    return f"Tokens per second: emulated stages by the wall clock, and virtual time.\n\n{table(columns, body)}"
+    note = (
+        "Tokens per second: emulated stages by the wall clock, and virtual time. The\n"
+        "simulator takes the head's seconds for an answer from the same real runs."
+    )
+    return f"{note}\n\n{table(columns, body)}"
+
+
+def real_table(cells: Mapping[Unpadded, Rows]) -> str:
+    """Format the speeds of real processes, over plain decoding by the same processes."""
+    columns = ["stages", "method", "tokens/s", "over plain", "identical"]
+    body = []
+    for condition, rows in cells.items():
+        for name, row in rows.items():
+            identical = f"{row['num_identical']} of {row['num_texts']}"
+            body.append([str(condition.num_stages), name, number(row), text(row, rows[PLAIN]), identical])
+    size = next(iter(cells))
+    note = (
+        f"{clock_of({str(condition): rows for condition, rows in cells.items()}).capitalize()}. Nothing is emulated.\n"
+        f"{size.target}, float32, and a draft model;\n"
+        f"{size.num_texts} prompts about code, {size.new_tokens} tokens each; {os.cpu_count()} cores, one thread a process."
+    )
+    return f"{note}\n\n{table(columns, body)}"
 
 
 def clock_of(cells: Cells) -> str:

@@ -36,20 +36,20 @@ class Entry:
 class VirtualTarget:
     """Target in virtual time, both synchronous and asynchronous, for one prompt.
 
-    With `repeats` a bonus token that is under way is sent once more, alone, as in PipeInfer's code:
+    With `sends_twice` a bonus token that is under way is sent once more, alone, as in PipeInfer's code:
     an ablation.
     """
 
     context_length = CONTEXT_LENGTH
     has_fixed_shapes = False
 
-    def __init__(self, pipeline: Pipeline, language: Language, *, repeats: bool = False) -> None:
-        self.pipeline, self.language, self.repeats = pipeline, language, repeats
+    def __init__(self, pipeline: Pipeline, language: Language, *, sends_twice: bool = False) -> None:
+        self.pipeline, self.language, self.sends_twice = pipeline, language, sends_twice
         self.num_prefills = self.num_entries = 0
         self.text = 0
         """The text in the cache, without the window."""
         self.root = 0
-        """The text at the root, if `repeats`."""
+        """The text at the root, if `sends_twice`."""
         self.window: list[Entry] = []
         self.under_way: dict[int, tuple[list[Entry], set[int]]] = {}
         """The new entries of each run, and the runs that read the entries on their paths."""
@@ -140,7 +140,7 @@ class VirtualTarget:
         self.pipeline.clock.now += self.pipeline.costs.head_seconds
         is_dead = message.number in self.pipeline.cancelled
         assert is_dead or not self.skipped & needed, "an answer depends on a run that was skipped"
-        if self.repeats and not is_dead and self._is_bonus_under_way(entries):
+        if self.sends_twice and not is_dead and self._is_bonus_under_way(entries):
             self.pipeline.send(next(run_numbers), 1)
         return Answer(number=message.number, output=self._output([entry.text for entry in entries]))
 
