@@ -115,9 +115,14 @@ def parse_arguments(arguments: list[str]) -> Request:
     return request
 
 
+def with_underscores(option: str) -> str:
+    """Return an option as accelerate's files spell it: --num_processes for --num-processes."""
+    return option.replace("-", "_").replace("__", "--", 1)
+
+
 def _unknown_option(name: str) -> str:
     """Return the message for an unknown option, with the option that it probably means."""
-    if name.replace("-", "_").replace("__", "--", 1) in LAUNCHER_OPTIONS:
+    if with_underscores(name) in LAUNCHER_OPTIONS:
         names = ", ".join(choices("launch"))
         return f"{name} is an option of accelerate launch; give --launch NAME before it. NAME is one of {names}"
     close = get_close_matches(name, [*OWN_OPTIONS, *HYDRA_OPTIONS], 1)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from . import options as shared
 from .errors import starts_again
+from .launch import launch_stages
 from .options import chosen_suite, config_from, load_chosen_target, take_paths, target_config
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def certify_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     stage_layers: shared.StageLayers = None,
+    stall_seconds: shared.StallSeconds = None,
     launch: shared.Launch = None,
     decode: shared.Decode = "synchronous",
     device: shared.Device = None,
@@ -52,11 +54,11 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or remove --no-rules")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    is_of_stages = stage_layers or decode != "synchronous"
+    is_of_stages = stage_layers or launch or decode != "synchronous"
     if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or is_of_stages):
         raise ValueError(
-            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers and --decode need a target, and "
-            "there is none; give --target and --drafter"
+            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers, --launch and --decode need a "
+            "target, and there is none; give --target and --drafter"
         )
     import torch  # torch and the modules that use it load too slowly for --help
 
@@ -106,6 +108,7 @@ def _certify_decoding(
     raise_problems(stage_problems(config, target_config(options).stage_layers))
     all_parts = [parse_drafter_name(name) for name in drafter]
     check_inputs(config, all_parts)
+    launch_stages(options["launch"], target_config(options))
     target = load_chosen_target(options)
 
     # 2. Name each method as the tables of an evaluation do, and decode with it.

@@ -20,7 +20,7 @@ from .config import field_problems, missing_values, problem_report, register, to
 from .describe import GROUPS, Option, choices, sections
 from .errors import user_errors
 from .keys import unknown_keys
-from .launch import launch
+from .launch import launch, require_stages
 from .recipe_file import RecipeFile, find_recipe_file, read_recipe_file, unknown_choice
 
 register()
@@ -57,10 +57,12 @@ def main() -> None:
         config = to_run_config(composed)  # checked before torch is imported
 
         # 3. Run it, in processes of accelerate if `--launch` is given.
-        if request.launch is not None:
-            launch(request.launch, request.launch_options, ["outrider.train", *request.overrides])
-        from .run import run  # imports torch, transformers and all stages
+        from .run import require_inputs, run  # imports torch, transformers and all stages
 
+        if request.launch is not None:
+            require_inputs(config)  # here, so that a mistake is printed once
+            require_stages(request.launch, request.launch_options, config.target)
+            launch(request.launch, request.launch_options, ["outrider.train", *request.overrides])
         run(config)
 
 

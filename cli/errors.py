@@ -4,8 +4,10 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from .quiet import silence_libraries
@@ -21,10 +23,20 @@ COMMAND_OPTIONS = {
     "target.memory_budget_gib": "--memory-budget-gib",
     "target.budget_tokens": "--budget-tokens",
     "target.stage_layers": "--stage-layers",
+    "target.stall_seconds": "--stall-seconds",
+    "eval.acceptance": "--acceptance",
+    "eval.batch_sizes": "--batch-size",
+    "eval.decode": "--decode",
+    "eval.max_new_tokens": "--max-new-tokens",
+    "eval.memory_bandwidth_gbs": "--bandwidth",
+    "eval.micro_batch": "--micro-batch",
+    "eval.too_long": "--too-long",
 }
 """Options of a configuration, and their names in the commands other than `outrider run`."""
 COMMAND_VARIABLE = "OUTRIDER_COMMAND"
 """Environment variable with the command that the user ran, such as `make demo`."""
+SAME_ERROR_SECONDS = 5.0
+"""Time in which a launch's first process prints an error that all its processes have."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
@@ -48,13 +60,13 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
 
     With OUTRIDER_DEBUG=1 the error is raised with its traceback. Ctrl-C exits with INTERRUPTED, and
     the message names the finished work and the command that resumes. Other libraries' warnings are
-    silenced.
+    silenced. Of the processes of a launch the first one prints: see SAME_ERROR_SECONDS.
     """
     silence_libraries()
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        # Only the first process prints: the others would print the same message.
+        # The other processes would print the same message.
         if os.environ.get("RANK", "0") == "0":
             kept = f"{interrupt.args[0]} " if interrupt.args else "Finished files are kept. "
             purpose = "start again" if isinstance(interrupt, StartsAgain) else "resume"
@@ -63,15 +75,32 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # With the same error the first process ends earlier, and the launcher then ends this one.
+            time.sleep(SAME_ERROR_SECONDS)
         sys.stderr.write(f"outrider: error: {words(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
 
 
 def in_command_words(text: str) -> str:
-    """Replace a configuration's options in a message by command options (`--chat-template`)."""
+    """Replace a configuration's options in a message by command options (`--chat-template`).
+
+    An option is named with its section, or without it where a value follows: `decode is pipelined`.
+    A list becomes the text of the option: `--stage-layers 4,4`.
+    """
     for option, name in COMMAND_OPTIONS.items():
-        text = text.replace(f"{option}=", f"{name} ").replace(option, name)
+        section, _, field = option.partition(".")
+        # A name with an underscore is no word of a sentence.
+        bare = field if "_" in field else rf"{field}(?=\[?=| is | to )"
+        named = rf"(?<![\w.-])(?:{section}\.{field}|{bare})(?!\w)"
+        text = re.sub(rf"{named}=\[([^]]*)\]", partial(_as_text, name), text)
+        text = re.sub(rf"{named}(\[\d+\])?=", f"{name} ", text)
+        text = re.sub(named, name, text)
     return re.sub(r"eval\.suites=\[.*\]", _suite_paths, text)
+
+
+def _as_text(name: str, values: re.Match[str]) -> str:
+    return f"{name} {values[1].replace(' ', '')}"
 
 
 def _suite_paths(suites: re.Match[str]) -> str:

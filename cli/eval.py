@@ -71,6 +71,7 @@ def eval_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     stage_layers: shared.StageLayers = None,
+    stall_seconds: shared.StallSeconds = None,
     launch: shared.Launch = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
@@ -111,8 +112,10 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
     from .errors import command_line
+    from .launch import launch_stages
 
     check_inputs(config, drafters)
+    launch_stages(options["launch"], target_config(options))
     with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
         target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None

@@ -4,30 +4,44 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .arguments import LAUNCHER_OPTIONS
+from .arguments import LAUNCHER_OPTIONS, with_underscores
 from .describe import choices
 from .errors import COMMAND_VARIABLE, command_line
 from .keys import closest
+from .quiet import silence_bars
+
+if TYPE_CHECKING:
+    from ..models.target.config import TargetConfig
 
 LAUNCHED_COMMANDS = ("eval", "certify")
 """Commands that take --launch, for a target in stages. `outrider run` reads its own command line."""
 
 
-def launch_if_asked(arguments: Sequence[str]) -> None:
-    """Replace this process by `accelerate launch` if a command has --launch NAME.
+@dataclass(frozen=True, slots=True)
+class LaunchArguments:
+    """Arguments of a command that takes --launch, for a target in stages, sorted by their readers."""
 
-    Options of accelerate may follow anywhere. Returns if there is no --launch.
+    file: str | None
+    """Name or path of the launch file; None without --launch."""
+    options: list[str]
+    """Options of accelerate."""
+    command: list[str]
+    """The command and its other options."""
+
+
+def launch_arguments(arguments: Sequence[str]) -> LaunchArguments:
+    """Sort the arguments of `outrider eval` or `outrider certify`.
+
+    Beside --launch, options of accelerate may be anywhere, also with hyphens (--num-processes).
     """
-    if not arguments or arguments[0] not in LAUNCHED_COMMANDS:
-        return
-    file: str | None = None
-    options: list[str] = []
-    kept: list[str] = []
+    file, options, command = None, [], []
+    is_launched = any(argument.partition("=")[0] == "--launch" for argument in arguments)
     rest = deque(arguments)
     while rest:
         argument = rest.popleft()
@@ -36,12 +50,47 @@ def launch_if_asked(arguments: Sequence[str]) -> None:
         if name == "--launch":
             if not (file := rest.popleft() if has_value else value):
                 raise ValueError(f"--launch needs a launch file: one of {', '.join(choices('launch'))}, or a path")
-        elif name in LAUNCHER_OPTIONS:
+        elif is_launched and with_underscores(name) in LAUNCHER_OPTIONS:
             options += [argument, rest.popleft()] if has_value else [argument]
         else:
-            kept.append(argument)
+            command.append(argument)
+    return LaunchArguments(file, options, command)
+
+
+def own_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that the command itself reads, without the options of accelerate."""
+    if not arguments or arguments[0] not in LAUNCHED_COMMANDS:
+        return list(arguments)
+    parsed = launch_arguments(arguments)
+    return [*parsed.command, *([] if parsed.file is None else ["--launch", parsed.file])]
+
+
+def launch_stages(file: str | None, target: "TargetConfig") -> None:
+    """Start this command again in a process for each stage of the target, if there is a launch file.
+
+    To be called after everything else that needs no weights is checked. Raises ValueError for
+    several processes without stages, and for a target that they couldn't load.
+    """
+    parsed = launch_arguments(sys.argv[1:])
+    count = int(os.environ.get("WORLD_SIZE", "1")) if file is None else num_processes(file, parsed.options)
+    if target.stage_layers is None and count > 1:
+        # Each process would do all the work, in the same folder.
+        raise ValueError(
+            f"{count} processes are launched, and target.stage_layers is not set, which divides the target among them; give "
+            "the layers of each stage (target.stage_layers=[4,4]), or leave --launch out"
+        )
     if file is not None:
-        launch(file, options, ["outrider.cli", *kept])
+        require_stages(file, parsed.options, target)
+        launch(file, parsed.options, ["outrider.cli", *parsed.command])
+
+
+def require_stages(file: str, options: Sequence[str], target: "TargetConfig") -> None:
+    """Raise ValueError if the processes of a launch couldn't load this target in its stages."""
+    if target.stage_layers is not None:
+        from ..models.target.loading import require_divisible
+
+        silence_bars()
+        require_divisible(target, num_processes(file, options))
 
 
 def launch(file: str, options: Sequence[str], program: Sequence[str]) -> None:
@@ -59,20 +108,39 @@ def launch(file: str, options: Sequence[str], program: Sequence[str]) -> None:
 
 def launch_command(file: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
     """Return the command of accelerate's launcher for a module and its arguments."""
-    packaged, path = choices("launch"), _path(file)
+    return [sys.executable, "-m", "outrider.cli.launcher", "--config_file", str(_path(file)), *options, "-m", *program]
+
+
+def _path(file: str) -> Path:
+    """Return the path of a launch file. Raises ValueError if there is none."""
+    packaged = choices("launch")
+    path = packaged[file].path if file in packaged else Path(file).expanduser()
     if not path.is_file():
         meant = closest(file, list(packaged))
         raise ValueError(
             f"--launch is {file}, and there is no such file; {f'did you mean {meant}? ' if meant else ''}"
             f"Name a file of accelerate's options, or one that ships with outrider: {', '.join(packaged)}"
         )
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    return [*launcher, *options, "-m", *program]
+    return path
 
 
-def _path(file: str) -> Path:
-    packaged = choices("launch")
-    return packaged[file].path if file in packaged else Path(file).expanduser()
+def _settings(file: str, options: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a launch file, as options of accelerate change them."""
+    content: Any = yaml.safe_load(_path(file).read_text(encoding="utf-8"))
+    settings = dict(content) if isinstance(content, dict) else {}
+    for option, following in zip(options, [*options, ""][1:], strict=True):
+        name, separator, value = option.removeprefix("--").partition("=")
+        settings[name.replace("-", "_")] = value if separator else following
+    return settings
+
+
+def num_processes(file: str, options: Sequence[str]) -> int:
+    """Return the number of processes of a launch, on all machines together."""
+    number = _settings(file, options).get("num_processes", 1)
+    try:
+        return int(number)
+    except ValueError:
+        raise ValueError(f"--num_processes is {number}; it must be a whole number") from None
 
 
 def require_gpus(file: str, options: Sequence[str]) -> None:
@@ -81,11 +149,7 @@ def require_gpus(file: str, options: Sequence[str]) -> None:
     Without a GPU and without mixed precision, the processes run on the CPU.
     """
     # 1. Read the number of processes on this machine.
-    content: Any = yaml.safe_load(_path(file).read_text(encoding="utf-8"))
-    settings = dict(content) if isinstance(content, dict) else {}
-    for option, following in zip(options, [*options, ""][1:], strict=True):
-        name, separator, value = option.removeprefix("--").partition("=")
-        settings[name.replace("-", "_")] = value if separator else following
+    settings = _settings(file, options)
     try:
         needed = int(settings.get("num_processes", 1)) // int(settings.get("num_machines", 1))
     except ValueError:  # accelerate reports it

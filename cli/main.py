@@ -14,7 +14,7 @@ from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
 from .init import init_command
-from .launch import launch_if_asked
+from .launch import own_arguments
 from .reference import options_command, recipes_command
 from .report import report_command
 from .tune import tune_command
@@ -80,10 +80,11 @@ app.command("push", rich_help_panel=EXPORT)(push_command)
 app.command("pull", rich_help_panel=EXPORT)(pull_command)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"outrider {version('outrider')}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -98,5 +99,4 @@ def options(
 def main() -> None:
     """Run a command. A user's mistake is printed as one message."""
     with user_errors():
-        launch_if_asked(sys.argv[1:])
-        app()
+        app(own_arguments(sys.argv[1:]))

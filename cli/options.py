@@ -68,6 +68,10 @@ StageLayers = Annotated[
         "for each stage, and one more."
     ),
 ]
+StallSeconds = Annotated[
+    float | None,
+    typer.Option(help="Seconds without progress after which a stage counts as lost. Default: by its speed, at least 30."),
+]
 Launch = Annotated[
     str | None,
     typer.Option(
@@ -168,6 +172,8 @@ def target_config(options: Mapping[str, Any]) -> "TargetConfig":
 
     if options.get("budget_tokens") is not None and options.get("memory_budget_gib") is None:
         raise ValueError(f"--budget-tokens is {options['budget_tokens']}, without --memory-budget-gib; give both, or neither")
+    if options.get("stall_seconds") is not None and options.get("stage_layers") is None:
+        raise ValueError(f"--stall-seconds is {options['stall_seconds']:g}, without --stage-layers; give both, or neither")
     device = options["device"] or str(default_device())
     # Only float32 reproduces exactly the same tokens, and not every CPU has fast bfloat16.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")

@@ -85,7 +85,7 @@ def run(config: RunConfig) -> None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
     silence_bars()
-    _check_inputs(config)
+    require_inputs(config)
     folder = Path(config.output_dir)
     as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)
     with ExitStack() as stack:
@@ -270,7 +270,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
     return dict(merged)
 
 
-def _check_inputs(config: RunConfig) -> None:
+def require_inputs(config: RunConfig) -> None:
     """Check the data, the prompts, and earlier stages' files before the target is loaded."""
     if "distill" in config.stages:
         require_data(config.data)

@@ -5,8 +5,8 @@ Without it, Python would import the module, do nothing and exit with 0.
 
 import sys
 
-ENTRIES = ("outrider.train", "outrider.cli")
-"""Packages that `python -m` and `accelerate launch -m` may run."""
+ENTRIES = ("outrider.train", "outrider.cli", "outrider.cli.launcher")
+"""Packages and modules that `python -m` and `accelerate launch -m` may run."""
 COMMANDS = {
     "train": "accelerate launch -m outrider.train conf=RECIPE",
     "distill": "outrider run conf=RECIPE stages=[distill]",

@@ -162,13 +162,13 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None) -> li
             return []
         problem = (
             f"decode is {config.decode}, which needs a target in stages, and stage_layers is not set; give the layers of each "
-            f"stage (target.stage_layers=[4,4], or --stage-layers 4,4), or decode={SYNCHRONOUS}"
+            f"stage (target.stage_layers=[4,4]), or decode={SYNCHRONOUS}"
         )
         return [problem]
     problems, stages = [], f"stage_layers is {list(stage_layers)}"
     if config.batch_sizes != [1]:
         problems.append(
-            f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes to [1]"
+            f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes=[1]"
         )
     if config.memory_bandwidth_gbs is not None:
         problems.append(

@@ -76,7 +76,7 @@ def check_outrider(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     if name == "run":
         run_config(arguments, monkeypatch)
         return
-    arguments = _launched(name, arguments, monkeypatch)
+    arguments = _launched(name, arguments)
     try:
         command.make_context(name, list(arguments))
     except (SystemExit, typer.Exit):
@@ -145,17 +145,15 @@ def run_config(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConf
     return configs[0] if configs else None
 
 
-def _launched(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _launched(name: str, arguments: list[str]) -> list[str]:
     """Return the arguments of a command without those of `--launch`, whose file must exist."""
-    launched: list[tuple[str, list[str], list[str]]] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(launch, "launch", lambda *found: launched.append(found))
-        launch.launch_if_asked([name, *arguments])
-    for file, options, program in launched:
-        launch_command_parser().parse_args([*options, "program"])
-        assert launch.launch_command(file, options, program)
-        return program[2:]
-    return arguments
+    if name not in launch.LAUNCHED_COMMANDS:
+        return arguments
+    parsed = launch.launch_arguments(arguments)
+    if parsed.file is not None:
+        launch_command_parser().parse_args([*parsed.options, "program"])
+        assert launch.launch_command(parsed.file, parsed.options, [])
+    return parsed.command
 
 
 def _without_launch(arguments: list[str]) -> list[str]:

@@ -65,21 +65,19 @@ def test_a_launch_file_is_named_or_a_path(tmp_path: Path) -> None:
         launch_command("one_nod", [], ["outrider.cli"])
 
 
-def test_eval_and_certify_are_launched_with_their_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[str, list[str], list[str]]] = []
-    monkeypatch.setattr(launch, "launch", lambda *arguments: launched.append(arguments))
+@pytest.mark.parametrize("command", launch.LAUNCHED_COMMANDS)
+def test_a_launched_command_reads_its_own_options(command: str) -> None:
     rest = ["--target", "T", "--drafter", "prompt_lookup", "--stage-layers", "4,4"]
-    launch.launch_if_asked(["eval", *rest[:2], "--launch", "pipeline_cpu", "--num_processes", "3", *rest[2:]])
-    launch.launch_if_asked(["certify", *rest, "--launch=mine.yaml", "--main_process_port=0"])
-    assert launched == [
-        ("pipeline_cpu", ["--num_processes", "3"], ["outrider.cli", "eval", *rest]),
-        ("mine.yaml", ["--main_process_port=0"], ["outrider.cli", "certify", *rest]),
-    ]
-    for other in (["eval", *rest], ["run", "demo", "--launch", "cpu"], ["--help"], []):
-        launch.launch_if_asked(other)
-    assert len(launched) == 2
+    arguments = [command, *rest[:2], "--launch", "pipeline_cpu", "--num-processes", "3", *rest[2:], "--main_process_port=0"]
+    parsed = launch.launch_arguments(arguments)
+    assert parsed.file == "pipeline_cpu"
+    assert parsed.options == ["--num-processes", "3", "--main_process_port=0"]
+    assert parsed.command == [command, *rest]
+    assert launch.own_arguments(arguments) == [command, *rest, "--launch", "pipeline_cpu"]
+    for other in ([command, *rest], [command, "--num-processes", "3"], ["run", "demo", "--launch", "cpu"], ["--help"], []):
+        assert launch.own_arguments(other) == other
     with pytest.raises(ValueError, match="--launch needs a launch file: one of .*pipeline_cpu"):
-        launch.launch_if_asked(["eval", "--launch"])
+        launch.own_arguments([command, "--launch"])
 
 
 @pytest.mark.slow

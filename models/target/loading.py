@@ -16,7 +16,7 @@ from .config import TargetConfig
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
-from .stages.loading import Head, head_or_stage
+from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
 from .streamed_loading import build_without_weights, loading_errors, place_weights, require_complete, stored_weights
 from .tensor_parallel import make_sharding, require_whole_ends
@@ -69,6 +69,16 @@ def load_target(
     if tokenizer is not None:
         _check_stop_tokens(target)
     return target
+
+
+def require_divisible(config: TargetConfig, num_processes: int) -> None:
+    """Raise ValueError for a target that so many processes couldn't load in stages.
+
+    Reads no weights: it is for the process that launches them, so that a mistake is printed once.
+    """
+    _load_tokenizer(config, needs_tokenizer=True)
+    stage_ranges(config, num_processes)
+    skeleton_of(config)
 
 
 def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safetensors_only: bool) -> HFTarget:

@@ -96,6 +96,20 @@ def test_a_commands_error_names_the_commands_options() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stage_layers is [4, 4]; set eval.batch_sizes=[1]", "--stage-layers is [4, 4]; set --batch-size 1"),
+        ("decode is both, or target.stage_layers=[4, 4]", "--decode is both, or --stage-layers 4,4"),
+        ("batch_sizes[0]=0: must be above 0", "--batch-size 0: must be above 0"),
+        ("set acceptance to exact", "set --acceptance to exact"),
+        ("give --stage-layers, or decode 4 prompts by distill.max_new_tokens", None),
+    ],
+)
+def test_a_commands_error_names_options_without_their_section(text: str, expected: str | None) -> None:
+    assert in_command_words(text) == (expected or text)
+
+
 def test_a_commands_error_names_only_the_suites_that_need_a_file() -> None:
     suites = [SuiteConfig(name="mt_bench", limit=3), SuiteConfig(name="mine", path="b.jsonl"), SuiteConfig(name="spec_bench")]
     text = f"Give local files: {with_files(suites, ['mt_bench', 'spec_bench'])}"

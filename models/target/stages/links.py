@@ -39,7 +39,7 @@ REPORT_SECONDS = 0.3
 """Time between a stage's report of a lost neighbour and that neighbour's own end."""
 GOODBYE_SECONDS = 2.0
 """Longest wait until the system has taken the head's last messages."""
-REMEDY = "See its log, and run the same command again: an answer continues from its text so far"
+REMEDY = "Look at the last lines that its process printed, and run the same command again: recorded answers are kept"
 
 
 class Type(StrEnum):

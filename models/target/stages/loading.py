@@ -22,7 +22,18 @@ from ..config import TargetConfig
 from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
 from ..streamed_loading import Skeleton, build_without_weights, stored_weights
 from .links import GOODBYE_SECONDS, ProcessLink, RemoteStage, StageLink, report_loss_on_sigterm
-from .meeting import Facts, HeadMeeting, StageMeeting, Type, launch_store, machine, num_processes, rank, versions
+from .meeting import (
+    Facts,
+    HeadMeeting,
+    StageMeeting,
+    Type,
+    is_beside_head,
+    launch_store,
+    machine,
+    num_processes,
+    rank,
+    versions,
+)
 from .messages import StageLost
 from .serve import FAILED, leave_interrupts_to_the_head, serve
 from .slices import EndSlice, LayerSlice
@@ -44,14 +55,14 @@ def head_or_stage(config: TargetConfig, device: torch.device) -> "Head":
     return Head(config, device)
 
 
-def stage_ranges(config: TargetConfig) -> list[range]:
-    """Return the layers of each stage.
+def stage_ranges(config: TargetConfig, launched: int | None = None) -> list[range]:
+    """Return the layers of each stage. `launched` is the number of processes; None counts them.
 
     Raises ValueError if the launch or the model has not the right number of processes or layers.
     """
     assert config.stage_layers is not None
     counts = [int(number) for number in config.stage_layers]
-    needed, launched = 1 + len(counts), num_processes()
+    needed, launched = 1 + len(counts), launched or num_processes()
     if launched != needed:
         raise ValueError(
             f"target.stage_layers is {counts}, which needs {needed} processes (a head, and one for each stage), and "
@@ -93,7 +104,7 @@ class Head:
         """
         # 1. Build the model without weights: models and files that can't be divided are errors.
         config = self._config
-        skeleton = _skeleton(config)
+        skeleton = skeleton_of(config)
         # 2. Meet the stages.
         names = [
             f"stage {number} of {len(self._ranges)} ({_layers(part)})" for number, part in enumerate(self._ranges, start=1)
@@ -120,7 +131,7 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
         # 1. Describe this process, or why it can't be a stage: the head reports both.
         store, error = launch_store(), ""
         try:
-            part, skeleton, known = stage_ranges(config)[rank() - 1], _skeleton(config), facts(config)
+            part, skeleton, known = stage_ranges(config)[rank() - 1], skeleton_of(config), facts(config)
         except (ValueError, OSError) as reason:
             error = str(reason)
         meeting = StageMeeting(store)
@@ -144,7 +155,9 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
         }
         meeting.head.send({"type": Type.READY})
     except (StageLost, DistError) as lost:
-        logger.warning("this stage of the target ends: %s", str(lost).partition("\n")[0])
+        # On its own machine the head prints the error.
+        level = logging.INFO if is_beside_head() else logging.WARNING
+        logger.log(level, "this stage of the target ends: %s", str(lost).partition("\n")[0])
         # Launchers end all processes after the first that fails, and the head has an error to print.
         time.sleep(GOODBYE_SECONDS)
         raise SystemExit(FAILED) from None
@@ -178,7 +191,8 @@ def digest(config: TargetConfig) -> str:
     return weights_digest(config.name_or_path, getattr(described, "_commit_hash", None))
 
 
-def _skeleton(config: TargetConfig) -> Skeleton:
+def skeleton_of(config: TargetConfig) -> Skeleton:
+    """Build the model without weights. Raises ValueError if its files can't be read in parts."""
     return build_without_weights(config, stored_weights(config))
 
 

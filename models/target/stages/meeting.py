@@ -88,6 +88,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def is_beside_head() -> bool:
+    """Return whether this process is on the machine of the head, the launch's first one."""
+    return os.environ.get("LOCAL_RANK") == str(rank())
+
+
 def machine() -> str:
     """Return a name that differs between machines, and between containers."""
     return f"{socket.gethostname()}:{Path('/').stat().st_dev}"
@@ -170,7 +175,7 @@ class HeadMeeting:
                 problems.append(f"{guest.name} has other weights (digest {other[:12]}) than the head ({digest[:12]})")
         if problems:
             for guest in self.guests:
-                guest.channel.send({"type": Type.REFUSED})
+                guest.channel.send({"type": Type.REFUSED, "error": "; ".join(problems)})
             raise ValueError(
                 "the processes of target.stage_layers must have the same model, options and versions; give all machines the "
                 "same command, files and packages:\n" + "\n".join(problems)
@@ -284,7 +289,7 @@ def wait_for_all(
 def require(channel: Channel, name: str) -> None:
     """Raise StageLost if a process has ended."""
     if channel.lost:
-        raise StageLost(f"{name} has ended before it was ready ({channel.lost})")
+        raise StageLost(f"{name} has ended before it was ready ({channel.lost}); look at the last lines that it printed")
 
 
 def teller(purpose: str) -> Callable[[Sequence[str]], None]:

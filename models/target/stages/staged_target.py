@@ -100,7 +100,7 @@ class StagedTarget(HFTarget):
         if len(prompts.lengths) > 1:
             raise ValueError(
                 f"a batch has {len(prompts.lengths)} prompts, and a target in stages decodes one at a time; set "
-                "eval.batch_sizes to [1], or leave target.stage_layers out"
+                "eval.batch_sizes=[1], or leave target.stage_layers out"
             )
         return super().prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=max_nodes)
 
