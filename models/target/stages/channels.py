@@ -60,6 +60,8 @@ class Channel:
         self.is_known = True
         """Whether the other process belongs to this launch. Before that is known, only small messages
         without a tensor are read."""
+        self.early: deque[Message] = deque()
+        """Messages that have arrived before somebody waits for them."""
         self.lost = ""
         """Why no more messages arrive or leave; empty while the connection holds."""
 

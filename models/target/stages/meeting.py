@@ -277,12 +277,17 @@ def wait_for_all(
             raise StageLost(f"{names[missing[0]]} has not answered within {seconds:.0f} s")
         if purpose:
             tell([names[channel] for channel in missing])
-        for channel, message in exchange.run(LOOK_SECONDS):
-            if message.fields["type"] != kind:
-                raise StageLost(f"{names[channel]} can't go on: {message.fields.get('error', message.fields['type'])}")
-            messages[channel] = message
+        for channel, message in exchange.run(0.0 if any(channel.early for channel in missing) else LOOK_SECONDS):
+            channel.early.append(message)
+        for channel in missing:
+            if channel.early:
+                fields = channel.early[0].fields
+                if fields["type"] != kind:
+                    raise StageLost(f"{names[channel]} can't go on: {fields.get('error', fields['type'])}")
+                messages[channel] = channel.early.popleft()
         for channel, name in names.items():
-            require(channel, name)
+            if not channel.early:
+                require(channel, name)
     return messages
 
 
