@@ -105,8 +105,9 @@ def _certify_decoding(
 
     # 1. Load the target after all inputs are checked.
     # Options that can't be combined are an error before prompts are read.
-    raise_problems(stage_problems(config, target_config(options).stage_layers))
     all_parts = [parse_drafter_name(name) for name in drafter]
+    kinds = {part.name for parts in all_parts for part in parts.parts}
+    raise_problems(stage_problems(config, target_config(options).stage_layers, kinds))
     check_inputs(config, all_parts)
     launch_stages(options["launch"], target_config(options))
     target = load_chosen_target(options)

@@ -100,13 +100,14 @@ class RunConfig:
                 f"target.stage_layers is {self.target.stage_layers}, and {' and '.join(whole)} need the whole target in one "
                 "process: set stages=[eval], and leave target.stage_layers out of the run of the other stages"
             )
-        if "eval" in self.stages:
-            problems += stage_problems(self.eval, self.target.stage_layers)
         parsed, parsing_problems = parse_variants(
             self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)
         )
         problems += parsing_problems
         self._drafter_runs = [self._make_drafter_run(variant, train, spec) for variant, (train, spec) in parsed.items()]
+        if "eval" in self.stages:
+            kinds = {run.drafter.kind for run in self._drafter_runs}
+            problems += stage_problems(self.eval, self.target.stage_layers, kinds)
         for variant, drafter_run in zip(parsed, self._drafter_runs, strict=True):
             problems += self._drafter_problems(variant, drafter_run)
         raise_problems(list(dict.fromkeys(problems)))

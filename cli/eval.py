@@ -97,12 +97,14 @@ def eval_command(
     settings = _settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes)
     config = config_from(EvalConfig, options, suites=suites, settings=settings)
     # Options that can't be combined are an error before prompts are read.
-    raise_problems(stage_problems(config, target_config(options).stage_layers))
+    drafters = [parse_drafter_name(name) for name in drafter]
+    kinds = {part.name for parts in drafters for part in parts.parts}
+    raise_problems(stage_problems(config, target_config(options).stage_layers, kinds))
     if tuned and settings != [{}]:
         raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
 
     # 2. Measure, and print the table.
-    rows = _measure(config, [parse_drafter_name(name) for name in drafter], output, options)
+    rows = _measure(config, drafters, output, options)
     if not _print_results(rows, output):
         raise typer.Exit(1)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,8 @@ ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
 SYNCHRONOUS, BOTH = "synchronous", "both"
 DECODINGS = (SYNCHRONOUS, PIPELINED, BOTH)
+INNER_STATES = "eagle3"
+"""The kind of drafters that read what enters inner layers of the target."""
 TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
 
 
@@ -155,8 +157,11 @@ class EvalConfig:
         return problems
 
 
-def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None) -> list[str]:
-    """List what an evaluation can't measure with a target in these stages, or without stages."""
+def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds: Collection[str] = ()) -> list[str]:
+    """List what an evaluation can't measure with a target in these stages, or without stages.
+
+    `kinds` are those of the drafters.
+    """
     if stage_layers is None:
         if config.decode == SYNCHRONOUS:
             return []
@@ -166,6 +171,11 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None) -> li
         )
         return [problem]
     problems, stages = [], f"stage_layers is {list(stage_layers)}"
+    if INNER_STATES in kinds:
+        problems.append(
+            f"{stages}, and a drafter is {INNER_STATES}, which reads the inputs of the target's inner layers: they are in "
+            "other processes; choose another drafter, or leave the stages out"
+        )
     if config.batch_sizes != [1]:
         problems.append(
             f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes=[1]"

@@ -66,6 +66,9 @@ def test_stages_and_the_loop_must_fit() -> None:
     plain = EvalConfig(suites=[SuiteConfig(name="stdlib")])
     pipelined, both = (replace(plain, decode=decode) for decode in ("pipelined", "both"))
     assert stage_problems(plain, None) == stage_problems(plain, [4, 4]) == stage_problems(both, [8]) == []
+    (problem,) = stage_problems(plain, [4, 4], {"redrafter", "eagle3"})
+    assert "eagle3, which reads the inputs of the target's inner layers" in problem
+    assert stage_problems(plain, None, {"eagle3"}) == stage_problems(plain, [4, 4], {"eagle"}) == []
     (problem,) = stage_problems(pipelined, None)
     assert "decode is pipelined" in problem
     assert "stage_layers is not set; give" in problem
