@@ -18,7 +18,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help install demo offload pipeline test test-slow test-all lint format docs package benchmarks clean
+.PHONY: help install demo offload pipeline test test-slow test-long test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -43,10 +43,13 @@ test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about
 	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 6 minutes on two cores)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
+
+test-long: $(STAMP) ## Run the long tests: thousands of schedules, whole benches (about 25 minutes on two cores)
+	$(PYTEST) -m long
 
 test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 10 minutes on two cores)
-	$(PYTEST)
+	$(PYTEST) -m "not long"
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run
 	$(BIN)/ruff check .

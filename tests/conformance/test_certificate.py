@@ -274,7 +274,7 @@ def test_greedy_texts_with_a_training_free_drafter_or_a_merge_are_those_of_plain
     ("drawing", "chance", "num_rows"),
     [
         *[(*loop, 4_000) for loop in QUICK_LOOPS],
-        *[pytest.param(*loop, 20_000, marks=pytest.mark.slow) for loop in LOOPS],
+        *[pytest.param(*loop, 10_000, marks=pytest.mark.slow) for loop in LOOPS],
     ],
 )
 def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, chance, num_rows):

@@ -159,6 +159,7 @@ def test_wrong_options_are_refused_before_any_work(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_is_recorded_and_resumes(
     script: Any, tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_every_method_of_the_demo_is_measured(run: Callable[..., Path], capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_part_is_measured_once(run: Callable[..., Path]) -> None:
     output = run(parts=PARTS)
     record = json.loads((output / "free_study.json").read_text())

@@ -71,6 +71,7 @@ def test_a_launch_answers_like_the_target_in_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_24_prompts_are_answered_like_the_target_in_memory(
     whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path
 ) -> None:

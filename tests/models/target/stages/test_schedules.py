@@ -153,13 +153,9 @@ def test_a_staged_target_is_an_asynchronous_target() -> None:
     assert staged(2).max_runs == 3
 
 
-def test_no_schedule_of_real_stages_changes_a_token() -> None:
-    check(40)
-
-
-@pytest.mark.slow
-def test_no_schedule_of_two_thousand_changes_a_token() -> None:
-    check(2000)
+@pytest.mark.parametrize("count", [40, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.long])])
+def test_no_schedule_of_real_stages_changes_a_token(count: int) -> None:
+    check(count)
 
 
 # --- mutants: what the schedules must catch
