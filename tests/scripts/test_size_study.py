@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_every_method_is_measured_in_every_cell(run: Callable[..., Path], capsys
 def test_a_killed_study_resumes_its_cell(
     run: Callable[..., Path], study: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate, measured = study.evaluate, []
+    evaluate, measured, study_cells = study.evaluate, [], sys.modules["study_cells"]
 
     def killed_in_the_second(config: Any, target: Any, *arguments: Any, **options: Any) -> Any:
         measured.append(str(target.dtype).removeprefix("torch."))
@@ -91,7 +92,8 @@ def test_a_killed_study_resumes_its_cell(
         return evaluate(config, target, *arguments, **options)
 
     monkeypatch.setattr(study, "evaluate", killed_in_the_second)
-    monkeypatch.setattr("study_cells.is_disturbed", lambda row: False)  # a busy machine measures a cell again
+    is_disturbed = study_cells.is_disturbed
+    monkeypatch.setattr(study_cells, "is_disturbed", lambda row: False)  # a busy machine measures a cell again
     with pytest.raises(KeyboardInterrupt):
         run(dtypes=("float32", "bfloat16"))
     assert "2 cells, 0 of them done" in capsys.readouterr().out
@@ -109,7 +111,9 @@ def test_a_killed_study_resumes_its_cell(
     rows = json.loads(summary.read_text())
     disturbed = {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "side": "method", "ratio": 9.0}
     summary.write_text(json.dumps([{**row, "disturbed": [disturbed]} for row in rows]))
+    monkeypatch.setattr(study_cells, "is_disturbed", is_disturbed)
     run()
+    monkeypatch.setattr(study_cells, "is_disturbed", lambda row: False)
     assert measured[4:] == ["float32"]
     info = json.loads(summary.with_name("run.json").read_text())
     info["environment"]["linears"] = "packed"
