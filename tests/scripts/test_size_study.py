@@ -2,8 +2,8 @@
 
 import importlib
 import json
-import sys
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
