@@ -81,20 +81,17 @@ def generate_pipelined(
         lap()
         draft_on(target, drafter, state, speculation, window, max_depth=stopping.left(0) - 1)
         draft_seconds += lap()
-        # 3. Take the oldest run's answer. It has the root, or all its entries are dead.
-        answer = target.receive()
+        # 3. Take the oldest run's answer.
+        answer = take_answer(target, speculation, window)
         verify_seconds += lap()
-        known = window.learn(answer.number)
-        if known is None:
-            speculation.add_answer(answer.number, 0)
+        if answer is None:
             continue
-        assert answer.output is not None, "a run with a live entry was cancelled"
         # 4. Accept a path. Cancel the runs that it kills, and send the bonus token if it is new.
-        tree, output = verified(known, answer.output)
+        number, tree, output = answer
         if isinstance(generator, RowSeeds):
             generator = generator.after([len(step.tokens[0])], [0])
         tokens, accepted = read_acceptance(tree, output, rule(tree, output, generator=generator))
-        speculation.add_answer(answer.number, len(tokens[0]))
+        speculation.add_answer(number, len(tokens[0]))
         dead = window.follow(tokens[0])
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
         step = make_step(range(1), tokens, stopping, tree, accepted, is_adopted=window.is_root_sent, seconds=seconds)
@@ -158,6 +155,20 @@ def draft_on(
             has_more = drafter.grow(state)
         else:
             break
+
+
+def take_answer(target: AsyncTarget, speculation: Speculation, window: Window) -> tuple[int, DraftTree, TargetOutput] | None:
+    """Wait for the oldest run's answer: its number, and its live part with the output.
+
+    It has the root. None if all its entries are dead.
+    """
+    answer = target.receive()
+    known = window.learn(answer.number)
+    if known is None:
+        speculation.add_answer(answer.number, 0)
+        return None
+    assert answer.output is not None, "a run with a live entry was cancelled"
+    return answer.number, *verified(known, answer.output)
 
 
 def verified(known: Known, output: TargetOutput) -> tuple[DraftTree, TargetOutput]:

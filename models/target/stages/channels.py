@@ -134,8 +134,8 @@ class Channel:
             pass
         except OSError as error:
             self.lost = str(error.strerror)
-        except NO_MESSAGE:
-            self.lost = "it sent bytes that are no message"
+        except NO_MESSAGE as error:
+            self.lost = f"it sent bytes that are no message ({type(error).__name__})"
         return messages
 
     def _expect(self, room: Any) -> None:
