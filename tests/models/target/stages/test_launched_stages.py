@@ -84,7 +84,7 @@ def test_plain_decoding_is_that_of_pp_size_and_no_slower(
 ) -> None:
     count, num_tokens, output = 6, 64, tmp_path / "oracle.json"
     arguments = [str(demo_target_dir), json.dumps(prompts_of(whole, count)), str(num_tokens), str(output)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(len(STAGE_LAYERS)), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(STAGE_LAYERS))]
     subprocess.run([*command, str(FOLDER / "launched_pp_size.py"), *arguments], check=True, timeout=300, cwd=REPOSITORY)
     oracle = json.loads(output.read_text())
     ours = launched(whole, draft_model, tmp_path, demo_target_dir, count=count, num_tokens=num_tokens)["plain"]
