@@ -41,6 +41,7 @@ from .measure.methods import (
 )
 from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
+from .measure.texts import Texts
 from .measure.turns import Method, answer_seed
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
@@ -103,13 +104,14 @@ def evaluate(
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
+        limit = context_length(target, loaded.values())
+        texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
         bench = Bench(
             target=target,
-            tokenizer=tokenizer,
+            texts=texts,
             rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
             methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()},
             config=config,
-            context_length=context_length(target, loaded.values()),
             file=file,
             config_digest=info.config_digest,
             environment=environment,
@@ -315,7 +317,7 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
     if not measured:
         raise ValueError(
             f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
-            f"{bench.context_length} tokens together with {bench.config.max_new_tokens} new ones; lower max_new_tokens"
+            f"{bench.texts.context_length} tokens together with {bench.config.max_new_tokens} new ones; lower max_new_tokens"
         )
     for suite in suites:
         if suite.name not in measured:
@@ -336,7 +338,7 @@ def audit_answers(
     unaudited: list[str] = []
     for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
         # 1. Rebuild the prompt of the answer.
-        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
+        turns = bench.texts.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it fitted when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)

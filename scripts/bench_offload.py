@@ -75,6 +75,7 @@ from offload_run import (
     read_lines,
     started,
 )
+from script_errors import script_errors
 from study_cells import CPU, SETTINGS_FILE, grown, require_same_settings
 from tqdm import tqdm
 
@@ -112,12 +113,8 @@ TINY["rate"] = "2G"
 
 
 def main() -> None:
-    try:
+    with script_errors(kept="answers"):
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; finished answers are kept, and the same command continues") from None
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -47,6 +47,7 @@ from pipeline_report import (
     speed_table,
     sweep_tables,
 )
+from script_errors import script_errors
 from study_cells import CPU
 from tqdm import tqdm
 
@@ -96,12 +97,8 @@ class Job:
 
 
 def main() -> None:
-    try:
+    with script_errors(kept="cells"):
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; finished cells are kept, and the same command continues") from None
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,7 @@ from free_figures import fixed_nodes, read_cell
 from free_marks import judge
 from free_report import notes, plot_all, tables
 from grow_target import Source, copy_drafter, parse_parameters
+from script_errors import script_errors
 from study_cells import (
     SETTINGS_FILE,
     bandwidth,
@@ -58,12 +59,8 @@ RECORD_FILE = "free_study.json"
 
 
 def main() -> None:
-    try:
+    with script_errors(kept="cells"):
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; finished cells are kept, and the same command continues") from None
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
 from grow_target import Size, Source, grown_config, grown_tensor, parse_parameters
 from safetensors.torch import save
+from script_errors import script_errors
 
 from outrider.data.files import replacing_directory, write_json
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
@@ -65,11 +66,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    try:
+    with script_errors():
         size = drafter_source(args.drafter).choose_size(parse_parameters(args.parameters))
         grow_drafter(args.drafter, args.output, size)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
     print(f"{args.output}: {size.parameters:,} parameters, {size.layers} layers of {size.intermediate:,} neurons")
 
 

@@ -29,6 +29,7 @@ import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from script_errors import script_errors
 from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
@@ -363,10 +364,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    try:
+    with script_errors():
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import silence  # noqa: F401 - before torch, whose libraries it silences
 from pace_replay import MAX_NODES, MAX_READS, Outcome, Text, replay, replay_fixed
 from pace_report import CONFIDENCE, EXPECTED, UNCALIBRATED, StudyRow, fixed_row, judge, plot, rule_row, table
 from pace_traces import TOP_K, Trace, prompt_ids, trace_answer
+from script_errors import script_errors
 from study_cells import CPU, SETTINGS_FILE, require_same_settings
 from tqdm import tqdm
 
@@ -47,12 +48,8 @@ CELL_SHARE = 0.02
 
 
 def main() -> None:
-    try:
+    with script_errors(kept="traces and cells"):
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; finished traces and cells are kept, and the same command continues") from None
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

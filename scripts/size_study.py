@@ -24,6 +24,7 @@ from typing import Any
 import silence  # noqa: F401 - before torch, whose libraries it silences
 from drafter_settings import DrafterSetting, parse_drafters, settings_of, unique
 from grow_target import DTYPES, Size, Source, copy_drafter, parse_parameters
+from script_errors import script_errors
 from size_report import count_threads, notes, plot, rows_of, summary
 from study_cells import (
     SETTINGS_FILE,
@@ -71,12 +72,8 @@ class Cell:
 
 
 def main() -> None:
-    try:
+    with script_errors(kept="cells"):
         run(parse_args())
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; finished cells are kept, and the same command continues") from None
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

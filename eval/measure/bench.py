@@ -5,17 +5,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, TypeVar
 
-import torch
-from jaxtyping import Int
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
 from ...data.differences import differences
-from ...data.suites import Prompt, PromptSet
+from ...data.suites import PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.target import cuda_graphs
@@ -27,8 +24,9 @@ from ..records.run_files import Environment, OutOfMemory, Place
 from ..results.attempts import PairKey, Repetition, find_repetitions
 from .jobs import Job, SuitePass, plan_passes, repeat_batch
 from .memory import within_memory
+from .texts import Texts
 from .timing import Generation, time_generation
-from .turns import Method, PromptTurn, TurnBatch, answer_seed
+from .turns import Method, answer_seed
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
@@ -46,17 +44,14 @@ class Bench:
     """Measurements of one run: the settings that stay fixed, and the file that records go to.
 
     `rules` are by temperature. `methods` are by temperature and batch size, and include the
-    baseline. The baseline's first answer to a turn becomes part of the next turn's prompt for every
-    method. So a lossy method can't change its own prompts.
+    baseline.
     """
 
     target: HFTarget
-    tokenizer: PreTrainedTokenizerBase
+    texts: Texts
     rules: Mapping[float, AcceptanceRule]
     methods: Mapping[Place, Sequence[Method]]
     config: EvalConfig
-    context_length: int
-    """Tokens, prompt and answer together, that the target and all drafters can read."""
     file: RecordFile
     config_digest: str
     environment: Environment
@@ -121,8 +116,8 @@ class Bench:
         """Raise ValueError if the longest texts don't fit into the tokens of a memory budget."""
         if (budget := self.target.budget_tokens) is None:
             return
-        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
-        longest = text_lengths(suites, self.tokenizer, **limits).longest
+        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.texts.context_length}
+        longest = text_lengths(suites, self.texts.tokenizer, **limits).longest
         for (_, size), methods in self.methods.items():
             for method in methods:
                 if (needed := size * (longest + 1 + method.drafter.max_nodes)) > budget:
@@ -152,11 +147,11 @@ class Bench:
         """
         for one_pass in passes:
             suite, size, profiled = one_pass.suite, one_pass.batch_size, one_pass.profiled
-            for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
+            for index, group in enumerate(self.texts.groups(suite, one_pass.prompts, size)):
                 for temperature in self.rules:
                     methods = self.methods[temperature, size]
                     first = (index + one_pass.repeat) % len(methods)
-                    batches = self._batches(suite, group, index, temperature, size)
+                    batches = self.texts.batches(suite, group, index, temperature, size)
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
                             fits = self._fits_at(suite, temperature, size, method.name, profiled)
@@ -191,8 +186,8 @@ class Bench:
     def _repeated(self, one_pass: SuitePass, temperature: float, repetitions: Mapping[PairKey, Repetition]) -> Iterator[Job]:
         """Yield the jobs that repeat the batches of a pass."""
         suite, size = one_pass.suite, one_pass.batch_size
-        for index, group in enumerate(self._groups(suite, one_pass.prompts, size)):
-            for batch in self._batches(suite, group, index, temperature, size):
+        for index, group in enumerate(self.texts.groups(suite, one_pass.prompts, size)):
+            for batch in self.texts.batches(suite, group, index, temperature, size):
                 if (repetition := repetitions.get(batch.pair_key(one_pass.repeat))) is not None:
                     yield from repeat_batch(batch, repetition, self.methods[temperature, size], one_pass.repeat)
 
@@ -206,70 +201,6 @@ class Bench:
             and self._fits_at(suite, temperature, batch_size, record.method)
             and self._fits_at(suite, temperature, batch_size, BASELINE)
         ]
-
-    def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
-        """Yield groups of `size` prompts that have room for an answer.
-
-        The last group may be smaller.
-        """
-        temperature = next(iter(self.rules))  # a first turn is the same at all temperatures
-        fitting = (
-            prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
-        )
-        while group := list(islice(fitting, size)):
-            yield group
-
-    def _batches(
-        self, suite: PromptSet, group: Sequence[Prompt], index: int, temperature: float, size: int
-    ) -> Iterator[TurnBatch]:
-        """Yield a group's first turns, its second turns, and so on."""
-        rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
-        for together in zip_longest(*rows):
-            remaining = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
-            if remaining:
-                turns, input_ids = zip(*remaining, strict=True)
-                yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
-
-    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
-        """Yield the turns of a prompt.
-
-        The caller must record the baseline's answer to a turn at this temperature and batch size
-        before it requests the next turn.
-        """
-        messages: list[Turn] = []
-        fits = True
-        for index, text in enumerate(prompt.turns):
-            messages.append(Turn(role="user", content=text))
-            input_ids = encode_prompt(messages, self.tokenizer).to(self.target.device) if fits else None
-            fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
-            turn = PromptTurn(
-                suite=suite,
-                prompt=prompt,
-                turn=index,
-                temperature=temperature,
-                batch_size=batch_size,
-                input_ids=input_ids if fits else None,
-            )
-            yield turn
-            if fits and index + 1 < len(prompt.turns):
-                answer = self.file.records[turn.key(BASELINE)].token_ids
-                messages.append(Turn(role="assistant", content=self._text(answer)))
-
-    def _text(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)  # one answer, not a batch of them
-        return text
-
-    def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
-        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
-        fits = num_tokens <= self.context_length
-        if not fits and self.config.too_long == "error":
-            raise ValueError(
-                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
-                f"{self.config.max_new_tokens} new ones exceed the context window of "
-                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
-            )
-        return fits
 
     def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
         """Prepare to measure texts of up to `length` tokens.
@@ -286,7 +217,7 @@ class Bench:
             )
         while True:
             has_shapes = self.target.has_fixed_shapes
-            warm_length = self._visit_shapes(suites, length, profiled) if has_shapes else self.context_length
+            warm_length = self._visit_shapes(suites, length, profiled) if has_shapes else self.texts.context_length
             if self._answer_briefly(suite, profiled):
                 return warm_length
 
@@ -296,9 +227,9 @@ class Bench:
         num_tokens = min(self.config.max_new_tokens, most)
         for size in self.config.batch_sizes:
             num_groups = math.ceil(self.config.warmup_prompts / size)
-            for index, group in enumerate(islice(self._groups(suite, suite.prompts, size), num_groups)):
+            for index, group in enumerate(islice(self.texts.groups(suite, suite.prompts, size), num_groups)):
                 for temperature in self.rules:
-                    first_turns = next(self._batches(suite, group, index, temperature, size))
+                    first_turns = next(self.texts.batches(suite, group, index, temperature, size))
                     for method in self.methods[temperature, size]:
                         job = Job(batch=first_turns, method=method, profiled=profiled)
                         if self._fits(job) and self._within_memory(job, partial(self._time, job, num_tokens)) is None:
@@ -319,13 +250,13 @@ class Bench:
                     if self._fits_at(suite, temperature, size, method.name, profiled):
                         rows.setdefault(method.drafter, set()).update(reachable_sizes(size, len(suite.prompts)))
         # 2. The shapes that these batches have at all lengths of the texts.
-        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
-        estimated = text_lengths(suites, self.tokenizer, **limits)
+        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.texts.context_length}
+        estimated = text_lengths(suites, self.texts.tokenizer, **limits)
         lengths = replace(estimated, longest=max(estimated.longest, length))
-        shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.context_length)
+        shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.texts.context_length)
         self._warn_of_dropped_recordings(num_recordings(shapes, self.target.extent_step))
         # 3. One step of each shape.
-        text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.tokenizer)[0]
+        text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.texts.tokenizer)[0]
         visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
         return lengths.longest
 

@@ -69,8 +69,7 @@ FORMS = {
     "compiled_cuda_graph": {"compiled": True, "cuda_graphs": True},
 }
 SHAPES_OF_TREES = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (2, 4), 16: (4, 5), 32: (8, 5), 64: (16, 5)}
-"""Beam width and length of the search, by number of nodes. The tree is as deep as the search is
-long."""
+"""Beam width and length of the search, by number of nodes. The length is the tree's depth."""
 DRAFT_LENGTH = 4
 COUNTED_STEPS = 4
 

@@ -50,6 +50,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # the scripts that ar
 
 from drafter_settings import parse_drafters
 from grow_target import Size, Source, copy_drafter, grown_config, grown_tensor, parse_parameters
+from script_errors import script_errors
 
 PLAIN = "plain"
 GOAL = 0.75
@@ -68,11 +69,8 @@ FAILURES = (
 
 def run(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]]) -> None:
     """Measure every form, and write and print the report. Raises SystemExit for wrong options."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            measure_forms(args, forms, Path(folder))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    with script_errors(), tempfile.TemporaryDirectory() as folder:
+        measure_forms(args, forms, Path(folder))
 
 
 def measure_forms(args: argparse.Namespace, forms: Mapping[str, Mapping[str, bool]], folder: Path) -> None:

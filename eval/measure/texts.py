@@ -1,0 +1,97 @@
+"""Texts of a measurement: the prompts' turns, in batches, each with the baseline's earlier answers."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+
+import torch
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import encode_prompt
+from ...data.suites import Prompt, PromptSet
+from ...data.types import Turn
+from ..config import EvalConfig
+from ..records.records import BASELINE, EvalRecord, RecordKey
+from .turns import PromptTurn, TurnBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Texts that all methods of a run answer.
+
+    The baseline's first answer to a turn becomes part of the next turn's prompt for every method.
+    So a lossy method can't change its own prompts.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    config: EvalConfig
+    device: torch.device
+    context_length: int
+    """Tokens, prompt and answer together, that the target and all drafters can read."""
+    records: Mapping[RecordKey, EvalRecord]
+    """The records so far: the baseline's answers are read from them."""
+
+    def groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
+        """Yield groups of `size` prompts that have room for an answer.
+
+        The last group may be smaller.
+        """
+        temperature = self.config.temperatures[0]  # a first turn is the same at all temperatures
+        fitting = (
+            prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
+        )
+        while group := list(islice(fitting, size)):
+            yield group
+
+    def batches(
+        self, suite: PromptSet, group: Sequence[Prompt], index: int, temperature: float, size: int
+    ) -> Iterator[TurnBatch]:
+        """Yield a group's first turns, its second turns, and so on."""
+        rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
+        for together in zip_longest(*rows):
+            remaining = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
+            if remaining:
+                turns, input_ids = zip(*remaining, strict=True)
+                yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
+
+    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
+        """Yield the turns of a prompt.
+
+        The caller must record the baseline's answer to a turn at this temperature and batch size
+        before it requests the next turn.
+        """
+        messages: list[Turn] = []
+        fits = True
+        for index, text in enumerate(prompt.turns):
+            messages.append(Turn(role="user", content=text))
+            input_ids = encode_prompt(messages, self.tokenizer).to(self.device) if fits else None
+            fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
+            turn = PromptTurn(
+                suite=suite,
+                prompt=prompt,
+                turn=index,
+                temperature=temperature,
+                batch_size=batch_size,
+                input_ids=input_ids if fits else None,
+            )
+            yield turn
+            if fits and index + 1 < len(prompt.turns):
+                answer = self.records[turn.key(BASELINE)].token_ids
+                messages.append(Turn(role="assistant", content=self._text(answer)))
+
+    def _text(self, token_ids: list[int]) -> str:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)  # one answer, not a batch of them
+        return text
+
+    def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
+        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
+        fits = num_tokens <= self.context_length
+        if not fits and self.config.too_long == "error":
+            raise ValueError(
+                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
+                f"{self.config.max_new_tokens} new ones exceed the context window of "
+                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
+            )
+        return fits
