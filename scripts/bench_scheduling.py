@@ -38,7 +38,6 @@ from scheduling_policies import (
     ORACLE,
     OURS,
     S3,
-    Experienced,
     Record,
     Workload,
     make_predictors,
@@ -51,14 +50,9 @@ from tqdm import tqdm
 
 from outrider.data.files import write_json
 from outrider.distill.regenerate.engine import Limits
-from outrider.distill.regenerate.engines.batch import (
-    FIRST_PART,
-    LEAST_SHARE,
-    MOST_HELD,
-    RESERVED_SHARE,
-    BatchDecoder,
-)
-from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor
+from outrider.distill.regenerate.engines.batch import BatchDecoder
+from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted
+from outrider.distill.regenerate.lengths.policies import POLICIES, RESERVED_SHARE
 from outrider.distill.regenerate.lengths.schedule import (
     Decode,
     Decoded,
@@ -156,9 +150,9 @@ def main() -> None:
             "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
             "budget_bytes": budget * kv_bytes_per_token(target),
             "reserved_share": RESERVED_SHARE,
-            "first_part": FIRST_PART,
-            "least_share": LEAST_SHARE,
-            "most_held": MOST_HELD,
+            "first_part": POLICIES["shortest"].part,
+            "least_share": POLICIES["shortest"].least_share,
+            "most_held": POLICIES["shortest"].held_budgets,
             "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
             "environment": asdict(describe_environment(target.device)),
         }
@@ -207,7 +201,7 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
     reports = list(supervise(list(map(len, work.prompts)), rooms, policy, decode, budget=budget))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     reservation = policy.reservation
-    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Experienced) else ([], [])
+    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Predicted) else ([], [])
     return summarise(reports, predicted, actual, cpu_seconds), seconds
 
 
