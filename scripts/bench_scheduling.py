@@ -73,6 +73,7 @@ from outrider.models.target.loading import load_target
 SHOWN = (
     "num_batches",
     "num_steps",
+    "mean_rows",
     "num_evictions",
     "padding_share",
     "unused_share",
@@ -200,9 +201,11 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
     rooms = [work.max_new_tokens] * len(work.lengths)
     reports = list(supervise(list(map(len, work.prompts)), rooms, policy, decode, budget=budget))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    reservation = policy.reservation
-    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Predicted) else ([], [])
-    return summarise(reports, predicted, actual, cpu_seconds), seconds
+    if not isinstance(policy.reservation, Predicted):
+        return summarise(reports, [], [], cpu_seconds), seconds
+    predicted, actual = policy.reservation.compare(work.lengths)
+    learning_seconds = policy.reservation.learning.seconds
+    return summarise(reports, predicted, actual, cpu_seconds, learning_seconds=learning_seconds), seconds
 
 
 def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, Any]:
@@ -254,19 +257,21 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
                 probs = predictor.predict(held).double()
                 seconds = time.perf_counter() - started
                 actual = buckets.index([records[number][1] for number in held_out])
-                guess, middle = probs.argmax(1), (probs.cumsum(1) < 0.5).sum(1)
-                draws.append(
-                    {
-                        "bucket_accuracy": (guess == actual).double().mean().item(),
-                        "mean_bucket_distance": (guess - actual).abs().double().mean().item(),
-                        "median_bucket_distance": (middle - actual).abs().double().mean().item(),
-                        "nats": -probs.gather(1, actual[:, None]).log().mean().item(),
-                        "seconds": seconds,
-                    }
-                )
+                draws.append({**scores(probs, actual), "seconds": seconds})
             means = {key: statistics.mean(draw[key] for draw in draws) for key in draws[0]}
             rows.append({"predictor": name, "num_lessons": num_lessons, "num_draws": len(draws), **means})
     return rows
+
+
+def scores(probs: torch.Tensor, actual: torch.Tensor) -> dict[str, float]:
+    """Return how well predicted probabilities [request, bucket] fit the actual buckets."""
+    guess, middle = probs.argmax(1), (probs.cumsum(1) < 0.5).sum(1)
+    return {
+        "bucket_accuracy": (guess == actual).double().mean().item(),
+        "mean_bucket_distance": (guess - actual).abs().double().mean().item(),
+        "median_bucket_distance": (middle - actual).abs().double().mean().item(),
+        "nats": -probs.gather(1, actual[:, None]).log().mean().item(),
+    }
 
 
 def count(

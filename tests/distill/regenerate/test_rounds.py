@@ -161,6 +161,8 @@ def test_shards_of_different_rounds_are_recomputed_with_the_lessons_of_their_rou
     assert schedules(whole) == counts
 
 
+# The filters of warnings, which `LightPredictor` sets, belong to a process, and here threads share them.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_two_processes_write_the_lessons_and_schedules_of_one(
     whole: Path, data: DataConfig, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
