@@ -1,6 +1,6 @@
 """Study of a real encoder as predictor of answer lengths, beside the light predictor.
 
-    python scripts/encoder_study.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz --lessons 110
+    python scripts/encoder_study.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz --lessons 64
 
 S3 (arXiv 2306.06000) fine-tunes DistilBERT on lengths of answers. Without --encoder, an encoder of
 DistilBERT's size is made here: random weights, and a WordPiece tokenizer of the data's prompts. So
@@ -25,7 +25,7 @@ from transformers import BertTokenizerFast, DistilBertConfig, DistilBertForSeque
 
 from outrider.data.files import write_json
 from outrider.distill.regenerate.engine import Request
-from outrider.distill.regenerate.lengths.buckets import NUM_BUCKETS, Experience, Lesson, LengthPredictor
+from outrider.distill.regenerate.lengths.buckets import NUM_BUCKETS, Experience, LengthPredictor, Lesson
 from outrider.distill.regenerate.lengths.policies import POLICIES
 from outrider.distill.regenerate.lengths.predictors import ClassifierPredictor, make_predictor
 from outrider.distill.regenerate.lengths.schedule import Policy, Rectangle
@@ -33,6 +33,9 @@ from outrider.distill.regenerate.lengths.stopwatch import Stopwatch
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
+
+READ_TOKENS = 128
+"""Tokens of a prompt that the encoder reads; few prompts are longer."""
 
 VOCABULARY = 30522
 """Rows of DistilBERT's embeddings. The data's tokenizer uses the first ones."""
@@ -44,7 +47,8 @@ def main() -> None:
     target = load_target(TargetConfig(name_or_path=args.target, dtype="float32"), torch.device("cpu"))
     args.seen = args.lessons
     records = read_records(args, target)
-    num_held_out = sum(number >= HELD_OUT for number in records)
+    # With fewer requests than lessons, no predictor learns again while requests are scheduled.
+    num_held_out = min(sum(number >= HELD_OUT for number in records), args.lessons - 1)
     work = make_workload(records, args, scale=1, count=num_held_out, max_new_tokens=args.max_new_tokens)
     with tempfile.TemporaryDirectory() as made:
         if args.encoder is None:
@@ -73,7 +77,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="alpaca_eval_outputs.jsonl.gz")
-    parser.add_argument("--lessons", type=int, default=110, help="answers that each predictor learns")
+    parser.add_argument("--lessons", type=int, default=64, help="answers that each predictor learns")
     parser.add_argument("--encoder", type=Path, help="directory of an encoder; without it one is made of random weights")
     parser.add_argument("--layers", type=int, default=6, help="layers of the encoder that is made")
     parser.add_argument("--hidden-size", type=int, default=768, help="hidden size of the encoder that is made")
@@ -93,7 +97,7 @@ def make_encoder(texts: list[str], folder: Path, *, num_layers: int, hidden_size
     pieces = BertWordPieceTokenizer()
     pieces.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=2, show_progress=False)
     pieces.save_model(str(folder))
-    tokenizer = BertTokenizerFast.from_pretrained(folder, model_max_length=512)
+    tokenizer = BertTokenizerFast.from_pretrained(folder, model_max_length=READ_TOKENS)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = DistilBertConfig(

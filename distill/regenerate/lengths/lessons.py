@@ -35,8 +35,11 @@ class LessonRecord:
 
     prompt_ids: list[int]
     num_known_tokens: int | None
+    """Tokens of the data's answer to this prompt."""
     num_tokens: int
+    """Tokens of the target's answer."""
     cut: bool
+    """Whether the length limit ended it, not the target."""
 
     @classmethod
     def of(cls, request: Request, answer: Answer) -> "LessonRecord":
@@ -73,7 +76,9 @@ class Round:
     """A round of shards, and the files of the lessons that it knows."""
 
     first_shard: int
+    """Number of its first shard; it ends where the next round begins."""
     lessons: list[LessonsFile]
+    """Files whose latest lessons it knows, the oldest first."""
 
 
 def plan_rounds(num_shards: int) -> list[range]:
