@@ -52,7 +52,7 @@ def main() -> None:
     work = make_workload(records, args, scale=1, count=num_held_out, max_new_tokens=args.max_new_tokens)
     with tempfile.TemporaryDirectory() as made:
         if args.encoder is None:
-            texts = [target.tokenizer.decode(ids) for ids, _, _ in records.values()]
+            texts = [str(target.tokenizer.decode(ids)) for ids, _, _ in records.values()]
             make_encoder(texts, Path(made), num_layers=args.layers, hidden_size=args.hidden_size)
         encoder = make_predictor(str(args.encoder or made), target)
         assert isinstance(encoder, ClassifierPredictor)
