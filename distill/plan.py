@@ -71,23 +71,9 @@ def run_shards(
 
     Raises ValueError before any work if the folder holds another run's shards, or a damaged shard.
     """
-    # 1. Each process checks a part of the existing shards. All processes list the missing shards
-    # before any process writes.
-    store.require_same(manifest, data_facts)
-    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
-        if entry := store.read_entry(index):
-            store.verify(entry)
-    accelerator.wait_for_everyone()
-    pending = [index for index in range(len(plan)) if not store.is_written(index)]
-    accelerator.wait_for_everyone()
-    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
-    # manifest.
-    if accelerator.is_main_process:
-        store.save_data_facts(data_facts)
-        if not store.is_complete(len(plan)):
-            store.save(manifest)
-    accelerator.wait_for_everyone()
-    # 3. Deal the missing shards of each round, and compute them.
+    # 1. Check the existing shards, and list the missing ones.
+    pending = begin_shards(store, manifest, plan, accelerator, data_facts)
+    # 2. Deal the missing shards of each round, and compute them.
     missing = {shards.start: [index for index in shards if index in pending] for shards in rounds or [range(len(plan))]}
     dealt = {first: deal(indices, worker) for first, indices in missing.items() if indices}
     num_dealt = sum(map(len, dealt.values()))
@@ -106,7 +92,7 @@ def run_shards(
             if indices:
                 make({index: plan[index] for index in indices}, progress)
             accelerator.wait_for_everyone()
-    # 4. Write the statistics, then the complete manifest.
+    # 3. Write the statistics, then the complete manifest.
     if accelerator.is_main_process:
         if store.is_complete(len(plan)):
             logger.info("%s is already complete: %d shards, nothing to do", store.directory, len(plan))
@@ -117,6 +103,33 @@ def run_shards(
             store.save(replace(manifest, shards=entries, complete=True))
     accelerator.wait_for_everyone()
     return store.load()
+
+
+def begin_shards(
+    store: ShardStore[Entry, M],
+    manifest: M,
+    plan: Sequence[Sequence[Item]],
+    accelerator: Accelerator,
+    data_facts: Mapping[str, Any],
+) -> list[int]:
+    """Mark the folder as this run's, and return the missing shards. Errors as in `run_shards`."""
+    # 1. Each process checks a part of the existing shards. All processes list the missing shards
+    # before any process writes.
+    store.require_same(manifest, data_facts)
+    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
+        if entry := store.read_entry(index):
+            store.verify(entry)
+    accelerator.wait_for_everyone()
+    pending = [index for index in range(len(plan)) if not store.is_written(index)]
+    accelerator.wait_for_everyone()
+    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
+    # manifest.
+    if accelerator.is_main_process:
+        store.save_data_facts(data_facts)
+        if not store.is_complete(len(plan)):
+            store.save(manifest)
+    accelerator.wait_for_everyone()
+    return pending
 
 
 def deal(indices: Sequence[int], worker: Worker) -> Sequence[int]:
