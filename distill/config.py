@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "predictor", "base_url", "served_model"),
+    *("kv_budget_gib", "predictor", "schedule", "lessons", "base_url", "served_model"),
 )
+SCHEDULES = ("shortest", "s3")
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
@@ -111,6 +112,16 @@ class DistillConfig:
     sequence-classification model. None is `light` for the engine `batch`. With a predictor, the
     engine `continuous` admits the longest requests first."""
 
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "shortest"
+    """Schedule of the engine `batch`. `shortest` puts the shortest texts first and reserves half of
+    an answer's predicted length. `s3` is the policy of S3: the longest answers first, with their
+    whole predicted length reserved. Both double the room of an answer that outgrows it."""
+
+    lessons: Annotated[str, Field(min_length=1)] | None = None
+    """Folder `answers/` of an earlier run whose answers' lengths the predictor knows from the
+    beginning. They are read once; a resumed run has its own copy. The lengths of a run's own
+    answers are remembered in any case."""
+
     base_url: str | None = None
     """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
 
@@ -134,6 +145,11 @@ class DistillConfig:
         """Whether the target's last hidden states are stored."""
         return self.features == "last_hidden"
 
+    @property
+    def predicts_lengths(self) -> bool:
+        """Whether the engine schedules by predicted length."""
+        return self.engine == "batch" or (self.engine == "continuous" and self.predictor is not None)
+
     def _features_problems(self) -> list[str]:
         if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
             stored = f"features_dtype is {self.features_dtype}, and nothing is stored in it"
@@ -155,6 +171,16 @@ class DistillConfig:
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
                 "by length: choose one of them, or leave the predictor out"
+            )
+        if self.schedule != "shortest" and self.engine != "batch":
+            problems.append(
+                f"schedule is {self.schedule!r} and engine {self.engine!r}; only the engine batch has schedules: set engine to "
+                "batch, or leave the schedule out"
+            )
+        if self.lessons is not None and not self.predicts_lengths:
+            problems.append(
+                f"lessons is {self.lessons!r}, and the engine {self.engine!r} predicts no lengths; set engine to batch, or to "
+                "continuous with a predictor, or leave the lessons out"
             )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(

@@ -1,6 +1,7 @@
 """The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -123,11 +124,18 @@ class HFTarget(FrozenModel):
         """Read prompts into an empty cache."""
         return self._prefill(prompts, self._empty_cache(len(prompts.lengths), capacity))
 
-    def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
+    def resume(
+        self,
+        prompts: Prompts | None,
+        texts: Sequence[KeptText],
+        *,
+        capacity: int,
+        moving: AbstractContextManager[None] | None = None,
+    ) -> TargetOutput | None:
         """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
 
-        `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
-        each row. Returns the output of the prompts, or None.
+        `take` has saved the keys and values of `texts` earlier; they return within `moving`.
+        `capacity` is the room in tokens of each row. Returns the output of the prompts, or None.
         """
         if prompts is not None:
             self._require_readable(prompts)
@@ -135,7 +143,8 @@ class HFTarget(FrozenModel):
         self._require_room(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         output = None if prompts is None else self._prefill(prompts, cache)
-        cache.put(texts)
+        with moving or nullcontext():
+            cache.put(texts)
         return output
 
     def take(self, row: int) -> KeptText:
