@@ -168,6 +168,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_json(value: Any) -> str:
+    """Return a digest of a JSON value; the order of keys doesn't matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
     """Remove a file, or a part of it, from the system's page cache; systems may ignore it."""
     if sys.platform == "linux":

@@ -100,7 +100,7 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
     remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
     checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
     if checkpoint is not None:
-        _require_same_run(read_marker(checkpoint)["run"], run, checkpoint, remedy)
+        _require_same_run(read_marker(checkpoint).state["run"], run, checkpoint, remedy)
     summary_path = output_dir / SUMMARY_FILE
     if not summary_path.exists():
         return False
