@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -280,7 +280,7 @@ def test_each_process_reads_a_share_of_the_files_and_all_raise(
     monkeypatch.setattr(checkpoint_module, "sha256_file", lambda path: read.append(path.name) or digest(path))
     monkeypatch.setattr(checkpoint_module, "gather_object", lambda names: names or ["c"])
     for index, share in enumerate((["a", "c"], ["b"])):
-        processes: Any = SimpleNamespace(process_index=index, num_processes=2)
+        processes = Mock(spec=Accelerator, process_index=index, num_processes=2)
         with pytest.raises(ValueError, match="c has another checksum"):
             require_unchanged(checkpoint, read_marker(checkpoint), processes)
         assert read == share
