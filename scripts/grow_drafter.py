@@ -16,8 +16,8 @@ import torch
 from grow_target import Size, Source, grown_config, grown_tensor, parse_parameters
 from safetensors.torch import save
 
-from outrider.data.files import replacing_directory, write_json
-from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from outrider.data.files import replacing_directory, sha256_file, write_json
+from outrider.models.drafters.saved.folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, read_drafter_config
 
 PREFIX = "model."
 """What the names of a draft model's tensors begin with, since the drafter holds the model."""
@@ -52,7 +52,10 @@ def grow_drafter(folder: Path, output: Path, new: Size) -> None:
     del architecture["dtype"]
     with replacing_directory(output) as written:
         (written / WEIGHTS_FILE).write_bytes(save(tensors))
-        write_json(written / CONFIG_FILE, asdict(replace(saved, drafter={**saved.drafter, "architecture": architecture})))
+        options = {**saved.drafter, "architecture": architecture}
+        sha256 = {WEIGHTS_FILE: sha256_file(written / WEIGHTS_FILE)}
+        grown = replace(saved, format_version=FORMAT_VERSION, drafter=options, sha256=sha256)
+        write_json(written / CONFIG_FILE, asdict(grown))
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

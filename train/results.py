@@ -17,7 +17,14 @@ from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.calibration import CALIBRATION_FILE
 from ..models.drafters.saved.build import DrafterSpec, starting_weights
-from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
+from ..models.drafters.saved.folder import (
+    CONFIG_FILE,
+    TRAINING_FILE,
+    WEIGHTS_FILE,
+    TrainingFacts,
+    require_recorded,
+    write_training_facts,
+)
 from ..models.drafters.saved.loading import change_options
 from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
@@ -114,7 +121,9 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
             )
         return False
     # If options of the end changed, the last checkpoint and the best drafter give the new results.
-    return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
+    present, recorded = _digests(drafter_dir), summary.drafter_sha256
+    is_there = {*DRAFTER_FILES} <= recorded.keys() and recorded.items() <= present.items()
+    return is_there and summary.end == end_of(config)
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
@@ -181,7 +190,7 @@ def save_results(
         else:
             _copy_best(best, folder, drafter)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
-        write_json(folder / TRAINING_FILE, asdict(facts))
+        write_training_facts(folder, facts)
     summary = Summary(
         **asdict(facts),
         metrics=metrics,
@@ -197,15 +206,17 @@ def save_results(
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
     """Copy the best drafter, with the options for decoding of `drafter`.
 
-    They may have changed since the measurement.
+    They may have changed since the measurement. Raises ValueError for a damaged drafter.
     """
+    require_recorded(best.directory, WEIGHTS_FILE)
     for name in DRAFTER_FILES:
         shutil.copyfile(best.directory / name, folder / name)
     change_options(folder, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    return {name: sha256_file(directory / name) for name in DRAFTER_FILES if (directory / name).is_file()}
+    names = (*DRAFTER_FILES, TRAINING_FILE)
+    return {name: sha256_file(directory / name) for name in names if (directory / name).is_file()}
 
 
 def steps_of(run: Mapping[str, Any]) -> int:
