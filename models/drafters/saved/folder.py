@@ -14,7 +14,9 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt
 
+from ....data.choices import LABELS
 from ....data.drafter_names import MODEL_PREFIX
+from ....data.fields import one_of
 from ....data.files import finish_replacing, read_dataclass, read_json, sha256_file, write_json
 from ....data.manifest import TargetIdentity
 
@@ -110,8 +112,8 @@ class TrainingFacts:
     """Parameters of the drafter, without the target's."""
     tokens_per_step_estimate: FiniteNumber
     """From the last record of the training."""
-    labels: str
-    """Kind of labels, `distilled` or `text` (see TrainConfig)."""
+    labels: Annotated[str, one_of(*LABELS)]
+    """Kind of labels (see TrainConfig)."""
     hardware: str
     """Number of processes and their devices, at the end of the training."""
 
