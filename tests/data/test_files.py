@@ -16,6 +16,7 @@ from outrider.data.files import (
     atomic_write_bytes,
     atomic_write_text,
     finish_replacing,
+    guarded,
     locked,
     parse_json,
     read_dataclass,
@@ -261,3 +262,62 @@ def test_only_one_process_at_a_time_holds_the_lock_of_a_folder(tmp_path: Path) -
     assert held.returncode != 0
     assert "another process is at work in" in held.stderr
     subprocess.run(command, check=True)
+
+
+def make(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    return path
+
+
+def test_the_next_holder_of_the_lock_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
+    kept = [make(tmp_path / name) for name in ("a.json", "drafter/model.safetensors", ".hidden", "notes.tmp", "deep/.x.tmp")]
+    for name in (
+        ".config.yaml.123.tmp",
+        "eval/.summary.json.9.tmp",
+        ".drafter.partial/model.safetensors",
+        "train/checkpoints/.step-00000003.partial/state.pt",
+        "train/.best.old/best.json",
+        ".package.ab12_x.tmp/new/README.md",
+    ):
+        make(tmp_path / name)
+    make(tmp_path / "train/best/best.json")
+    with locked(tmp_path):
+        left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, tmp_path / ".lock", tmp_path / "train/best/best.json"}
+
+
+def test_leftovers_of_a_kill_between_two_renames_are_completed_and_not_lost(tmp_path: Path) -> None:
+    make(tmp_path / "train/.best.partial/best.json").write_text("new")
+    make(tmp_path / "train/.best.old/best.json").write_text("old")
+    with locked(tmp_path):
+        assert [path.name for path in (tmp_path / "train").iterdir()] == ["best"]
+        assert (tmp_path / "train/best/best.json").read_text() == "new"
+
+
+def test_leftovers_behind_a_link_are_not_the_runs(tmp_path: Path) -> None:
+    elsewhere = make(tmp_path / "elsewhere/.a.1.tmp")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / ".link.old").symlink_to(tmp_path / "elsewhere")
+    with locked(tmp_path / "run"):
+        pass
+    assert elsewhere.exists()
+
+
+def test_a_path_in_a_runs_folder_is_guarded_by_the_runs_lock(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    drafter = run / "variants" / "a" / "drafter"
+    drafter.mkdir(parents=True)
+    with locked(run):
+        for path in (drafter, run / "new", run):
+            with pytest.raises(ValueError, match=f"another process is at work in {run}"), guarded(path):
+                pass
+        with guarded(tmp_path / "other"):
+            pass
+    assert not (tmp_path / "other").exists(), "a path outside of a run needs no lock, and no folder"
+    held = guarded(drafter, run, folders=[run, tmp_path / "out"])
+    with held, pytest.raises(ValueError, match="at work in"), guarded(drafter):
+        pass
+    assert (tmp_path / "out" / ".lock").is_file()
+    assert not (drafter / ".lock").exists()
