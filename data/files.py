@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -226,6 +226,28 @@ def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. Raises ValueError for NaN and infinity."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with a digest of itself, under `sha256`, atomically."""
+    write_json(path, {**value, "sha256": sha256_json(value)})
+
+
+def read_sealed(cls: type[T], path: Path) -> T:
+    """Read a dataclass from a file of `write_sealed`.
+
+    A file without a digest, as earlier versions wrote it, isn't compared. Raises ValueError like
+    `read_dataclass`, and for values that have changed since they were written.
+    """
+    content = read_json(path)
+    recorded = content.pop("sha256", None) if isinstance(content, dict) else None
+    value = parse_json(cls, json.dumps(content), path)  # first: it names wrong keys and types
+    if recorded not in (None, sha256_json(content)):
+        raise ValueError(
+            f"{path} was altered: its SHA-256 digest is not the one that it records. Restore it, or run the command again that "
+            "wrote it"
+        )
+    return value
 
 
 def read_json(path: Path) -> Any:

@@ -132,8 +132,9 @@ class ShardStore(Generic[Entry, M]):
         if wrong or path != self.path(entry.index, self.suffix):
             sidecar = self.path(entry.index, ".json")
             raise ValueError(
-                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {sidecar.name} or {MANIFEST_FILE} "
-                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: it recomputes only this shard"
+                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {MANIFEST_FILE} or {sidecar.name} "
+                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: "
+                "it recomputes only this shard"
             )
 
     def is_complete(self, num_shards: int) -> bool:

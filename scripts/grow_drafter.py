@@ -53,8 +53,8 @@ def grow_drafter(folder: Path, output: Path, new: Size) -> None:
     with replacing_directory(output) as written:
         (written / WEIGHTS_FILE).write_bytes(save(tensors))
         options = {**saved.drafter, "architecture": architecture}
-        sha256 = {WEIGHTS_FILE: sha256_file(written / WEIGHTS_FILE)}
-        grown = replace(saved, format_version=FORMAT_VERSION, drafter=options, sha256=sha256)
+        digest = sha256_file(written / WEIGHTS_FILE)
+        grown = replace(saved, format_version=FORMAT_VERSION, drafter=options, weights_sha256=digest)
         write_json(written / CONFIG_FILE, asdict(grown))
 
 

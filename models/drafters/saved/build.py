@@ -22,7 +22,7 @@ from .folder import (
     read_drafter_config,
     read_weights,
     require_counts,
-    require_recorded,
+    require_recorded_weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    require_recorded(folder, WEIGHTS_FILE)  # last: the other checks describe damage better
+    require_recorded_weights(folder)  # last: the other checks describe damage better
     return drafter
 
 

@@ -1,11 +1,11 @@
 """The files of a drafter's folder, and their checks.
 
 These are `config.json`, `model.safetensors`, and an optional `training.json`. All are read
-strictly, and compared with the digests in `config.json`.
+strictly, and digests show changed weights and facts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +17,12 @@ from pydantic import Field, NonNegativeInt
 from ....data.choices import LABELS
 from ....data.drafter_names import MODEL_PREFIX
 from ....data.fields import one_of
-from ....data.files import finish_replacing, read_dataclass, read_json, sha256_file, write_json
+from ....data.files import finish_replacing, read_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 2
-WITHOUT_DIGESTS = 1
-"""The format of earlier versions, which is read too: it records no digests."""
+WITHOUT_DIGEST = 1
+"""The format of earlier versions, which is read too: it records no digest of the weights."""
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MERGE_FILE = "merge.json"
 """File of a package, with the names of the training-free drafters that belong to it."""
@@ -39,15 +39,14 @@ class DrafterFile:
     kind: str
     drafter: dict[str, Any]
     target: TargetIdentity
-    sha256: dict[str, str] = field(default_factory=dict)
-    """Digests of the weights, and of `training.json` if there is one, by file name. Empty in format
-    1."""
+    weights_sha256: str = ""
+    """Digest of `model.safetensors`; empty in format 1."""
 
     def __post_init__(self) -> None:
-        if self.format_version == FORMAT_VERSION and WEIGHTS_FILE not in self.sha256:
-            raise ValueError(f"sha256: lacks the digest of {WEIGHTS_FILE}; copy or save the drafter again")
-        if self.format_version == WITHOUT_DIGESTS and self.sha256:
-            raise ValueError("format_version: is 1, a format without digests, and there are some; copy the drafter again")
+        if self.format_version == FORMAT_VERSION and not self.weights_sha256:
+            raise ValueError(f"weights_sha256: lacks the digest of {WEIGHTS_FILE}; copy or save the drafter again")
+        if self.format_version == WITHOUT_DIGEST and self.weights_sha256:
+            raise ValueError("format_version: is 1, a format without a digest, and there is one; copy the drafter again")
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:
@@ -68,7 +67,7 @@ def read_drafter_config(directory: Path) -> DrafterFile:
             f"name it {MODEL_PREFIX}DIR (or {MODEL_PREFIX}user/name on the Hub)"
         )
     config = read_dataclass(DrafterFile, path)
-    if config.format_version not in (WITHOUT_DIGESTS, FORMAT_VERSION):
+    if config.format_version not in (WITHOUT_DIGEST, FORMAT_VERSION):
         raise ValueError(
             f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
             "save the drafter again with this version, or read it with the one that wrote it"
@@ -76,23 +75,23 @@ def read_drafter_config(directory: Path) -> DrafterFile:
     return config
 
 
-def record_digest(directory: Path, name: str) -> None:
-    """Record the digest of a file of the folder in `config.json`."""
-    saved = read_drafter_config(directory)
-    sha256 = {**saved.sha256, name: sha256_file(directory / name)}
-    write_json(directory / CONFIG_FILE, asdict(replace(saved, format_version=FORMAT_VERSION, sha256=sha256)))
+def record_weights(directory: Path) -> None:
+    """Record the digest of the weights in `config.json`, after a change of them."""
+    digest = sha256_file(directory / WEIGHTS_FILE)
+    saved = replace(read_drafter_config(directory), format_version=FORMAT_VERSION, weights_sha256=digest)
+    write_json(directory / CONFIG_FILE, asdict(saved))
 
 
-def require_recorded(directory: Path, name: str) -> None:
-    """Raise ValueError if a file isn't the one whose digest `config.json` records.
+def require_recorded_weights(directory: Path) -> None:
+    """Raise ValueError if the weights aren't those whose digest `config.json` records.
 
-    A file without a digest isn't compared: all of format 1, and files that a user has added.
+    Weights of format 1 have no digest, and aren't compared.
     """
-    recorded = read_drafter_config(directory).sha256.get(name)
-    if recorded is not None and sha256_file(directory / name) != recorded:
+    recorded = read_drafter_config(directory).weights_sha256
+    if recorded and sha256_file(directory / WEIGHTS_FILE) != recorded:
         raise ValueError(
-            f"{directory / name} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or download "
-            "it again, or run the training's command again, which writes it from the last checkpoint"
+            f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
+            "download it again, or run the training's command again, which writes it from the last checkpoint"
         )
 
 
@@ -131,17 +130,12 @@ def read_training_facts(directory: Path) -> TrainingFacts | None:
     Raises ValueError for a malformed file, and for one that was altered.
     """
     path = directory / TRAINING_FILE
-    if not path.is_file():
-        return None
-    facts = read_dataclass(TrainingFacts, path)
-    require_recorded(directory, TRAINING_FILE)
-    return facts
+    return read_sealed(TrainingFacts, path) if path.is_file() else None
 
 
 def write_training_facts(directory: Path, facts: TrainingFacts) -> None:
-    """Write the facts of a saved drafter's training, and record their digest."""
-    write_json(directory / TRAINING_FILE, asdict(facts))
-    record_digest(directory, TRAINING_FILE)
+    """Write the facts of a drafter's training beside its weights."""
+    write_sealed(directory / TRAINING_FILE, asdict(facts))
 
 
 def count_tensors(path: Path, called: str = "") -> int:

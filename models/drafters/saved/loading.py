@@ -43,7 +43,7 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
         kind=kind_of(drafter),
         drafter=asdict(drafter.config),
         target=target,
-        sha256={WEIGHTS_FILE: hashlib.sha256(data).hexdigest()},
+        weights_sha256=hashlib.sha256(data).hexdigest(),
     )
     write_json(directory / CONFIG_FILE, asdict(config))
 

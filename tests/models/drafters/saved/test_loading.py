@@ -15,7 +15,7 @@ from outrider.models.drafters.saved.folder import (
     TrainingFacts,
     read_drafter_config,
     read_training_facts,
-    record_digest,
+    record_weights,
     write_training_facts,
 )
 from outrider.models.export.package import is_package, package_files
@@ -196,7 +196,7 @@ def test_a_flipped_bit_that_leaves_all_numbers_finite_is_an_error(target, saved)
         load_drafter(saved, target)
     with pytest.raises(ValueError, match=r"model\.safetensors was altered or damaged"):
         build_drafter(parse_drafter({"start_from": str(saved)}), target)
-    record_digest(saved, "model.safetensors")
+    record_weights(saved)
     load_drafter(saved, target)
 
 
@@ -208,10 +208,10 @@ def edit_file(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sha256": {}}, r"lacks the digest of model\.safetensors"),
-        ({"sha256": {"model.safetensors": None}}, "sha256.model.safetensors=null: must be a text"),
-        ({"sha256": {"model.safetensors": ""}}, "was altered or damaged"),
-        ({"format_version": 1}, "a format without digests, and there are some"),
+        ({"weights_sha256": ""}, r"lacks the digest of model\.safetensors"),
+        ({"weights_sha256": None}, "weights_sha256=null: must be a text"),
+        ({"weights_sha256": "0" * 64}, "was altered or damaged"),
+        ({"format_version": 1}, "a format without a digest, and there is one"),
         ({"format_version": 3}, r"has format 3, and this version of outrider reads format 2"),
     ],
 )
@@ -223,12 +223,12 @@ def test_a_digest_cannot_be_left_out_by_one_edit(target, saved, changes, message
 
 def test_a_drafter_of_the_format_without_digests_still_loads_and_gets_them_when_saved(target, saved):
     config = json.loads((saved / "config.json").read_text())
-    del config["sha256"]
+    del config["weights_sha256"]
     (saved / "config.json").write_text(json.dumps({**config, "format_version": 1}))
     drafter = load_drafter(saved, target)
-    assert not read_drafter_config(saved).sha256
+    assert not read_drafter_config(saved).weights_sha256
     save_drafter(drafter, saved, target.identity)
-    assert read_drafter_config(saved).sha256.keys() == {"model.safetensors"}
+    assert read_drafter_config(saved).weights_sha256
 
 
 def test_edited_facts_of_a_training_never_reach_a_reader(target, saved):
