@@ -62,6 +62,7 @@ def certify_command(
         )
     import torch  # torch and the modules that use it load too slowly for --help
 
+    from ..data.files import guarded
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
     from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
@@ -79,7 +80,8 @@ def certify_command(
     subject["environment"] = asdict(describe_environment(used_device))
 
     # 3. Write the certificate and print it.
-    write_certificate(lines, subject, output)
+    with guarded(output):
+        write_certificate(lines, subject, output)
     (console := Console()).print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
     console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")

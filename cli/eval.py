@@ -110,7 +110,7 @@ def eval_command(
 
 
 def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path, options: dict[str, Any]) -> "list[Row]":
-    from ..data.files import locked
+    from ..data.files import guarded
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
     from .errors import command_line
@@ -121,7 +121,7 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
     with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
         target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
-    with locked(output):
+    with guarded(output, folders=[output]):
         return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned, command=command_line())
 
 

@@ -113,7 +113,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
 def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
     """Write the folder for the Hub. Returns False if a folder with other content stays."""
     card = model_card(drafter, options)
-    with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=".tmp", dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card, options.certificate)
         finish_replacing(package)

@@ -6,11 +6,13 @@ A file or folder has one writer. A reader sees the old content or the new conten
 import errno
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
@@ -22,7 +24,13 @@ from .fields import problems_of
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 LOCK_FILE = ".lock"
+LEFTOVER_FILE = re.compile(r"\..+\.\d+\.tmp")
+"""Name of a temporary file of `replacing`."""
+LEFTOVER_FOLDER = re.compile(r"\..+\.(partial|old|tmp)")
+"""Name of a temporary folder: of `replacing_directory`, or another one that ends in .tmp."""
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -114,7 +122,8 @@ def _old_directory(path: Path) -> Path:
 def locked(directory: Path) -> Iterator[None]:
     """Lock a folder until the block ends or the process dies; the folder is created if missing.
 
-    Raises ValueError if another process holds the lock.
+    Also removes what killed processes have left in it (`remove_leftovers`). Raises ValueError if
+    another process holds the lock.
     """
     import fcntl  # missing on Windows, where everything except runs works too
 
@@ -130,7 +139,41 @@ def locked(directory: Path) -> Iterator[None]:
                 f"another process is at work in {directory}: wait for it, or end it (workers may outlive a killed launcher), "
                 "or choose another output directory"
             ) from error
+        remove_leftovers(directory)
         yield
+
+
+@contextmanager
+def guarded(*paths: Path, folders: Iterable[Path] = ()) -> Iterator[None]:
+    """Lock `folders`, and each run's folder that contains one of `paths`.
+
+    A run's folder has a lock file; a path outside of all such folders needs no lock. Raises
+    ValueError as `locked` does.
+    """
+    around = {parent for path in paths for parent in (path.resolve(), *path.resolve().parents)}
+    held = {folder for folder in around if (folder / LOCK_FILE).is_file()} | {folder.resolve() for folder in folders}
+    with ExitStack() as stack:
+        for folder in sorted(held):
+            stack.enter_context(locked(folder))
+        yield
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove temporary files and folders of killed processes, also from folders below.
+
+    Only for the holder of the folder's lock. An interrupted replacement is completed first.
+    """
+    for root, folders, files in os.walk(directory):
+        for name in [name for name in folders if LEFTOVER_FOLDER.fullmatch(name)]:
+            folders.remove(name)
+            leftover = Path(root, name)
+            if not name.endswith(".tmp"):
+                finish_replacing(leftover.with_name(name[1:].rpartition(".")[0]))
+            logger.info("removing %s, which a killed process has left", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
+        for name in filter(LEFTOVER_FILE.fullmatch, files):
+            logger.info("removing %s, which a killed process has left", Path(root, name))
+            Path(root, name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -168,6 +211,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_json(value: Any) -> str:
+    """Return a digest of a JSON value; the order of keys doesn't matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
     """Remove a file, or a part of it, from the system's page cache; systems may ignore it."""
     if sys.platform == "linux":
@@ -178,6 +226,28 @@ def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. Raises ValueError for NaN and infinity."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object with a digest of itself, under `sha256`, atomically."""
+    write_json(path, {**value, "sha256": sha256_json(value)})
+
+
+def read_sealed(cls: type[T], path: Path) -> T:
+    """Read a dataclass from a file of `write_sealed`.
+
+    A file without a digest, as earlier versions wrote it, isn't compared. Raises ValueError like
+    `read_dataclass`, and for values that have changed since they were written.
+    """
+    content = read_json(path)
+    recorded = content.pop("sha256", None) if isinstance(content, dict) else None
+    value = parse_json(cls, json.dumps(content), path)  # first: it names wrong keys and types
+    if recorded not in (None, sha256_json(content)):
+        raise ValueError(
+            f"{path} was altered: its SHA-256 digest is not the one that it records. Restore it, or run the command again that "
+            "wrote it"
+        )
+    return value
 
 
 def read_json(path: Path) -> Any:

@@ -33,7 +33,8 @@ REMEDY = "Set output_dir to another folder, or delete {} to start again"
 class ShardStore(Generic[Entry, M]):
     """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
 
-    `check` raises ValueError if a complete shard file disagrees with the manifest.
+    `facts` computes the fields of an entry that follow from its file; `check` raises ValueError if a
+    complete shard file disagrees with the manifest.
     """
 
     directory: Path
@@ -41,6 +42,7 @@ class ShardStore(Generic[Entry, M]):
     suffix: str
     entry: type[Entry]
     manifest: type[M]
+    facts: Callable[[Path], Mapping[str, Any]]
     check: Callable[[Path, M], None] = lambda path, manifest: None
 
     def path(self, index: int, suffix: str) -> Path:
@@ -122,6 +124,19 @@ class ShardStore(Generic[Entry, M]):
             "again: it recomputes only this shard"
         )
 
+    def require_described(self, entry: BaseEntry) -> None:
+        """Raise ValueError if a shard's file is damaged, or if its entry doesn't describe it."""
+        self.verify(entry)
+        path, recorded = self.directory / entry.file, asdict(entry)
+        wrong = [name for name, value in self.facts(path).items() if recorded[name] != value]
+        if wrong or path != self.path(entry.index, self.suffix):
+            sidecar = self.path(entry.index, ".json")
+            raise ValueError(
+                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {MANIFEST_FILE} or {sidecar.name} "
+                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: "
+                "it recomputes only this shard"
+            )
+
     def is_complete(self, num_shards: int) -> bool:
         """Return whether the manifest is complete, and no shard was deleted since."""
         if not (self.directory / MANIFEST_FILE).exists() or not (manifest := self.load()).complete:
@@ -185,7 +200,7 @@ class ShardStore(Generic[Entry, M]):
                         f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
                         "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
-                self.verify(entry)
+                self.require_described(entry)
                 self.check(self.directory / entry.file, manifest)
             except (ValueError, OSError) as error:
                 problems.append(str(error))

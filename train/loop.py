@@ -64,7 +64,12 @@ def fit(training: Training, *, start: int) -> None:
             if log or checkpoint:
                 require_sound(training)
             if log:
-                record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
+                record = meter.latest = {
+                    "step": done,
+                    **meter.record(),
+                    "learning_rate": learning_rate,
+                    "grad_norm": float(grad_norm),
+                }
                 tracker.log(record)
                 peaked = measure and validate_now(training, tracker, done)
                 measured = training.best.latest

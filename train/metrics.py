@@ -80,6 +80,8 @@ class Meter:
         self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run at the last record
         self.pause_seconds = 0.0
         """Length of the last pause."""
+        self.latest: dict[str, Any] | None = None
+        """The last record of the run, as its file has it."""
 
     @property
     def seconds(self) -> float:
@@ -142,6 +144,7 @@ class Meter:
             "seen": self._seen.tolist(),
             "seconds": self.seconds,
             "last_record": list(self._last_record),
+            "latest": self.latest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,6 +154,7 @@ class Meter:
         self._seen = torch.tensor(state["seen"], device=device)
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)
+        self.latest = state["latest"]
         self._seconds = state["seconds"]
         self._started = time.perf_counter()
 

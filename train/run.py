@@ -76,6 +76,7 @@ def train(
                 hardware=hardware(accelerator.device, accelerator.num_processes),
                 config=config,
                 best=training.best,
+                latest=training.meter.latest,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
             if training.other is not None:

@@ -23,6 +23,7 @@ from ...data.config import DataConfig
 from ...data.data_facts import describe_data
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
+from ...data.label_stats import STATS_FILE, LabelTotals
 from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
 from ...data.preview import MARKS, preview
 from ...data.shards import label_store, write_shard
@@ -38,7 +39,6 @@ from .features import require_features, require_space, stored_example
 
 logger = logging.getLogger(__name__)
 
-STATS_FILE = "stats.json"
 
 SUSPICIOUS_AGREEMENT = 0.15
 """Lower agreement is suspicious.
@@ -229,24 +229,24 @@ def _write_statistics(
     shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
     sums = total(LabellingStats, shards)
     # 2. Write them.
-    statistics = {
-        "num_examples": sum(len(entry.ids) for entry in entries),
-        "num_text_tokens": sums.num_text_tokens,
-        "num_positions": sums.num_positions,
-        "agreement": sums.agreement,
-        "num_branch_tokens": sums.num_branch_tokens,
-        "process_seconds": sums.seconds,
-        "positions_per_process_second": sums.num_positions / max(1e-9, sums.seconds),
-        "peak_memory_bytes": peak_memory_bytes(target.device),
-        "dropped": dict(dropped.most_common()),
-    }
-    write_json(output_dir / STATS_FILE, statistics)
+    statistics = LabelTotals(
+        num_examples=sum(len(entry.ids) for entry in entries),
+        num_text_tokens=sums.num_text_tokens,
+        num_positions=sums.num_positions,
+        agreement=sums.agreement,
+        num_branch_tokens=sums.num_branch_tokens,
+        process_seconds=sums.seconds,
+        positions_per_process_second=sums.num_positions / max(1e-9, sums.seconds),
+        peak_memory_bytes=peak_memory_bytes(target.device),
+        dropped=dict(dropped.most_common()),
+    )
+    write_json(output_dir / STATS_FILE, asdict(statistics))
     # 3. Report them, with warnings.
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         sums.num_positions,
-        statistics["num_examples"],
-        statistics["positions_per_process_second"],
+        statistics.num_examples,
+        statistics.positions_per_process_second,
         100 * sums.agreement,
     )
     if shards and sums.agreement < SUSPICIOUS_AGREEMENT:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
+from ..results.markdown import Markdown
 from .card_code import quantization_code, quantization_option
 
 LOCAL_TARGET = "path/to/target"
@@ -45,10 +46,13 @@ class CardOptions:
 def code_names(
     options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Collect the names and lines of the card's code and commands."""
+    """Collect the names and lines of the card's code and commands.
+
+    They are checked (`require_names`), so nothing in them is escaped.
+    """
     was_named = f"; it was named {local_name} in training" if local_name else ""
     imports, argument = quantization_code(quantization)
-    return {
+    texts = {
         "target_name": base_model or LOCAL_TARGET,
         "target_note": "" if base_model else f"  # {UNNAMED_TARGET}{was_named}",
         "drafter_name": options.repo or ".",
@@ -57,3 +61,4 @@ def code_names(
         "quantization_argument": argument,
         "quantization_option": quantization_option(quantization),
     }
+    return {name: Markdown(text) for name, text in texts.items()}

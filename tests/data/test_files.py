@@ -16,14 +16,17 @@ from outrider.data.files import (
     atomic_write_bytes,
     atomic_write_text,
     finish_replacing,
+    guarded,
     locked,
     parse_json,
     read_dataclass,
     read_json,
+    read_sealed,
     replacing,
     replacing_directory,
     sha256_file,
     write_json,
+    write_sealed,
 )
 
 
@@ -261,3 +264,86 @@ def test_only_one_process_at_a_time_holds_the_lock_of_a_folder(tmp_path: Path) -
     assert held.returncode != 0
     assert "another process is at work in" in held.stderr
     subprocess.run(command, check=True)
+
+
+def make(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    return path
+
+
+def test_the_next_holder_of_the_lock_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
+    kept = [make(tmp_path / name) for name in ("a.json", "drafter/model.safetensors", ".hidden", "notes.tmp", "deep/.x.tmp")]
+    for name in (
+        ".config.yaml.123.tmp",
+        "eval/.summary.json.9.tmp",
+        ".drafter.partial/model.safetensors",
+        "train/checkpoints/.step-00000003.partial/state.pt",
+        "train/.best.old/best.json",
+        ".package.ab12_x.tmp/new/README.md",
+    ):
+        make(tmp_path / name)
+    make(tmp_path / "train/best/best.json")
+    with locked(tmp_path):
+        left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, tmp_path / ".lock", tmp_path / "train/best/best.json"}
+
+
+def test_leftovers_of_a_kill_between_two_renames_are_completed_and_not_lost(tmp_path: Path) -> None:
+    make(tmp_path / "train/.best.partial/best.json").write_text("new")
+    make(tmp_path / "train/.best.old/best.json").write_text("old")
+    with locked(tmp_path):
+        assert [path.name for path in (tmp_path / "train").iterdir()] == ["best"]
+        assert (tmp_path / "train/best/best.json").read_text() == "new"
+
+
+def test_leftovers_behind_a_link_are_not_the_runs(tmp_path: Path) -> None:
+    elsewhere = make(tmp_path / "elsewhere/.a.1.tmp")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / ".link.old").symlink_to(tmp_path / "elsewhere")
+    with locked(tmp_path / "run"):
+        pass
+    assert elsewhere.exists()
+
+
+def test_a_path_in_a_runs_folder_is_guarded_by_the_runs_lock(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    drafter = run / "variants" / "a" / "drafter"
+    drafter.mkdir(parents=True)
+    with locked(run):
+        for path in (drafter, run / "new", run):
+            with pytest.raises(ValueError, match=f"another process is at work in {run}"), guarded(path):
+                pass
+        with guarded(tmp_path / "other"):
+            pass
+    assert not (tmp_path / "other").exists(), "a path outside of a run needs no lock, and no folder"
+    held = guarded(drafter, run, folders=[run, tmp_path / "out"])
+    with held, pytest.raises(ValueError, match="at work in"), guarded(drafter):
+        pass
+    assert (tmp_path / "out" / ".lock").is_file()
+    assert not (drafter / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other"}, "was altered: its SHA-256 digest is not the one that it records. Restore it"),
+        ({"inner": {"size": 2}}, "was altered"),
+        ({"sha256": "0" * 64}, "was altered"),
+        ({"name": 3}, "name=3: must be a text"),
+        ({"extra": 1}, "extra: there is no such key"),
+    ],
+)
+def test_a_sealed_file_that_was_edited_is_an_error(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "f.json"
+    write_sealed(path, GOOD)
+    assert read_sealed(Outer, path) == parse_json(Outer, json.dumps(GOOD), path)
+    write_json(path, {**read_json(path), **change})
+    with pytest.raises(ValueError, match=message):
+        read_sealed(Outer, path)
+
+
+def test_a_file_that_an_earlier_version_wrote_without_a_seal_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "f.json", GOOD)
+    assert read_sealed(Outer, tmp_path / "f.json") == parse_json(Outer, json.dumps(GOOD), tmp_path / "f.json")

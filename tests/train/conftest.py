@@ -1,5 +1,6 @@
 """Fixtures of tiny shards with texts that a drafter can learn in a second."""
 
+import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from outrider.data.files import sha256_json
 from outrider.data.manifest import FORMAT_VERSION, Manifest, TargetIdentity
 from outrider.data.shards import label_store, write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
@@ -120,6 +122,14 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
         return folders
 
     return run
+
+
+def edit_marker(checkpoint: Path, **changes: Any) -> None:
+    """Change fields of a checkpoint's marker, and its digest with them."""
+    path = checkpoint / "complete.json"
+    content = {**json.loads(path.read_text()), **changes}
+    del content["sha256"]
+    path.write_text(json.dumps({**content, "sha256": sha256_json(content)}))
 
 
 @contextmanager

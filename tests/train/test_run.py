@@ -211,6 +211,44 @@ def test_lost_records_are_an_error_and_the_drafter_is_kept(run_train: RunTrain) 
     assert (run.drafter_dir / "model.safetensors").read_bytes() == before
 
 
+def test_an_altered_record_never_reaches_the_figures_of_the_training(run_train: RunTrain) -> None:
+    run = run_train()
+    for path in (run.train_dir / "summary.json", run.drafter_dir / "training.json"):
+        path.unlink()
+    path = run.train_dir / "metrics.jsonl"
+    last = json.loads(path.read_text().splitlines()[-1])
+    path.write_text(path.read_text().replace(f'"tokens_seen": {last["tokens_seen"]}', f'"tokens_seen": {10**9}'))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl was altered: .*; restore it, or delete"):
+        run_train()
+    assert not (run.drafter_dir / "training.json").exists()
+
+
+def test_edited_facts_of_a_finished_training_are_written_again(run_train: RunTrain) -> None:
+    run = run_train()
+    path = run.drafter_dir / "training.json"
+    before = path.read_text()
+    path.write_text(before.replace('"steps": 6', '"steps": 60'))
+    run_train()
+    assert json.loads(path.read_text())["steps"] == 6
+    assert read_training_facts(run.drafter_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("best.json", lambda content: content.replace(b'"tokens_per_step": ', b'"tokens_per_step": 9')),
+        ("model.safetensors", lambda content: content[:-4] + bytes([content[-4] ^ 1]) + content[-3:]),
+    ],
+)
+def test_an_altered_best_drafter_is_not_exported(run_train: RunTrain, name: str, change: Callable[[bytes], bytes]) -> None:
+    run = run_train(validation_texts=4, validation_tokens=8, validate_every=2)
+    path = run.train_dir / "best" / name
+    path.write_bytes(change(path.read_bytes()))
+    (run.train_dir / "summary.json").unlink()
+    with pytest.raises(ValueError, match=rf"best/{name} was altered"):
+        run_train(validation_texts=4, validation_tokens=8, validate_every=2)
+
+
 def test_a_damaged_checkpoint_is_an_error_with_the_remedy(run_train: RunTrain) -> None:
     run = run_train()
     newest = max((run.train_dir / "checkpoints").glob("step-*"))

@@ -14,7 +14,16 @@ from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import DRAFTERS, checked_options
 from .download import resolve_drafter
-from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights, require_counts
+from .folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    DrafterFile,
+    count_tensors,
+    read_drafter_config,
+    read_weights,
+    require_counts,
+    require_recorded_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +101,8 @@ def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
 def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> TrainableDrafter:
     """Build a drafter of this configuration with a folder's weights, in float32 on the CPU.
 
-    Raises ValueError if the weights are damaged, or have other names or shapes.
+    Raises ValueError if the weights are damaged, or have other names, shapes or values than were
+    saved.
     """
     kind, config = spec.kind, spec.config
     counts = {**asdict(config), **(getattr(config, "architecture", None) or {})}
@@ -106,6 +116,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
+    require_recorded_weights(folder)  # last: the other checks describe damage better
     return drafter
 
 

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import typer
 import yaml
 from huggingface_hub import EvalResult, ModelCard
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from outrider.cli.eval import eval_command
@@ -499,3 +501,67 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(evaluations=[tmp_path / "eval"], disturbed="omit")
     assert "merged with Prompt lookup, 2 beams of 3, 40 nodes, paced" in model_card(tiny_drafter_dir, options)
+
+
+NASTY = "<script>alert(1)</script> [x](javascript:y) `z`\n\n# Mine\n---"
+
+
+def test_texts_of_a_strangers_drafter_and_its_facts_are_never_markup(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    config = json.loads((drafter / "config.json").read_text())
+    for name in ("name", "revision", "weights_sha256", "tokenizer_sha256"):
+        config["target"][name] = NASTY
+    (drafter / "config.json").write_text(json.dumps(config))
+    facts: dict[str, Any] = {"steps": 5, "seconds": 1.5, "positions_seen": 1, "tokens_seen": 2, "parameters": 3}
+    facts |= {"tokens_per_step_estimate": 2.0, "labels": "text", "hardware": NASTY}
+    (drafter / "training.json").write_text(json.dumps(facts))
+    page = ModelCard(model_card(drafter, CardOptions())).text
+    tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]
+    assert not [token for token in tokens if token.type in ("html_block", "html_inline", "image")]
+    assert [token.attrGet("href") for token in tokens if token.type == "link_open"] == [
+        "https://github.com/huggingface/transformers"
+    ]
+    headings = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+    assert "Mine" not in headings
+    assert len(headings) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "<b>redrafter</b>"}, "there are: "),
+        ({"drafter": {"beam_width": "4}'; rm -rf ~ #"}}, "beam_width"),
+        ({"target": {"quantization": '{"method": "torchao", "type": "X; import os"}'}}, "which is no name"),
+        ({"target": {"quantization": '{"method": "<b>"}'}}, "needs a method of"),
+        ({"target": {"quantization": "{"}}, "quantization of the drafter's target can't be read"),
+    ],
+)
+def test_values_that_would_be_code_in_the_card_are_errors(tiny_drafter_dir, tmp_path, change, message):
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    config = json.loads((drafter / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        model_card(drafter, CardOptions())
+
+
+@pytest.mark.parametrize("value", ["many", -1, None, [1]])
+def test_statistics_that_are_no_numbers_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, value):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill" / "stats.json").write_text(json.dumps({"process_seconds": value}))
+    with pytest.raises(ValueError, match=r"stats\.json.*process_seconds"):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"path": 3}, {"max_length": "<b>"}, {"source": None}, {"source": ...}])
+def test_options_of_a_run_of_a_wrong_type_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, change):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512} | change
+    data = {name: value for name, value in data.items() if value is not ...}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    with pytest.raises(ValueError, match=r"config\.yaml: data\."):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
