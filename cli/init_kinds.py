@@ -55,7 +55,7 @@ def export_lines(drafter: str, kind: KindDefaults, target: TargetFacts) -> list[
     if drafter == "eagle3" and target.num_layers < MIN_EAGLE3_LAYERS:
         return ["export: {allow_no_format: true} # no serving engine loads an EAGLE-3 that reads fewer than three layers"]
     if drafter == "block":
-        return ["export: {allow_no_format: true} # no serving engine loads the recurrence; conf=dspark_qwen3_8b has a form that some load"]
+        return ["export: {allow_no_format: true} # no serving engine loads its correction"]
     formats = ("speculators",) if drafter == "eagle3" and target.num_layers < PUBLISHED_LAYERS else kind.formats
     return [
         "# Formats of serving engines that are written at the end (outrider export --help lists them):",

@@ -15,7 +15,6 @@ The tree is a function of the text. So decoding is exact, greedily and sampled (
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -296,8 +295,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
         hidden, states = self.read_blocks(batch, tokens[:, 0]), self.correction.states(tokens, self.embed)
         inputs = hidden[labels.known], states[labels.known]
         loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
-        weights = self.config.loss_decay ** torch.arange(self.config.block, device=loss.sums.device)
-        return replace(loss, sums=loss.sums * weights)
+        return loss.decayed(objective.decay(self.config.loss_decay))
 
     def read_blocks(
         self, batch: DrafterBatch, first_tokens: Int[torch.Tensor, " position"]
