@@ -19,7 +19,7 @@ ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
 SYNCHRONOUS, BOTH = "synchronous", "both"
 DECODINGS = (SYNCHRONOUS, PIPELINED, BOTH)
-INNER_STATES = "eagle3"
+INNER_STATES = ("block", "eagle3")
 """The kind of drafters that read what enters inner layers of the target."""
 TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
 
@@ -171,11 +171,11 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds
         )
         return [problem]
     problems, stages = [], f"stage_layers is {list(stage_layers)}"
-    if INNER_STATES in kinds:
-        problems.append(
-            f"{stages}, and a drafter is {INNER_STATES}, which reads the inputs of the target's inner layers: they are in "
-            "other processes; choose another drafter, or leave the stages out"
-        )
+    problems += [
+        f"{stages}, and a drafter is {kind}, which reads the inputs of the target's inner layers: they are in other "
+        "processes; choose another drafter, or leave the stages out"
+        for kind in sorted(set(INNER_STATES) & set(kinds))
+    ]
     if config.batch_sizes != [1]:
         problems.append(
             f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes=[1]"

@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "redrafter 4x3, 5 nodes": {**REDRAFTER, "beam_width": 4, "beam_length": 3, "tree_nodes": 5},
     "redrafter 16x5": {**REDRAFTER, "beam_width": 16, "beam_length": 5},
     "eagle3 5x8": {**EAGLE3, "depth": 5, "top_k": 8, "tree_nodes": 40},
+    "block 4x16": {"kind": "block", "block": 4, "width": 16, "tree_nodes": 40},
     "draft_model 5x8": {"kind": "draft_model", "init": "target_layers", "length": 5, "top_k": 8, "tree_nodes": 40},
 }
 """Options of each drafter: those of the demo, for trees of few and of many nodes."""

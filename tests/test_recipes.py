@@ -42,13 +42,15 @@ SMALL_RUN = [
     "eval.memory_bandwidth_gbs=10.0",
 ]
 SMALL_DRAFTERS = {
+    "block": ["drafter.num_layers=2"],
     "redrafter": ["drafter.exit_width=16", "drafter.num_blocks=1"],
     "eagle3": ["drafter.draft_vocab_size=128"],
 }
 NEEDS_DEPTH = ["export.formats=[]"]
 """Of EAGLE-3 on a target of two layers: the formats need more."""
 
-EXPORTED = {
+EXPORTED: dict[str, set[str]] = {
+    "block": set(),
     "redrafter": {"apple"},
     "eagle": {"eagle1-vllm", "eagle1-sglang"},
     "eagle3": {"eagle3", "speculators"},
@@ -61,6 +63,7 @@ ALL_RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not
 SMALL_DEMOS = {
     # the tiny target has two layers
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
+    "block_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
     "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
 }
 

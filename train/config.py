@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from ..data.choices import LABELS
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
-from ..models.drafters.losses import MISSED_BY, TEACHERS, LossKind
+from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -40,8 +40,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 def known_weights(value: str) -> str:
     """Raise an error for a `label_weights` that doesn't exist."""
-    if value not in ("uniform", "reached") and not (value.startswith(MISSED_BY) and value != MISSED_BY):
-        raise PydanticCustomError("label_weights", "must be one of uniform, reached, missed_by:DRAFTER")
+    if value not in WEIGHTS[:-1] and not (value.startswith(MISSED_BY) and value != MISSED_BY):
+        raise PydanticCustomError("label_weights", "must be one of uniform, reached, dpace, missed_by:DRAFTER")
     return value
 
 
@@ -87,7 +87,9 @@ class TrainConfig:
     stored, and counts all other tokens as one. See `Objective`."""
     label_weights: Annotated[str, AfterValidator(known_weights)] = "uniform"
     """Weight of each label in the loss. `uniform`: all are equal. `reached` counts a label only if
-    the drafter predicts all labels before it, at lower depths, correctly. `missed_by:DRAFTER`, with
+    the drafter predicts all labels before it, at lower depths, correctly. `dpace` weights a label by
+    the share of the expected accepted length that depends on it (D-PACE, arXiv 2605.18810), in
+    place of `drafter.loss_decay` and the like. `missed_by:DRAFTER`, with
     the folder of another drafter, trains where that drafter is wrong, for a merge of both: see
     `missed_share`."""
 

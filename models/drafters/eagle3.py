@@ -8,7 +8,6 @@ features. Training unrolls the drafter over its own outputs, as drafting does (s
 """
 
 import copy
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -130,8 +129,6 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
-        num_depths = labels.tokens.shape[1]
         outputs = self.unroll(batch, labels, self.target_features(batch))
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
-        weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
-        return replace(loss, sums=loss.sums * weights)
+        return loss.decayed(objective.decay(self.config.loss_decay))

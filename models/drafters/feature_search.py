@@ -170,9 +170,7 @@ def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor,
             cache,
             visible_columns(related, lengths, cache.extent)[:, None],
         )
-    tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
-    sizes = tuple(level[0].shape[1] for level in levels)
-    return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
+    return SearchTree.of(levels)
 
 
 def children(
@@ -187,4 +185,4 @@ def children(
         log_probs = (STATIC_FIRST_HIT / rank**2).log().expand(chosen.shape)
     else:
         log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), count)
-    return chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen], log_probs
+    return drafter.vocabulary.target_tokens(chosen), log_probs

@@ -2,9 +2,12 @@
 
 from enum import StrEnum, auto
 
-WEIGHTS = ("uniform", "reached", "missed_by")
+WEIGHTS = ("uniform", "reached", "dpace", "missed_by")
 MISSED_BY = "missed_by:"
 """Beginning of `train.label_weights` before the name of another drafter."""
+DPACE_FLOOR = 0.5
+"""Least confidence that D-PACE takes a draft token to have (alpha in the paper, which found values
+from 0.3 to 0.7 about as good)."""
 LEAST_WEIGHT = 0.1
 """Least weight of a label under `missed_by`.
 

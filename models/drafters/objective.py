@@ -5,7 +5,7 @@ labels x vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
-from .losses import LEAST_WEIGHT, LossKind
+from .losses import DPACE_FLOOR, LEAST_WEIGHT, LossKind
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -46,6 +46,10 @@ class Loss:
     hits: Int[torch.Tensor, "depth rank"]
     joint_hits: Int[torch.Tensor, " depth"]
 
+    def decayed(self, factor: float) -> "Loss":
+        """Multiply the sum of depth d by `factor` to the power of d."""
+        return replace(self, sums=self.sums * factor ** torch.arange(len(self.sums), device=self.sums.device))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -59,7 +63,8 @@ class Objective:
     loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
     """`reached` counts a label only if the drafter's arg-max was right at all earlier depths:
-    decoding gets no further otherwise. `missed_by` gives each label its `missed_share`."""
+    decoding gets no further otherwise. `dpace` weights labels by `dpace_weights`, in place of a
+    drafter's own factors of depths. `missed_by` gives each label its `missed_share`."""
     head: nn.Linear | None = None
     """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
     cross-entropy need it."""
@@ -68,6 +73,10 @@ class Objective:
     one more outcome. q is merged in the same way. Merging outcomes makes no divergence larger and
     no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
     vocabulary. Nothing constrains how q divides the remaining probability."""
+
+    def decay(self, factor: float) -> float:
+        """Return a drafter's factor from depth to depth; 1 if `weights` already weight the depths."""
+        return 1.0 if self.weights == "dpace" else factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +161,20 @@ def missed_share(
     return share.clamp(min=LEAST_WEIGHT, max=1)
 
 
+def dpace_weights(
+    log_probs: Float[torch.Tensor, "position depth"], known: Bool[torch.Tensor, "position depth"]
+) -> Float[torch.Tensor, "position depth"]:
+    """Return D-PACE's weights (arXiv 2605.18810, equations 7 and 8), of `log_probs` of the labels.
+
+        c_i = (1 - a) q(label_i) + a,   weight_j = sum over m >= j of c_0 ... c_m,   a = DPACE_FLOOR
+
+    This is what the labels from depth j on add to the expected accepted length. A label counts
+    little if the drafter misses those before it, and much if many labels depend on it.
+    """
+    confidence = ((1 - DPACE_FLOOR) * log_probs.exp() + DPACE_FLOOR) * known
+    return confidence.cumprod(1).flip(1).cumsum(1).flip(1)
+
+
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
     inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
@@ -189,12 +212,16 @@ def score(
         parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
     order = torch.cat([index for index, _ in parts]).argsort()
-    divergence, overlap, rank = (torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True))
+    columns = (torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True))
+    divergence, overlap, rank, log_prob = columns
     loss = combine(divergence, overlap, objective.loss)
     ranks = torch.full(known.shape, HIT_RANKS, device=known.device, dtype=rank.dtype).masked_scatter(known, rank)
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
         loss = loss * F.pad(right_so_far[:, :-1], (1, 0), value=1)[known]
+    elif objective.weights == "dpace":
+        log_probs = torch.zeros(known.shape, device=known.device, dtype=log_prob.dtype).masked_scatter(known, log_prob)
+        loss = loss * dpace_weights(log_probs, known)[known]
     elif objective.weights == "missed_by":
         assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
         loss = loss * labels.missed[known]
@@ -240,6 +267,9 @@ class LabelLoss(NamedTuple):
     rank: Int[torch.Tensor, " label"]
     """Number of outputs more probable than the label; HIT_RANKS for a label outside the
     vocabulary."""
+    log_prob: Float[torch.Tensor, " label"]
+    """log q(label), without a gradient; minus infinity for a label outside the vocabulary, 0 for
+    one that isn't trained on."""
 
 
 def combine(
@@ -261,7 +291,7 @@ def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> Labe
     divergence = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
     # The overlap is q(label), or 1 if the label is outside, so such a label adds nothing to any
     # loss.
-    return LabelLoss(divergence, divergence.neg().exp(), rank)
+    return LabelLoss(divergence, divergence.neg().exp(), rank, log_prob_of(divergence.detach().neg(), rows))
 
 
 def against_teacher(
@@ -272,7 +302,8 @@ def against_teacher(
     Divergences use p restricted to a reduced vocabulary and normalised.
     """
     logits, rank = logits_and_rank(predict, rows)
-    p, log_q = teacher.outcomes(rows.text_index, logits.log_softmax(1))
+    log_probs = logits.log_softmax(1)
+    p, log_q = teacher.outcomes(rows.text_index, log_probs)
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
     if kind is LossKind.reverse_kl:
         divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
@@ -281,14 +312,20 @@ def against_teacher(
     overlap = torch.ones_like(divergence)
     if kind.reads_overlap:  # costs two more tensors of all logits, and memory for their gradient
         overlap = torch.minimum(p, log_q.exp()).sum(1)
-    return LabelLoss(divergence, overlap, rank)
+    return LabelLoss(divergence, overlap, rank, log_prob_of(log_probs.detach().gather(1, rows.output[:, None])[:, 0], rows))
+
+
+def log_prob_of(values: Float[torch.Tensor, " label"], rows: LabelRows) -> Float[torch.Tensor, " label"]:
+    """Return the labels' log-probabilities, given those of the labels in the vocabulary."""
+    return values.where(rows.inside, -torch.inf)
 
 
 @torch.no_grad()
 def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
     """Compute only the rank, for a label that isn't trained on."""
     _, rank = logits_and_rank(predict, rows)
-    return LabelLoss(torch.zeros_like(rank, dtype=torch.float), torch.ones_like(rank, dtype=torch.float), rank)
+    zeros = torch.zeros_like(rank, dtype=torch.float)
+    return LabelLoss(zeros, torch.ones_like(zeros), rank, zeros)
 
 
 def logits_and_rank(

@@ -207,7 +207,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def search(
         self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[SearchTree, None]:
-        return beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length), None
+        hidden = state[:, None].expand(-1, self.config.beam_length, -1)
+        return beam_search(self, hidden, last_token, width=self.config.beam_width), None
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut padding according to `tree_padding`."""

@@ -43,6 +43,8 @@ from ..host_reads import HostReads, ScalarReads
 # Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind needs a row here.
 # A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {"block": 4, "width": 3, "tree_nodes": 8},
+    "block-lattice": {"kind": "block", "block": 4, "correction": "bilinear", "rank": 8, "tree_nodes": 8},
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
@@ -67,7 +69,7 @@ PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
 GROWING = {"draft_confidence", "draft_expected"}
 """Rows whose trees grow: they depend on earlier steps and on measured seconds."""
-VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
+VARIANTS = {"block-lattice", "blockwise", "draft_tree", "eagle-static"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
 STEPS = 150

@@ -51,7 +51,7 @@ class FadingDrafter:
 
 def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2) -> SearchTree:
     hidden = torch.randn(rows, len(drafter.table), generator=torch.Generator().manual_seed(9))
-    return beam_search(drafter, hidden, torch.arange(rows), width=width, length=length)
+    return beam_search(drafter, hidden[:, None].expand(-1, length, -1), torch.arange(rows), width=width)
 
 
 def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) -> list[dict[tuple[int, ...], float]]:

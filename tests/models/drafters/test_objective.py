@@ -10,7 +10,7 @@ from torch import nn
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossKind
-from outrider.models.drafters.objective import Labels, Objective, missed_share, score
+from outrider.models.drafters.objective import Labels, Objective, dpace_weights, missed_share, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..largest import Largest
@@ -79,6 +79,8 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     entries, row = [], 0  # depth, q, p, label, weight
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
         reached, num_known = True, [*tokens, UNKNOWN].index(UNKNOWN) - 1
+        known = range(min(3, num_known))
+        confidence = [(1 + head(rows[row + depth]).softmax(0)[tokens[depth + 1]].item()) / 2 for depth in known]
         for depth in range(3):
             if UNKNOWN in tokens[: depth + 2]:
                 break
@@ -92,7 +94,9 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
             )
             num_missed = sum(later >= NUM_COVERED[text, position] for later in range(depth, num_known))
             share = max(num_missed / (num_known - depth), LEAST_WEIGHT)
-            entries.append((depth, q, p, tokens[depth + 1], {"uniform": 1, "reached": reached, "missed_by": share}[weights]))
+            expected = sum(math.prod(confidence[: last + 1]) for last in known[depth:])
+            weight = {"uniform": 1, "reached": reached, "dpace": expected, "missed_by": share}[weights]
+            entries.append((depth, q, p, tokens[depth + 1], weight))
             reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
     assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
     sums = [0.0] * 3
@@ -158,7 +162,7 @@ def test_a_loss_does_not_depend_on_padding(kind, heads):
 
 
 @pytest.mark.parametrize("kind", LossKind)
-@pytest.mark.parametrize("weights", ["reached", "missed_by"])
+@pytest.mark.parametrize("weights", ["reached", "dpace", "missed_by"])
 def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
@@ -174,6 +178,20 @@ def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
         start += count
     assert start == len(rows)
     torch.testing.assert_close(parts, whole)
+
+
+def test_dpace_weights_are_shares_of_the_expected_length() -> None:
+    q = torch.tensor([[0.5, 0.2, 1.0], [0.9, 0.6, 0.3]])
+    known = torch.tensor([[True, True, True], [True, True, False]])
+    weights = dpace_weights(q.log(), known)
+    one, two, three = 0.75, 0.6, 1.0  # half of the probability, and the floor of a half
+    assert weights[0].tolist() == pytest.approx([one + one * two + one * two * three, one * two + one * two * three, one * two])
+    assert weights[1].tolist() == pytest.approx([0.95 + 0.95 * 0.8, 0.95 * 0.8, 0.0]), "an unknown label adds nothing"
+
+
+def test_dpace_replaces_a_drafters_own_factors_of_depths():
+    assert Objective().decay(0.8) == 0.8
+    assert Objective(weights="dpace").decay(0.8) == 1.0
 
 
 @pytest.mark.parametrize("kind", LossKind)

@@ -33,9 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle-first-depth": {"kind": "eagle", "unroll": 1},
     "eagle3": {"feature_layers": [0, 1]},
     "eagle3-reduced": {"kind": "eagle3", "feature_layers": [0, 1], "draft_vocab_size": REDUCED},
+    "block": {"feature_layers": [0, 1], "block": 3},
+    "block-reduced": {"kind": "block", "feature_layers": [0, 1], "block": 3, "draft_vocab_size": REDUCED},
     "draft_model": {"num_layers": 1},
 }
-WITH_LAYERS = ["eagle", "eagle-first-depth", "eagle3", "draft_model"]
+WITH_LAYERS = ["block", "eagle", "eagle-first-depth", "eagle3", "draft_model"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,397 @@
+"""The block drafter: all draft tokens of a step in one pass, corrected from token to token.
+
+    c_t = norm(W f_t)               context: the fused features of several target layers at token t
+    x_0 = e(y_0) + m_0, x_k = m_k   slots; y_0 is the token that the target has just chosen
+    h   = norm(layers(x))           slots read all context before y_0, and all slots of their block
+    q(y_{k+1} | y_0 .. y_k)         from h_k, and a correction by the tokens before: `corrections`
+
+DFlash (arXiv 2602.06036) projects fused features to keys and values of every layer, and computes
+all slots in one pass. DSpark and Domino add a correction by the tokens before. Beyond these papers,
+the drafter searches for a tree, the correction may be ReDrafter's recurrence, slots start with the
+latest context (`inject`), and training has a block at every labelled position of a text.
+
+The tree is a function of the text. So decoding is exact, greedily and sampled (`SpeculativeSampling`).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
+
+from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of
+from ...data.types import DrafterBatch
+from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import AcceptedPath, TargetOutput
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers
+from ..target.tree_cache import CacheSnapshot
+from .base import TrainableDrafter
+from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, SearchTree, beam_search, pack_likeliest
+from .block_state import BlockState, advanced, read_prompts, read_unread, slot_pass
+from .branches.attention import Slots
+from .branches.layout import Branches
+from .corrections import Bilinear, Correction, Markov, NoCorrection, Pairwise, Recurrent
+from .decoder_layer import check_form, make_layer, make_rotary, start_from_target
+from .eagle3 import default_feature_layers
+from .lattice import lattice_search
+from .objective import Labels, Loss, Objective, score
+from .unread import MAX_UNREAD
+from .vocabulary import ReducedVocabulary
+
+DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
+"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class BlockConfig:
+    """Options of a block drafter: its shape, its training, and how it drafts by default."""
+
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
+    """Form of the decoder layers; None is the target's kind. See the same option of EAGLE-3."""
+    num_layers: PositiveInt = 1
+    """Number of decoder layers. The released drafters of 8B targets have 5."""
+    feature_layers: Distinct[NonNegativeInt] | None = None
+    """Layers of the target whose inputs the drafter reads. None: five layers evenly spread from
+    layer 2 to the last but two, or EAGLE-3's three in targets of fewer than twelve layers."""
+    block: PositiveInt = 4
+    """Draft tokens on the longest path, all from one pass. Labels must be one token longer."""
+    correction: Annotated[str, one_of("none", "markov", "bilinear", "rnn")] = "rnn"
+    """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
+    (DSpark's), `bilinear` (DSpark's gated one), or `none` (DFlash)."""
+    rank: PositiveInt = 256
+    """Rank of the corrections `markov` and `bilinear`."""
+    inject: bool = True
+    """Whether slots start with the latest context, a residual path from the target's state to the
+    head. Published drafters don't have this path."""
+    mask_token_id: NonNegativeInt | None = None
+    """Token of the target whose embedding the slots after the first start with, as in published
+    drafters. None: each slot has a learned vector."""
+    draft_vocab_size: PositiveInt | None = None
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data;
+    its head is trained. None is the whole vocabulary, with the target's own frozen head."""
+    init: Annotated[str, one_of("random", "target")] = "target"
+    """`target`: each layer starts as the target's last one, but its output projections start at
+    zero, so the slots' inputs pass through unchanged. `random`: random weights."""
+    loss_decay: Share = 0.8
+    """Factor of the loss from each slot to the next."""
+    width: PositiveInt = 16
+    """Paths that the search keeps at each depth. May be changed when the drafter is loaded."""
+    candidates: PositiveInt = 16
+    """Candidates of each slot, which the search ranks (not with `rnn`, which ranks all tokens). May
+    be changed when the drafter is loaded."""
+    tree_nodes: PositiveInt = 48
+    """Nodes of the tree: the most probable nodes of the search. May be changed when the drafter is
+    loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"width", "candidates", "tree_nodes"})
+
+    def __post_init__(self) -> None:
+        num_nodes, breadth = self.width * self.block, max(self.width, self.candidates)
+        if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
+            raise ValueError(
+                f"width is {self.width}, candidates {self.candidates} and block {self.block}; a search of more than "
+                f"{MAX_SEARCH_NODES} nodes (width x block) or {MAX_CANDIDATES} candidates (width x block x the larger of width "
+                "and candidates) is a mistake: lower one of them"
+            )
+
+
+def spread_feature_layers(num_layers: int) -> list[int]:
+    """Return the layers that are read by default."""
+    if num_layers < DEEP_TARGET:
+        return default_feature_layers(num_layers)
+    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
+    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]
+
+
+class Block(ReducedVocabulary, TrainableDrafter):
+    """The block drafter."""
+
+    Config = BlockConfig
+    config: BlockConfig
+    _keep_activations: bool = True
+
+    def __init__(self, config: BlockConfig, target: HFTarget) -> None:
+        super().__init__()
+        width, num_target_layers = target.hidden_size, len(decoder_layers(target.model))
+        feature_layers = config.feature_layers or spread_feature_layers(num_target_layers)
+        if not all(layer < num_target_layers for layer in feature_layers):
+            raise ValueError(
+                f"drafter.feature_layers is {feature_layers}; the target has the layers 0 to {num_target_layers - 1}"
+            )
+        if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+            raise ValueError(f"drafter.mask_token_id is {config.mask_token_id}; the target has {target.vocab_size} tokens")
+        num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
+        self.config = config
+        self._feature_layers = tuple(feature_layers)
+        # References only: in a tuple, the target's parts are neither saved nor trained with the
+        # drafter.
+        rotary = None if config.layer else target.model.get_decoder().rotary_emb
+        self._target_parts = target.embed_tokens, rotary, target.head
+        # 1. The context, the layers and the slots.
+        self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx = index
+        self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
+        self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
+        template: Any = self.layers[0].input_layernorm
+        self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
+        if config.mask_token_id is None:
+            self.slots = nn.Parameter(torch.zeros(config.block, width))
+        # 2. The correction, and the head of a reduced vocabulary.
+        self.correction = make_correction(config, width, target.vocab_size, num_outputs)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(width, num_outputs, bias=False)
+
+    @classmethod
+    def for_target(cls, config: BlockConfig, target: HFTarget) -> "Block":
+        drafter = cls(config, target)
+        if config.init == "target":
+            for layer in drafter.layers:
+                start_from_target(layer, drafter.fc, target)
+            with torch.no_grad():
+                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+        return drafter
+
+    @classmethod
+    def require_horizon(cls, config: BlockConfig, horizon: int) -> None:
+        super().require_horizon(config, horizon)
+        if horizon <= config.block:
+            raise ValueError(
+                f"drafter.block is {config.block} and distill.horizon {horizon}, and labels of {horizon} tokens train only "
+                f"{horizon - 1} slots; lower block to that, or distil with distill.horizon of at least {config.block + 1}"
+            )
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Choose the most frequent tokens, and copy their rows of the target's head."""
+        super().choose_draft_vocabulary(token_counts)
+        if self.vocabulary.tokens is not None and self.config.init == "target":
+            with torch.no_grad():
+                self.lm_head.weight.copy_(self._target_parts[2].weight[self.vocabulary.tokens])
+
+    # --- the network
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._feature_layers
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        return False
+
+    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
+        """Return the features that the drafter reads. Raises ValueError if they are missing."""
+        if source.features is None:
+            raise ValueError(
+                "the block drafter reads features of the target's layers, and there are none; distil them or recompute them"
+            )
+        return source.features
+
+    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the target's embeddings in the drafter's dtype."""
+        embeddings: torch.Tensor = self._target_parts[0](tokens)
+        return embeddings.to(self.fc.weight.dtype)
+
+    def head(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch output"]:
+        """Return logits without a correction: by the target's head, or by that of the reduced vocabulary."""
+        head: nn.Linear = self._target_parts[2] if self.config.draft_vocab_size is None else self.lm_head
+        logits: torch.Tensor = head(outputs.to(head.weight.dtype))
+        return logits
+
+    def context(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Fuse the target's features of each token."""
+        fused: torch.Tensor = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return fused
+
+    def slot_inputs(
+        self, first_token: Int[torch.Tensor, " row"], latest: Float[torch.Tensor, "row hidden"]
+    ) -> Float[torch.Tensor, "row slot hidden"]:
+        """Return the slots' inputs, from the token y_0 and the context at the token before it."""
+        first, mask_token = self.embed(first_token)[:, None], self.config.mask_token_id
+        other = torch.zeros_like(first) if mask_token is None else self.embed(torch.full_like(first_token, mask_token))[:, None]
+        inputs = torch.cat([first, other.expand(-1, self.config.block - 1, -1)], dim=1)
+        if mask_token is None:
+            inputs = inputs + self.slots
+        return inputs + latest[:, None] if self.config.inject else inputs
+
+    def write_context(
+        self, context: Float[torch.Tensor, "batch seq hidden"], positions: Int[torch.Tensor, "rows seq"], cache: Any
+    ) -> None:
+        """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
+        rotations = self._rotations(context, positions)
+        for layer in self.layers:
+            layer.self_attn(context, position_embeddings=rotations, attention_mask=None, past_key_values=cache)
+
+    def read_slots(
+        self,
+        inputs: Float[torch.Tensor, "batch query hidden"],
+        positions: Int[torch.Tensor, "rows query"],
+        mask: Bool[torch.Tensor, "batch 1 _ key"],
+        cache_of: Callable[[int], Any],
+    ) -> Float[torch.Tensor, "batch query hidden"]:
+        """Return the outputs of slots. `cache_of` returns the cache that a layer reads and writes."""
+        rotations, hidden = self._rotations(inputs, positions), inputs
+        for index in range(self.config.num_layers):
+            step = partial(self._layer_outputs, index, cache_of=cache_of)
+            if not self._keep_activations:
+                step = partial(checkpoint, step, use_reentrant=False)
+            hidden = step(hidden, rotations, mask)
+        outputs: torch.Tensor = self.norm(hidden)
+        return outputs
+
+    def _layer_outputs(
+        self, index: int, hidden: torch.Tensor, rotations: Any, mask: torch.Tensor, *, cache_of: Callable[[int], Any]
+    ) -> torch.Tensor:
+        layer: Any = self.layers[index]
+        cache = cache_of(index)
+        attention, _ = layer.self_attn(
+            layer.input_layernorm(hidden),
+            position_embeddings=rotations,
+            attention_mask=mask,
+            past_key_values=cache,
+            entries=cache if isinstance(cache, Slots) else None,
+        )
+        hidden = hidden + attention
+        outputs: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return outputs
+
+    def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
+        rotary: Any = self.own_rotary or self._target_parts[1]
+        return rotary(values, positions)
+
+    # --- the search: see `RecurrentDrafter`
+
+    def first_state(self, embedding: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.correction, Recurrent)
+        return self.correction.first_state(embedding)
+
+    def next_state(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.correction, Recurrent)
+        return self.correction.next_state(state, embedding)
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch state"]
+    ) -> Float[torch.Tensor, "*batch output"]:
+        """Return logits of the next token from a slot's output and the correction's state."""
+        return self.correction.logits(hidden, state, self.head)
+
+    # --- training
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """Return the objective of all slots, teacher-forced, weighted by powers of `loss_decay`."""
+        labels = Labels.of(batch)
+        self.require_horizon(self.config, labels.tokens.shape[1] + 1)
+        labels = labels.first(self.config.block)
+        tokens = labels.previous.clamp(min=0)
+        hidden, states = self.read_blocks(batch, tokens[:, 0]), self.correction.states(tokens, self.embed)
+        inputs = hidden[labels.known], states[labels.known]
+        loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
+        return loss.decayed(objective.decay(self.config.loss_decay))
+
+    def read_blocks(
+        self, batch: DrafterBatch, first_tokens: Int[torch.Tensor, " position"]
+    ) -> Float[torch.Tensor, "position slot hidden"]:
+        """Return the outputs of a block after each labelled position, computed as in decoding."""
+        # 1. Keys and values of the texts.
+        features, num_slots = self.target_features(batch), self.config.block
+        branches, cache, context = Branches.of(batch), DynamicCache(), self.context(features)
+        self.write_context(context, batch.position_ids, cache)
+        # 2. Without labels, return an empty tensor whose gradient reaches every parameter.
+        if not len(first_tokens):
+            empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
+            return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
+        # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
+        inputs = branches.spread(self.slot_inputs(first_tokens, context[batch.positions]))  # [batch, branch, slot, hidden]
+        slot = torch.arange(num_slots, device=inputs.device)
+        positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
+        outputs = self.read_slots(
+            inputs.transpose(1, 2).flatten(1, 2),
+            positions.flatten(1),
+            branches.text_mask(with_own_column=True).repeat(1, 1, num_slots, 1),
+            lambda index: Slots(keys_and_values(cache, index), num_slots),
+        )
+        return branches.collect(outputs.unflatten(1, (num_slots, -1)).transpose(1, 2))
+
+    def checkpoint_activations(self) -> None:
+        self._keep_activations = False
+
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Return whether the recurrence gets no gradient: the first slot doesn't use it."""
+        return self.config.correction == "rnn" and self.config.block == 1
+
+    # --- decoding
+
+    @property
+    def max_nodes(self) -> int:
+        num_outputs = self.vocabulary.num_outputs
+        steps = num_outputs if self.config.correction == "rnn" else min(self.config.candidates, num_outputs)
+        sizes = [min(self.config.width, steps)]
+        for _ in range(self.config.block - 1):
+            sizes.append(min(self.config.width, sizes[-1] * steps))
+        return min(self.config.tree_nodes, sum(sizes))
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> BlockState:
+        return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
+
+    def propose(
+        self, state: BlockState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, CacheSnapshot]:
+        """Draft the `tree_nodes` most probable nodes of the search."""
+        tree_of_search, text = self.search(state, last_token)
+        return pack_likeliest(tree_of_search, self.config.tree_nodes), text
+
+    def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
+        cache = state.text.writable()
+        hidden = slot_pass(self, cache, self.slot_inputs(last_token, read_unread(self, cache, state)))
+        return self.search_slots(hidden, last_token), cache.snapshot()
+
+    def search_slots(
+        self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
+    ) -> SearchTree:
+        """Search for the most probable paths through the slots."""
+        if not isinstance(self.correction, Pairwise):
+            return beam_search(self, hidden, last_token, width=self.config.width)
+        limits = {"width": self.config.width, "num_candidates": self.config.candidates}
+        return lattice_search(self.correction, hidden, self.head(hidden), last_token, self.vocabulary, **limits)
+
+    def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | BlockState:
+        """Leave the features unread, unless there are many of them."""
+        if max(state.num_unread.host) < MAX_UNREAD:
+            return state
+        cache = state.text.writable()
+        read_unread(self, cache, state)
+        return cache.snapshot()
+
+    def advance(
+        self, drafted: CacheSnapshot | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> BlockState:
+        return advanced(drafted, accepted, self.target_features(output))
+
+    def select(self, state: BlockState, rows: Sequence[int]) -> BlockState:
+        return state.select(rows)
+
+
+def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_outputs: int) -> Correction:
+    """Return the correction that the options name, with fresh weights."""
+    if config.correction == "rnn":
+        return Recurrent(hidden_size)
+    if config.correction == "markov":
+        return Markov(vocab_size, num_outputs, config.rank)
+    if config.correction == "bilinear":
+        return Bilinear(hidden_size, vocab_size, num_outputs, config.rank)
+    return NoCorrection()
+
+
+def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's keys and values."""
+    layer: Any = cache.layers[index]
+    return layer.keys, layer.values
