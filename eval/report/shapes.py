@@ -33,7 +33,8 @@ def shape_maps(group: Group) -> list[Table]:
         widths, lengths = (sorted({shape[axis] for shape in cells}) for axis in (0, 1))
         if min(len(widths), len(lengths)) < 2:
             continue
-        words = setting_words("redrafter", {"tree_nodes": next(iter(cells.values())).options.get("tree_nodes")}, {})
+        options = next(iter(cells.values())).options
+        words = setting_words("redrafter", {name: options.get(name) for name in ("top_k", "tree_nodes")}, {})
         caption = f"{label}{f', {words}' if words else ''}; {suite}, {decoding(temperature)}, batch size {batch_size}"
         for name, value_of in (("tokens per step", _steps), ("speedup", _speedup)):
             tables.append(_map(f"{caption}: {name}", cells, widths, lengths, value_of))

@@ -53,10 +53,12 @@ def beam_search(
     *,
     width: int,
     length: int,
+    top_k: int | None = None,
 ) -> SearchTree:
     """Search for the `width` most probable continuations of `length` tokens.
 
-    A vocabulary smaller than `width` gives fewer. All beams advance together: there is no loop over
+    A vocabulary smaller than `width`, or a smaller `top_k` (see `likeliest_successors`), gives fewer
+    beams. All beams advance together: there is no loop over
     beams, and the host doesn't wait.
     """
     hidden = hidden[:, None]  # [batch, 1, hidden]
@@ -67,7 +69,7 @@ def beam_search(
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden.expand_as(state), state)  # [batch, beam, vocab]
-        outputs, beam, scores = likeliest_successors(logits, scores, width)
+        outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.
         levels.append((token, beam + first_node, scores))
@@ -82,18 +84,26 @@ def beam_search(
 
 
 def likeliest_successors(
-    logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
+    logits: Float[torch.Tensor, "batch beam vocab"],
+    scores: Float[torch.Tensor, "batch beam"],
+    width: int,
+    top_k: int | None = None,
 ) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
     """Return the most probable successors of all beams: outputs, beams, and scores.
 
-    There are `width` of them, or fewer if the vocabulary is smaller.
+    There are `width` of them, or fewer if the vocabulary is smaller. With `top_k`, only the `top_k`
+    most probable tokens of each beam are successors, with probabilities that sum to 1.
     """
+    kept = None
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits, kept = largest(logits, top_k)  # [batch, beam, kept]
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     # A log-probability is never above 0, so rounding can't lift a child above its parent.
     candidates = (scores[..., None] + log_probs).flatten(1)
     scores, chosen = largest(candidates, min(width, candidates.shape[1]))
-    vocab_size = logits.shape[-1]
-    return chosen % vocab_size, chosen // vocab_size, scores
+    num_successors = logits.shape[-1]
+    outputs = chosen % num_successors if kept is None else kept.flatten(1).gather(1, chosen)
+    return outputs, chosen // num_successors, scores
 
 
 def pack_survivors(search: SearchTree) -> DraftTree:
