@@ -14,6 +14,13 @@ writes drafters. 3. outrider's Python imports these drafters and compares.
     PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py compare /tmp/apple
     .venv/bin/python scripts/engines/check_apple.py import /tmp/apple
 
+Apple's code for MLX is in a later commit. MLX computes on a CPU too, so this runs on Linux. The
+fourth step loads the exports of the first one with MLX, and compares its search:
+
+    apple-env/bin/pip install 'mlx[cpu]==0.32.4' mlx-lm==0.32.2 --no-deps mlx-cpu==0.32.4
+    git -C ml-recurrent-drafter checkout bd8586b
+    PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py mlx /tmp/apple
+
 It prints the largest difference of the log-probabilities at each depth, and how many beams are equal
 with the filter and without it. It exits with 1 if a difference is above rounding errors, or a beam
 differs with the filter.
@@ -108,14 +115,17 @@ def plain_search(drafter: Any) -> dict[str, torch.Tensor]:
     return {"beams": beam, "log_probs": kept_log_probs}
 
 
-def skip_package_file() -> None:
-    """Import Apple's modules without the package's `__init__`, which needs many packages."""
+def skip_package_files() -> None:
+    """Import Apple's modules without the packages' `__init__`, which need many other packages."""
     spec = importlib.util.find_spec("recurrent_drafting")
     if spec is None or spec.submodule_search_locations is None:
         sys.exit("there is no recurrent_drafting: name the clone of Apple's repository in PYTHONPATH")
     package = ModuleType("recurrent_drafting")
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["recurrent_drafting"] = package
+    mlx = ModuleType("recurrent_drafting.mlx")
+    mlx.__path__ = [f"{folder}/mlx" for folder in package.__path__]
+    sys.modules["recurrent_drafting.mlx"] = mlx
 
 
 @torch.no_grad()
@@ -155,7 +165,7 @@ def compare_and_write(directory: Path) -> bool:
 
     This runs in the Python with Apple's code.
     """
-    skip_package_file()
+    skip_package_files()
     from recurrent_drafting.configuration_drafter import DrafterConfig
     from recurrent_drafting.modeling_drafter import Drafter
 
@@ -176,6 +186,32 @@ def compare_and_write(directory: Path) -> bool:
     return alike
 
 
+def compare_mlx(directory: Path) -> bool:
+    """Load and compare each export with Apple's code for MLX."""
+    skip_package_files()
+    import mlx.core as mx
+    from mlx import nn
+    from recurrent_drafting.mlx import modeling_drafter
+
+    embeddings = torch.load(directory / "embeddings.pt", weights_only=True)
+    embed = nn.Embedding(*embeddings.shape)
+    embed.weight = mx.array(embeddings.numpy())
+    contexts, first = (mx.array(values.numpy()) for values in make_prompts())
+    alike = True
+    for name in OURS:
+        model = modeling_drafter.load_model(str(directory / name))  # raises for missing and unknown names
+        shape = modeling_drafter.BeamShape(WIDTH, DEPTHS + 1)
+        beams, logits = (torch.tensor(v.tolist()) for v in model.beam_search_candidates(contexts, first, embed, shape))
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        # MLX returns a prompt's beams in any order. Beams that ours lack stay first, and are reported.
+        same = (results["filtered"][:, :, None] == beams[:, None]).all(-1).long()  # [prompt, our beam, its beam]
+        rows, order = torch.arange(NUM_PROMPTS)[:, None], same.argmax(2)
+        theirs = {"beams": beams[rows, order], "log_probs": logits.log_softmax(-1)[rows, order]}
+        alike &= compare_searches(name, theirs, results)
+        alike &= compare_beams(name, theirs["beams"], results)
+    return alike
+
+
 def import_theirs(directory: Path) -> bool:
     """Import each drafter that Apple's code wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
@@ -191,4 +227,4 @@ def import_theirs(directory: Path) -> bool:
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})
+    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs, "mlx": compare_mlx})
