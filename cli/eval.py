@@ -80,6 +80,7 @@ def eval_command(
     stall_seconds: shared.StallSeconds = None,
     launch: shared.Launch = None,
     device: shared.Device = None,
+    device_map: shared.DeviceMap = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
