@@ -107,8 +107,8 @@ class TargetConfig:
     true}`."""
 
     def __post_init__(self) -> None:
-        names = ("compiled", "cuda_graphs", "device", "tensor_parallel", "memory_budget_gib", "stage_layers")
-        clashing = [name for name in names if getattr(self, name)]
+        placements = ("compiled", "cuda_graphs", "device", "tensor_parallel", "memory_budget_gib", "stage_layers")
+        clashing = [name for name in placements if getattr(self, name)]
         if self.device_map is not None and clashing:
             raise ValueError(
                 f"device_map is {self.device_map}, which doesn't work together with {' and '.join(clashing)}; leave one out"

@@ -69,11 +69,11 @@ def _parts(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.M
     layers = {f"{name}.{index}": layer for index, layer in enumerate(wanted)}
     # Go down to the list, and collect what lies beside the way.
     ends: dict[str, nn.Module | torch.Tensor] = {}
-    path, module = "", model
+    path, module = "", model.get_submodule("")
     for part in name.split("."):
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        beside = [*tensors, *((child, inner) for child, inner in module.named_children() if child != part)]
-        ends |= {f"{path}{child}": inner for child, inner in beside}
+        ends |= {f"{path}{child}": tensor for child, tensor in module.named_parameters(recurse=False)}
+        ends |= {f"{path}{child}": tensor for child, tensor in module.named_buffers(recurse=False)}
+        ends |= {f"{path}{child}": inner for child, inner in module.named_children() if child != part}
         path, module = f"{path}{part}.", module.get_submodule(part)
     return layers, ends
 

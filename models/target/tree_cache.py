@@ -204,9 +204,9 @@ class TreeCache(Cache):
 
     def locate(self) -> None:
         """Compute the columns that the pass writes. A CUDA graph must repeat this each time."""
-        columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
-        others = () if isinstance(columns, slice) else (self._num_layers_on.keys() - {columns.device})
-        self._columns, self._copied_columns = columns, {device: columns.to(device) for device in others}
+        self._columns = columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
+        if self._num_layers_on and not isinstance(columns, slice):
+            self._copied_columns = {device: columns.to(device) for device in self._num_layers_on}
 
     def write(self, slot: Slot, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all columns that the pass sees."""
