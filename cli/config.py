@@ -93,12 +93,17 @@ class RunConfig:
         if self.target.tensor_parallel and "eval" in self.stages:
             problems.append(
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
-                "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
+                "the whole target. Set stages=[distill,train], and evaluate with target.device_map=auto or a quantised target"
             )
         if self.target.stage_layers is not None and (whole := [name for name in self.stages if name != "eval"]):
             problems.append(
                 f"target.stage_layers is {self.target.stage_layers}, and {' and '.join(whole)} need the whole target in one "
                 "process: set stages=[eval], and leave target.stage_layers out of the run of the other stages"
+            )
+        if self.target.device_map is not None and (others := [name for name in self.stages if name != "eval"]):
+            problems.append(
+                f"target.device_map is {self.target.device_map}, for evaluation only, and stages has {' and '.join(others)}: "
+                "set stages=[eval], and target.tensor_parallel=true in the run of the other stages"
             )
         parsed, parsing_problems = parse_variants(
             self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)

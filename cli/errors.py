@@ -20,6 +20,7 @@ COMMAND_OPTIONS = {
     "target.revision": "--revision",
     "target.dtype": "--dtype",
     "target.cuda_graphs": "--cuda-graphs",
+    "target.device_map": "--device-map",
     "target.memory_budget_gib": "--memory-budget-gib",
     "target.budget_tokens": "--budget-tokens",
     "target.stage_layers": "--stage-layers",

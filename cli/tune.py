@@ -48,6 +48,7 @@ def tune_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     device: shared.Device = None,
+    device_map: shared.DeviceMap = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,

@@ -51,7 +51,7 @@ from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
 from .results.marks import is_disturbed
-from .results.plots import plot_comparison, plot_suite
+from .results.plots import plot_comparison, plot_suite, plot_windows
 from .results.rows import Row
 from .results.table_files import csv_table, latex_table
 from .results.tables import markdown
@@ -367,8 +367,8 @@ def audit_answers(
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     """Write summary, tables and plots.
 
-    For each suite and batch size there is a plot for each temperature, and one that compares the
-    drafters.
+    For each suite and batch size there are two plots for each temperature (by category, and by the
+    answer's length), and one that compares the drafters.
     """
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
@@ -379,6 +379,7 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
         groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
     for key, group_rows in groups.items():
         plot_suite(group_rows, output_dir / f"{group_name(key)}.png")
+        plot_windows(group_rows, output_dir / f"{group_name(key)}-length.png")
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
         plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")

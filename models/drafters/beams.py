@@ -59,10 +59,12 @@ def beam_search(
     last_token: Int[torch.Tensor, " batch"],
     *,
     width: int,
+    top_k: int | None = None,
 ) -> SearchTree:
     """Search for the `width` most probable continuations, with a token for each `hidden` vector.
 
-    A vocabulary smaller than `width` gives fewer. All beams advance together: there is no loop over
+    A vocabulary smaller than `width`, or a smaller `top_k` (see `likeliest_successors`), gives fewer
+    beams. All beams advance together: there is no loop over
     beams, and the host doesn't wait.
     """
     length = hidden.shape[1]
@@ -73,7 +75,7 @@ def beam_search(
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden[:, depth, None].expand_as(state), state)  # [batch, beam, vocab]
-        outputs, beam, scores = likeliest_successors(logits, scores, width)
+        outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.
         levels.append((token, beam + first_node, scores))
@@ -86,13 +88,21 @@ def beam_search(
 
 
 def likeliest_successors(
-    logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
+    logits: Float[torch.Tensor, "batch beam vocab"],
+    scores: Float[torch.Tensor, "batch beam"],
+    width: int,
+    top_k: int | None = None,
 ) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
     """Return the most probable successors of all beams: outputs, beams, and scores.
 
-    There are `width` of them, or fewer if the vocabulary is smaller.
+    There are `width` of them, or fewer if the vocabulary is smaller. With `top_k`, only the `top_k`
+    most probable tokens of each beam are successors, with probabilities that sum to 1.
     """
-    return likeliest_steps(logits.log_softmax(-1, dtype=torch.float32), scores, width)
+    if top_k is None or top_k >= logits.shape[-1]:
+        return likeliest_steps(logits.log_softmax(-1, dtype=torch.float32), scores, width)
+    logits, kept = largest(logits, top_k)  # [batch, beam, kept]
+    step, beam, scores = likeliest_steps(logits.log_softmax(-1, dtype=torch.float32), scores, width)
+    return kept.flatten(1).gather(1, beam * top_k + step), beam, scores
 
 
 def likeliest_steps(

@@ -104,7 +104,10 @@ class CapturedHiddenStates:
         raise AssertionError("the model has not run all of its layers")
 
     def _side_by_side(self) -> torch.Tensor:
-        return torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1)
+        inputs = [self._inputs.pop(index) for index in self.layers]
+        # A target's layers may be on several devices. The final norm is on the first one.
+        device = inputs[0].device if self._hidden_states is None else self._hidden_states.device
+        return torch.cat([states.to(device) for states in inputs], dim=-1)
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.hub import use_hub, why_offline
 from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
-from ..machine import turn_off_cudnn_attention
+from ..machine import parse_device, turn_off_cudnn_attention
 from .config import TargetConfig
+from .device_map import devices_of_layers, resolve
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
@@ -44,7 +45,8 @@ def load_target(
 ) -> HFTarget:
     """Load the frozen target of a configuration, or of a directory or Hub id.
 
-    The device is `config.device`, else `device`, else the first accelerator, else the CPU. With
+    The device is `config.device`, else `device`, else the first accelerator, else the CPU; a
+    `device_map` names several. With
     `safetensors_only` no pickled weights are read. Without `needs_tokenizer` a target that has no
     tokenizer is loaded too; its identity then has no digest of a tokenizer. On CUDA this turns off
     cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
@@ -55,7 +57,7 @@ def load_target(
     Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
-    device = _parse_device(config.device) if config.device else device or default_device()
+    device = parse_device(config.device) if config.device else device or default_device()
     # 1. A process that is a stage of the target ends here. The tokenizer takes a second, so its errors
     # come before the weights are loaded.
     head = None if config.stage_layers is None else head_or_stage(config, device)
@@ -87,6 +89,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
         model, stream = _load_model(config, device, safetensors_only), None
     else:
         model, stream = _load_within_budget(config, device)
+    layer_devices = () if config.device_map is None else devices_of_layers(model)
     digest = weights_digest(
         config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
     )
@@ -101,6 +104,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
         fast_linears=config.fast_linears and (config.memory_budget_gib is None or stream is not None),
         stream=stream,
         budget_tokens=None if config.memory_budget_gib is None else config.budget_tokens,
+        layer_devices=layer_devices,
     )
 
 
@@ -225,6 +229,10 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
         placement = {"quantization_config": make_config(config.quantization)}
     if placement or stored:
         placement["device_map"] = {"": device}
+    if config.device_map is not None:
+        with loading_errors(config.name_or_path):
+            empty = _build_empty(config)
+        placement["device_map"] = resolve(config.device_map, empty)
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
@@ -246,6 +254,16 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if not placement:
         model.to(device=device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
+
+
+def _build_empty(config: TargetConfig) -> PreTrainedModel:
+    """Build the model without memory for its weights, to read its structure."""
+    described = AutoConfig.from_pretrained(
+        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+    return empty
 
 
 def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
@@ -280,16 +298,6 @@ def _public_name(name_or_path: str) -> str:
     """
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
-
-
-def _parse_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        # The name may be valid, but the device absent or unusable (meta).
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
-    return device
 
 
 def default_device() -> torch.device:

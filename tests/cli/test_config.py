@@ -276,6 +276,12 @@ def test_a_target_in_slices_is_not_evaluated() -> None:
     assert run_config("conf=demo", "target.tensor_parallel=true", "stages=[distill,train]").target.tensor_parallel
 
 
+def test_a_target_over_several_devices_is_only_evaluated() -> None:
+    with raises(r"device_map is auto, for evaluation only, and stages has .*: set stages=\[eval\]"):
+        run_config("conf=demo", "target.device_map=auto", "stages=[distill,eval]")
+    assert run_config("conf=demo", "target.device_map=auto", "stages=[eval]").target.device_map == "auto"
+
+
 @pytest.mark.parametrize("stages", ["[distill]", "[train,eval]", "[eval,export]"])
 def test_a_target_in_stages_is_only_evaluated(stages: str) -> None:
     options = ("conf=demo", "target.stage_layers=[4,4]", "eval.batch_sizes=[1]")

@@ -100,7 +100,9 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
     assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(rows))
     assert "2 turns were SKIPPED" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "mt_bench.png").stat().st_size > 0
-    assert len(read(tmp_path)) == 3 * (NUM_TURNS + NUM_PROFILED)
+    records = read(tmp_path)
+    assert len(records) == 3 * (NUM_TURNS + NUM_PROFILED)
+    assert all(record.step_tokens is not None for record in records), "tokens per step over the length need the steps"
 
 
 def test_another_program_takes_turns_and_has_neither_profile_nor_bound(

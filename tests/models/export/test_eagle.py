@@ -124,6 +124,25 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
+@pytest.mark.parametrize("draft_vocab_size", [DRAFT, None])
+def test_tensorrt_llm_recognises_an_eagle3_export_and_finds_all_of_its_tensors(
+    draft_vocab_size, make_target, make_drafter, tmp_path
+):
+    """The rules are those of its modeling_auto.py (01bffee) and modeling_speculative.py (b35ac1b)."""
+    target = make_target("llama")
+    write_folder(eagle3.FORMAT, make_drafter("eagle3", target, draft_vocab_size=draft_vocab_size), tmp_path / "a", target)
+    config, tensors = written(tmp_path / "a")
+    # A configuration with draft_vocab_size is of EAGLE-3; one class is registered.
+    assert "draft_vocab_size" in config
+    assert "EAGLE3" + config["architectures"][0].replace("Eagle3", "") == "EAGLE3LlamaForCausalLM"
+    # Its model's parameters: those of the engines, without t2d. d2t belongs to a reduced vocabulary.
+    missing = {"t2d"} if draft_vocab_size else {"t2d", "d2t"}
+    expected = {name: shape for name, shape in EAGLE3.items() if name not in missing}
+    expected["lm_head.weight"] = (draft_vocab_size or V, H)
+    assert {name: tuple(tensors[name].shape) for name in expected} == expected
+    assert tensors.keys() - expected.keys() <= {"t2d"}
+
+
 def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_target, make_drafter, tmp_path):
     rope = {
         "rope_type": "llama3",
