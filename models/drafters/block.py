@@ -139,11 +139,11 @@ class Block(ReducedVocabulary, TrainableDrafter):
         self._target_parts = target.embed_tokens, rotary, target.head
         # 1. The context, the layers and the slots.
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
-        for index, layer in enumerate(self.layers):
-            layer.self_attn.layer_idx = index
+        for index in range(config.num_layers):
+            self._layer(index).self_attn.layer_idx = index
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
         self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
-        template: Any = self.layers[0].input_layernorm
+        template = self._layer(0).input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
         if config.mask_token_id is None:
             self.slots = nn.Parameter(torch.zeros(config.block, width))
@@ -228,8 +228,8 @@ class Block(ReducedVocabulary, TrainableDrafter):
     ) -> None:
         """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
         rotations = self._rotations(context, positions)
-        for layer in self.layers:
-            layer.self_attn(context, position_embeddings=rotations, attention_mask=None, past_key_values=cache)
+        for index in range(self.config.num_layers):
+            self._layer(index).self_attn(context, position_embeddings=rotations, attention_mask=None, past_key_values=cache)
 
     def read_slots(
         self,
@@ -251,8 +251,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
     def _layer_outputs(
         self, index: int, hidden: torch.Tensor, rotations: Any, mask: torch.Tensor, *, cache_of: Callable[[int], Any]
     ) -> torch.Tensor:
-        layer: Any = self.layers[index]
-        cache = cache_of(index)
+        layer, cache = self._layer(index), cache_of(index)
         attention, _ = layer.self_attn(
             layer.input_layernorm(hidden),
             position_embeddings=rotations,
@@ -263,6 +262,9 @@ class Block(ReducedVocabulary, TrainableDrafter):
         hidden = hidden + attention
         outputs: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return outputs
+
+    def _layer(self, index: int) -> Any:
+        return self.layers[index]
 
     def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
         rotary: Any = self.own_rotary or self._target_parts[1]

@@ -320,8 +320,10 @@ class ScheduleStatistics:
 
     def record(self) -> dict[str, Any]:
         """Return the sums and derived values as JSON values."""
-        derived = ("mean_rows", "generation_seconds", "padding_share", "unused_share")
-        derived += ("bucket_accuracy", "mean_bucket_distance", "sequences_per_second")
+        derived = (
+            *("mean_rows", "generation_seconds", "padding_share", "unused_share"),
+            *("bucket_accuracy", "mean_bucket_distance", "sequences_per_second"),
+        )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:

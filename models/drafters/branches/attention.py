@@ -63,9 +63,11 @@ class Slots(Entries):
         if query.device.type != "cpu":
             return attend_densely(query, self.text, self.branches, visible, scale, num_slots=self.num_slots)
         # Every slot sees slot j of its branch, as an entry sees depth j of its branch in `Entries`.
-        chunks = zip(keys.chunk(self.num_slots, dim=2), values.chunk(self.num_slots, dim=2), strict=True)
-        slots = [tuple(part.repeat(1, 1, self.num_slots, 1) for part in chunk) for chunk in chunks]
-        return Entries(self.text, slots).attend(query, visible, scale)
+        key_slots, value_slots = (
+            [slot.repeat(1, 1, self.num_slots, 1) for slot in entries.chunk(self.num_slots, dim=2)]
+            for entries in (keys, values)
+        )
+        return Entries(self.text, list(zip(key_slots, value_slots, strict=True))).attend(query, visible, scale)
 
 
 def attend_densely(
