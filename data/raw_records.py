@@ -157,10 +157,12 @@ def _parquet_records(path: Path) -> Iterator[Any]:
 def _download(name: str, file: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
     try:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except (OSError, EntryNotFoundError, HFValidationError) as error:
+    # ValueError: a malformed reply or address.
+    except (OSError, EntryNotFoundError, HFValidationError, httpx.HTTPError, ValueError) as error:
         raise ValueError(_no_hub(f"the file {file!r} of the data set {name!r}", error)) from error
 
 
