@@ -51,7 +51,7 @@ class Hostile(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        status, headers, body = self.reply if self.path != "/" else (200, {}, b"")
+        status, headers, body = (200, {}, b"{}") if self.path in ("/", "/api/agent-harnesses") else self.reply
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
