@@ -156,7 +156,7 @@ def _unreadable(override: str) -> str | None:
         return None
     try:
         is_sweep = OverridesParser.create().parse_override(_forced(override)).is_sweep_override()
-    except HydraException:
+    except (HydraException, RecursionError):
         opened = value.lstrip().startswith(("[", "{"))
         quoted = "close each bracket and quote" if opened else f"""put a text in quotes: '{key}="{value}"'"""
         return f"{_key(override)} is {value}, which can't be read; {quoted}"

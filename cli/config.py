@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
-from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
+from ..data.fields import OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
@@ -67,7 +67,7 @@ class RunConfig:
     Speeds are measured for some seconds, the other figures are computed. Nothing is written."""
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads per process, unless a section sets its own number. null: the launcher's choice
     under `accelerate launch`, torch's default otherwise."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None

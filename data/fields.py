@@ -21,8 +21,15 @@ def different(values: list[Any]) -> list[Any]:
     return values
 
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
+MAX_COUNT, MAX_BATCH, MAX_THREADS = 2**31, 2**16, 1024
+"""Bounds of counts of anything, of rows that are in memory at once or of passes, and of threads.
+
+What is larger is a slip of the keyboard: it would hang or end the process without a message.
+"""
+PositiveInt = Annotated[int, Field(gt=0, lt=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH)]
+NumThreads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, le=1)]
 

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from ..data.choices import FEATURES, STATE_DTYPES
 from ..data.drafter_names import repeated_names, split_name
-from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, different, one_of, raise_problems
+from ..data.fields import OPTIONS, BatchSize, NonNegativeInt, PositiveInt, Seed, Share, different, one_of, raise_problems
 
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling
@@ -36,7 +36,7 @@ NO_ADDRESS = (
 class DistillConfig:
     """Options of labels, stored states and regenerated answers, and of the work's division."""
 
-    horizon: PositiveInt = 5
+    horizon: BatchSize = 5
     """Number of tokens of the target's continuation that are labelled after every position."""
 
     features: Annotated[str, one_of(*FEATURES)] = "none"
@@ -91,7 +91,7 @@ class DistillConfig:
     """Seed of sampled answers. Each answer has its own seed, a function of this one, the
     conversation's id and the turn."""
 
-    decode_batch_size: PositiveInt | None = None
+    decode_batch_size: BatchSize | None = None
     """Answers decoded in parallel: rows of a batch, or requests in flight. None is the engine's
     default."""
 

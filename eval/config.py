@@ -11,7 +11,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, 
 from pydantic.dataclasses import dataclass
 
 from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
-from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, different, one_of, raise_problems
+from ..data.fields import (
+    OPTIONS,
+    BatchSize,
+    Distinct,
+    NonNegativeInt,
+    NumThreads,
+    PositiveInt,
+    Seed,
+    different,
+    one_of,
+    raise_problems,
+)
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 
@@ -104,19 +115,19 @@ class EvalConfig:
     drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
     `both`: all methods as `synchronous` measures them, then each drafter once more, pipelined. Plain
     decoding is the baseline of all."""
-    micro_batch: PositiveInt = 4
+    micro_batch: BatchSize = 4
     """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
     """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
     temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),
     which is faster and NOT lossless."""
-    batch_sizes: Distinct[PositiveInt] = field(default_factory=lambda: [1])
+    batch_sizes: Distinct[BatchSize] = field(default_factory=lambda: [1])
     """Prompts decoded together. All methods decode at each batch size, and are compared with plain
     decoding at the same batch size."""
     warmup_prompts: NonNegativeInt = 1
     """Prompts that every method answers as a warm-up, briefly and untimed, before the first
     measurement; rounded up to whole batches."""
-    repeats: PositiveInt = 1
+    repeats: BatchSize = 1
     """Number of times that every prompt is measured with every method."""
     profile_prompts: NonNegativeInt = 3
     """Prompts per suite that are decoded once more with phase timers on, for the time split and the
@@ -128,7 +139,7 @@ class EvalConfig:
     """Gigabytes per second that the roofline assumes; None measures it."""
     seed: Seed = 0
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads during the measurement; None keeps torch's default."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..data.choices import LABELS
-from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
+from ..data.fields import OPTIONS, BatchSize, NonNegativeInt, NumThreads, PositiveInt, Seed, one_of, raise_problems
 from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
@@ -53,12 +53,12 @@ class TrainConfig:
     """Optimizer steps of the whole training. With more steps than before, a finished training
     resumes from its last checkpoint, on the schedule of the new number. Fewer steps than before are
     an error."""
-    batch_size: PositiveInt = 8
+    batch_size: BatchSize = 8
     """Texts per micro-batch and process. One optimizer step reads `batch_size` x
     `gradient_accumulation` x processes texts."""
-    gradient_accumulation: PositiveInt = 1
+    gradient_accumulation: BatchSize = 1
     """Micro-batches per process and optimizer step."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: BatchSize | None = None
     """Texts per optimizer step over all processes. `gradient_accumulation` follows from it, for any
     number of GPUs. It must be a multiple of `batch_size` x processes. null: `batch_size` x
     `gradient_accumulation` x processes."""
@@ -127,7 +127,7 @@ class TrainConfig:
     shuffle_shards: PositiveInt = 16
     """Number of shards whose texts are shuffled together. Every process holds that many shards in
     memory."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads of torch per process. null: torch's own choice."""
 
     log_every: PositiveInt = 10

@@ -50,7 +50,7 @@ FORM_OPTIONS = frozenset(
 
 def check_form(form: dict[str, Any]) -> dict[str, Any]:
     """Return `drafter.layer`. Raises ValueError if it is no known form."""
-    if form.get("model_type") not in FORMS:
+    if not isinstance(form.get("model_type"), str) or form["model_type"] not in FORMS:
         raise ValueError(
             f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
             "null for a layer of the target's kind"

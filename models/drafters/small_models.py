@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
+from ..bounded_build import CANT_BE_BUILT
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
@@ -97,15 +97,6 @@ class DraftModelConfig:
         raise_problems(problems)
 
 
-CANT_BE_BUILT = (
-    # Values of wrong types, or contradictory values.
-    *(StrictDataclassError, TypeError, ValueError),
-    KeyError,  # names that transformers doesn't know
-    *(ArithmeticError, AssertionError, RuntimeError),  # impossible sizes of tensors
-)
-"""Errors of transformers and torch for a configuration that describes no valid model."""
-
-
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
     """Return the JSON values from which `build_model` builds such a model."""
     return architecture_in(model.config)
@@ -130,7 +121,9 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
             trust_remote_code=False,
         )
     except CANT_BE_BUILT as error:
-        raise ValueError(f"transformers can't build the draft model ({error}); its configuration is {architecture}") from error
+        raise ValueError(
+            f"transformers can't build the draft model ({error!s:.500}); its configuration is {architecture!s:.500}"
+        ) from error
     return model
 
 

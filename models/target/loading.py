@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ...data.hub import use_hub, why_offline
 from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
+from ..bounded_build import bounded_build, require_possible_numbers, stored_size
 from ..machine import parse_device, turn_off_cudnn_attention
 from .config import TargetConfig
 from .device_map import devices_of_layers, resolve
@@ -236,7 +237,7 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
-    with loading_errors(config.name_or_path):
+    with loading_errors(config.name_or_path), bounded_build(config.name_or_path, *stored_size(Path(config.name_or_path))):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
             revision=config.revision,
@@ -284,9 +285,12 @@ def _check_directory(name_or_path: str) -> None:
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")
     try:
-        json.loads((directory / "config.json").read_text())
-    except ValueError as error:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{directory / 'config.json'} is not a JSON file ({error}); complete the download") from error
+    if not isinstance(config, dict) or not isinstance(config.get("quantization_config", {}), dict | None):
+        raise ValueError(f"{directory / 'config.json'} is not the configuration of a model; complete the download")
+    require_possible_numbers(config, directory / "config.json")
     if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
 

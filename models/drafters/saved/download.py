@@ -40,6 +40,13 @@ REMEDIES = {
     429: "too many requests to the Hub: try again in some minutes",
 }
 
+NOT_THE_HUBS = (
+    *(json.JSONDecodeError, RecursionError),  # no JSON, or nested without end
+    *(TypeError, LookupError, AttributeError, AssertionError),  # JSON of another form
+    *(httpx.TooManyRedirects, httpx.DecodingError, httpx.InvalidURL),
+)
+"""Errors of huggingface_hub for replies that no Hub sends."""
+
 
 def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub_options: Any) -> Path:
     """Return the folder of a drafter: an existing directory, or a download of a Hub repository.
@@ -124,6 +131,11 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         raise ValueError(
             f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
         ) from None
+    except NOT_THE_HUBS as error:
+        raise ValueError(
+            f"{at}: the reply isn't one of a Hub ({type(error).__name__}: {_without_secrets(_first_line(error)):.200}): check "
+            "HF_ENDPOINT, and whether a proxy answers in its place"
+        ) from error
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
         # hf_xet, which uploads large files, raises ConnectionError with the status in its message.
         status_match = re.search(r"status\D{0,30}\b([45]\d\d)\b", str(error))

@@ -4,7 +4,7 @@ These are `config.json`, `model.safetensors`, and an optional `training.json`. A
 strictly, and digests show changed weights and facts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,19 +157,6 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
             return list(file.keys())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
-
-
-def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors: int, path: Path) -> None:
-    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
-
-    The configuration was read from `path`. Building so many modules would take long, before any
-    shape could be compared.
-    """
-    for name in names:
-        if isinstance(count := config.get(name), int) and count > num_tensors:
-            raise ValueError(
-                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
-            )
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
