@@ -154,6 +154,7 @@ def download(attack: Callable[[Handler], None], command: tuple[str, ...], place:
     constants.ENDPOINT = datasets.config.HF_ENDPOINT = url
     constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
     constants.HF_HUB_CACHE = str(place / "cache")
+    constants.AGENT_HARNESSES_PATH = str(place / "agents.json")  # a list that is kept between commands
     constants.HF_HUB_DISABLE_XET = True
     datasets.config.HF_DATASETS_CACHE = place / "datasets"
     outrider(*command)
