@@ -430,6 +430,18 @@ def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
     assert max(map(len, paths)) == 5
 
 
+def test_a_drawn_static_tree_has_the_same_ranks_in_every_text(llama):
+    drafter = make("eagle", llama, tree="static", depth=3, top_k=3, tree_nodes=12, temperature=1.0)
+    with torch.no_grad():
+        trees = [first_draft(llama, drafter) for _ in range(2)]
+    for tree in trees:
+        assert tree.drawn is not None
+        assert (tree.parents == trees[0].parents[0]).all()
+        paths = node_ranks(tree)
+        assert paths == {(0,), (1,), (2,)} | {(*parent, rank) for parent in [(0,), (0, 0), (1,)] for rank in range(3)}
+    assert not torch.equal(trees[0].tokens, trees[1].tokens), "nothing was drawn"
+
+
 def node_ranks(tree: Any) -> set[tuple[int, ...]]:
     """List the paths of the first row; a number counts the siblings before a node."""
     ranks = sibling_rank(tree)[0].tolist()
