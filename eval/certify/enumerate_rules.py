@@ -118,7 +118,9 @@ def step_distributions(
             rows = list(range(end, end := end + size))
             add_emissions(counts, tree.tokens[rows], acceptance.select(rows), weight[rows], vocab)
         script = chance.next_script()
-    return [complete_emissions(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)]
+    return [
+        complete_emissions(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)
+    ]
 
 
 def sampled_tokens(

@@ -290,7 +290,12 @@ class Watched:
     def propose(self, state, last_token, *, generator=None):
         search = feature_drafter.search
         actual = []
-        with patch.object(feature_drafter, "search", lambda *arguments: actual.append(search(*arguments)) or actual[0]):
+
+        def remembered(*arguments, **options):
+            actual.append(search(*arguments, **options))
+            return actual[0]
+
+        with patch.object(feature_drafter, "search", remembered):
             tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
