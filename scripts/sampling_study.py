@@ -96,15 +96,15 @@ def main() -> None:
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the target")
-    parser.add_argument("--texts", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=150, help="of each training")
-    parser.add_argument("--positions", type=int, default=256, help="positions per step")
+    parser.add_argument("--texts", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="of each training")
+    parser.add_argument("--positions", type=int, default=192, help="positions per step")
     parser.add_argument("--label-kind", default="redrafter", choices=("redrafter", "draft_model"), help="of the part labels")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the trainings of the part labels")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 40])
-    parser.add_argument("--prompts", type=int, default=30)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("outputs/sampling_study"))
     parser.add_argument("--record", type=Path, default=None, help="write a record of the figures")
@@ -204,8 +204,8 @@ def recipe(training: Training, args: argparse.Namespace) -> RunConfig:
         "data.seed=0",
         f"data.limit={args.texts}",
         f"target.name_or_path={args.target}",
-        f"distill={{features: none, feature_layers: [], label_temperature: {training.label_temperature}, seed: 0}}",
-        f"train={{steps: {args.steps}, batch_size: 4, max_positions: {args.positions}, loss: {training.loss}}}",
+        f"distill={{features: last_hidden, feature_layers: [], label_temperature: {training.label_temperature}, seed: 0}}",
+        f"train={{steps: {args.steps}, batch_size: 2, max_positions: {args.positions}, loss: {training.loss}}}",
         f"train.warmup_steps={args.steps // 10}",
         "train.checkpoint_every=100",
     ]
