@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from ..data.choices import TEACHER_TEMPERATURE
 from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..data.paths import expand_home, require_paths
@@ -142,6 +143,9 @@ class RunConfig:
                 problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
             if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
                 line = "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
+                problems.append(under(section, line, VARIANT_OPTIONS))
+            if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
+                line = TEACHER_TEMPERATURE.format(self.distill.label_temperature)
                 problems.append(under(section, line, VARIANT_OPTIONS))
         temperature: float = getattr(run.drafter.config, "temperature", 0.0)
         if self.eval.merge and temperature:

@@ -39,6 +39,12 @@ class DistillConfig:
     horizon: BatchSize = 5
     """Number of tokens of the target's continuation that are labelled after every position."""
 
+    label_temperature: NonNegativeFloat = 0.0
+    """Temperature of the labels. 0 labels with the target's greedy continuations. Above 0 they are
+    sampled from the target (ReDrafter, arXiv 2403.09919, equation 2), each token by a random number
+    of `seed`, the example's id and the token's place. Losses that compare with the target's
+    distribution need 1 or 0."""
+
     features: Annotated[str, one_of(*FEATURES)] = "none"
     """`none` stores no hidden states, so training recomputes them. `last_hidden` stores the
     target's last ones, which all drafters except EAGLE-3 and draft models read."""
@@ -88,7 +94,7 @@ class DistillConfig:
     prompt."""
 
     seed: Seed = 0
-    """Seed of sampled answers. Each answer has its own seed, a function of this one, the
+    """Seed of sampled answers and labels. Each answer has its own seed, a function of this one, the
     conversation's id and the turn."""
 
     decode_batch_size: BatchSize | None = None
@@ -139,6 +145,11 @@ class DistillConfig:
         from ..models.decoding.sampling import Sampling
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether answers and labels are both the target's greedy ones, and so should agree."""
+        return self.mode == "regenerate" and self.temperature == 0 and self.label_temperature == 0
 
     @property
     def last_hidden(self) -> bool:

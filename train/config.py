@@ -165,6 +165,11 @@ class TrainConfig:
         """The other drafter of `label_weights`."""
         return self.label_weights.removeprefix(MISSED_BY) if self.label_weights.startswith(MISSED_BY) else None
 
+    @property
+    def mixes_teacher_and_labels(self) -> bool:
+        """Whether the loss learns from the target's distribution, and from labels off the text."""
+        return self.loss.needs_teacher and self.labels == "distilled"
+
     def __post_init__(self) -> None:
         problems = []
         if self.global_batch_size is not None and self.gradient_accumulation != 1:

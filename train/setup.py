@@ -114,6 +114,8 @@ def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
     """Raise ValueError if the shards lack the top tokens, or the target can't pack texts."""
     manifest.require_top(reads)
+    if config.mixes_teacher_and_labels:
+        manifest.require_teacher_temperature()
     log_recomputed(manifest, reads)
     if config.packing and manifest.stored(reads) != reads:
         require_packing(target)

@@ -24,7 +24,7 @@ from ...data.data_facts import describe_data
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
 from ...data.label_stats import STATS_FILE, LabelTotals
-from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
+from ...data.manifest import FORMAT_VERSION, LabelSampling, Manifest, ShardEntry, examples_sha256
 from ...data.preview import MARKS, preview
 from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
@@ -34,7 +34,7 @@ from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
-from .continuations import LabelStats, label_continuations, require_branch_attention
+from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ def distill(
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
+    if config.label_temperature:
+        target.require_plain_head("leave distill.label_temperature out")
     # 2. Label them, shard by shard.
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
@@ -123,6 +125,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
         feature_layers=sorted(config.feature_layers),
         features_dtype=config.features_dtype,
         top_logprobs=config.top_logprobs,
+        sampling=LabelSampling(temperature=config.label_temperature, seed=config.seed) if config.label_temperature else None,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         max_length=data.max_length,
@@ -186,6 +189,15 @@ def label_shard(
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
         # 2. Compute labels and features.
+        sampled = None
+        if config.label_temperature:
+            sampled = SampledLabels.of(
+                [examples[index].id for index in batch],
+                input_ids.shape[1] + config.horizon,
+                temperature=config.label_temperature,
+                seed=config.seed,
+                device=target.device,
+            )
         continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
@@ -194,6 +206,7 @@ def label_shard(
             horizon=config.horizon,
             feature_layers=tuple(config.feature_layers),
             top_k=config.top_logprobs,
+            sampled=sampled,
         )
         # 3. Keep what is stored, by the example's index in the shard.
         continuations = continuations.cpu()
@@ -254,7 +267,7 @@ def _write_statistics(
             "the target agrees with so little of the text that tokenizer, chat template or data may belong to another model: "
             "check them before you train"
         )
-    elif shards and config.mode == "regenerate" and config.temperature == 0 and sums.agreement < GREEDY_AGREEMENT:
+    elif shards and config.is_greedy and sums.agreement < GREEDY_AGREEMENT:
         logger.warning(
             "the answers should be the target's greedy ones, and it often disagrees: does the engine run another model, "
             "in another precision, or sample? Check it before you train"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import AfterValidator
+from pydantic import AfterValidator, NonNegativeFloat
 from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +35,8 @@ from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
-from .feature_search import FeatureState, completed, read_committed, read_prompts, search
+from .feature_search import FeatureState, completed, drawn_children, likeliest_children, read_committed, read_prompts, search
+from .group_search import GroupDrawing, level_sizes
 from .objective import Labels
 from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
@@ -58,8 +59,13 @@ class TreeOptions:
     """Nodes expanded at each depth, and children of each expanded node."""
     tree_nodes: PositiveInt = 48
     """Nodes of the tree: the most probable nodes of the search."""
+    temperature: NonNegativeFloat = 0.0
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
 
     def __post_init__(self) -> None:
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
@@ -212,11 +218,11 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def max_nodes(self) -> int:
-        width = min(self.config.top_k, self.vocabulary.num_outputs)
-        sizes = [width]
-        for _ in range(self.config.depth - 1):
-            sizes.append(width * min(self.config.top_k, sizes[-1]))
-        return min(self.config.tree_nodes, sum(sizes))
+        return min(self.config.tree_nodes, sum(level_sizes(self._num_children, self.config.top_k, self.config.depth)))
+
+    @property
+    def _num_children(self) -> int:
+        return min(self.config.top_k, self.vocabulary.num_outputs)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FeatureState:
         return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
@@ -224,14 +230,34 @@ class FeatureDrafter(TrainableDrafter):
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, CacheSnapshot]:
-        """Draft the `tree_nodes` most probable nodes of a search from the last committed token."""
+        """Draft the `tree_nodes` most probable nodes of a search, or groups drawn at random."""
+        if self.config.temperature:
+            return self._draw(state, last_token, generator)
         tree_of_search, text = self.search(state, last_token)
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
     def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
         cache = state.text.writable()
-        tree_of_search = search(self, cache, read_committed(self, cache, state, last_token))
+        output = read_committed(self, cache, state, last_token)
+        tree_of_search = search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
         return tree_of_search, cache.snapshot()
+
+    def _draw(
+        self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
+    ) -> tuple[DraftTree, CacheSnapshot]:
+        """Draw a tree: see `group_search`."""
+        cache, num_children = state.text.writable(), min(self._num_children, self.config.tree_nodes)
+        drawing = GroupDrawing(
+            temperature=self.config.temperature,
+            num_children=num_children,
+            vocabulary=self.vocabulary,
+            generator=generator,
+        )
+        output = read_committed(self, cache, state, last_token)
+        num_groups = self.config.tree_nodes // num_children
+        depth = min(self.config.depth, num_groups)  # a deeper node has no room
+        tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
+        return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache.snapshot()
 
     def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | FeatureState:
         """Leave the accepted entries unread, unless there are many of them."""

@@ -57,7 +57,8 @@ class Objective:
 
     p is known where a continuation follows the text, since the target has read that. Elsewhere p is
     taken as one-hot at the label. There `reverse_kl` would be infinite, and is -log q(label)
-    instead.
+    instead. If labels are samples from p, then the one-hot distributions are p on average, so
+    cross-entropy and `kl` have the same gradient on average as with p itself.
     """
 
     loss: LossKind = LossKind.cross_entropy

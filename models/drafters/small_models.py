@@ -63,8 +63,10 @@ class DraftModelConfig:
     tree_nodes: PositiveInt | None = None
     """Nodes of the tree: the most probable nodes of the search; None keeps all."""
     temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature; use the target's. Trees can't be drawn:
-    `top_k` must be 1."""
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
     pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
     """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
     step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
@@ -79,14 +81,9 @@ class DraftModelConfig:
         sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
         if self.init == "target_layers" and sizes:
             problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
-        if self.temperature > 0 and self.top_k > 1:
-            problems.append(
-                f"temperature is {self.temperature} and top_k {self.top_k}; only a chain can be drawn: set temperature to 0 or "
-                "top_k to 1. A tree that isn't drawn works at every temperature of the target"
-            )
         if self.temperature > 0 and self.pace != "fixed":
             problems.append(
-                f"temperature is {self.temperature} and pace {self.pace}; a drawn chain can't grow: set temperature to 0 (a "
+                f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
                 "tree that isn't drawn works at every temperature of the target), or pace to fixed"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:

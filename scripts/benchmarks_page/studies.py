@@ -9,6 +9,7 @@ from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
 from .pace import growth_rules
+from .sampling import SAMPLING
 from .scheduling import SCHEDULING
 from .suffix import suffix_index
 from .tables import Records, count, method_name, number, table, with_interval
@@ -361,6 +362,7 @@ def kernels(records: Records, name: str) -> str:
 
 
 STUDIES: dict[str, Callable[..., str]] = {
+    **SAMPLING,
     **SCHEDULING,
     **{
         function.__name__: function

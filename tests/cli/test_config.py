@@ -447,6 +447,14 @@ def test_without_variants_the_folders_are_those_of_the_run() -> None:
     assert (only.train_dir, only.drafter_dir) == (Path("here/train"), Path("here/drafter"))
 
 
+def test_a_teacher_of_another_temperature_than_the_labels_is_an_error_before_the_distillation() -> None:
+    with raises(r"distill\.label_temperature is 0\.7, and train\.loss compares"):
+        run_config("distill.label_temperature=0.7", "train.loss=kl")
+    for others in (("train.loss=cross_entropy",), ("train.loss=kl", "train.labels=text")):
+        run_config("distill.label_temperature=0.7", *others)
+    run_config("distill.label_temperature=1", "train.loss=kl")
+
+
 def test_a_teacher_that_the_distillation_does_not_store_is_an_error_before_it() -> None:
     teacher = ("train.loss=kl", "train.teacher=top_k")
     with raises(r"train\.teacher is top_k, and distill\.top_logprobs is null"):

@@ -67,9 +67,12 @@ MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"
 """The pace of each merge of a trained drafter and training-free ones."""
 PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
+DRAWN_TREES: dict[str, str] = {"draft_model_drawn": "draft_model", "eagle_drawn": "eagle", "eagle3_drawn": "eagle3"}
+"""The row of OPTIONS that drafts each drawn tree."""
+DRAWN = {"top_k": 2, "tree_nodes": 8, "temperature": 1.0}
 GROWING = {"draft_confidence", "draft_expected"}
 """Rows whose trees grow: they depend on earlier steps and on measured seconds."""
-VARIANTS = {"block-lattice", "blockwise", "draft_tree", "eagle-static"}
+VARIANTS = {"block-lattice", "blockwise", "draft_model_drawn", "draft_tree", "eagle-static", "eagle3_drawn"}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
 STEPS = 150
@@ -209,28 +212,34 @@ def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) ->
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE, **MERGED})
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else [])
+        for name in sorted({**OPTIONS, **FREE, **MERGED, **DRAWN_TREES})
     ],
 )
 def name(request) -> str:
-    """Return a trainable kind, the name of a training-free drafter, or that of a merge."""
+    """Return a trainable kind, or the name of a training-free drafter, a merge or a drawn tree."""
     return request.param
 
 
 @pytest.fixture
 def drafter(name, train, target) -> Any:
-    """Return a training-free drafter, one trained on the memorised prompts, or a merge of both."""
+    """Return a training-free drafter, one trained on the memorised prompts, or a merge of both.
+
+    Drawn trees are drafted by a trained drafter, with other options.
+    """
     if name in MERGED:
         parts = "+".join([str(train("redrafter").folder), *PARTS])
         options = {part: FREE[part] for part in PARTS}
         return load_drafter(parts, target, pace=MERGED[name], tree_nodes=12, **options)
+    if name in DRAWN_TREES:
+        return load_drafter(train(DRAWN_TREES[name]).folder, target, **DRAWN)
     return make_training_free(name, FREE[name], target) if name in FREE else train(name).load(target)
 
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])
 def either(request, name, target, batch) -> Any:
     """Return a fresh drafter, mostly wrong, or the one of `drafter`."""
-    if request.param == "ready" or name in FREE or name in MERGED:
+    if request.param == "ready" or name in {**FREE, **MERGED, **DRAWN_TREES}:
         return request.getfixturevalue("drafter")
     return make(name, target, batch)[0].to(target.dtype).eval()
 
@@ -318,7 +327,7 @@ def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, nam
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
     plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
     actual = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
-    drawn = OPTIONS.get(name, {}).get("temperature", 0.0) > 0
+    drawn = name in DRAWN_TREES or OPTIONS.get(name, {}).get("temperature", 0.0) > 0
     assert (actual.tokens == plain.tokens) != drawn, "only sampled drafts change the sample"
 
 

@@ -60,6 +60,7 @@ def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
         feature_layers=[],
         features_dtype="bfloat16",
         top_logprobs=None,
+        sampling=None,
         data_sha256="cc",
         plan_sha256="dd",
         max_length=64,

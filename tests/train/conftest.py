@@ -61,6 +61,7 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
         features_dtype="bfloat16",
         top_logprobs=None if first is None or first.top is None else first.top.tokens.shape[1],
         target_dtype="torch.float32",
+        sampling=None,
         data_sha256="0" * 64,
         plan_sha256="1" * 64,
         max_length=64,

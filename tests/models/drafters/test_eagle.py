@@ -290,7 +290,12 @@ class Watched:
     def propose(self, state, last_token, *, generator=None):
         search = feature_drafter.search
         actual = []
-        with patch.object(feature_drafter, "search", lambda *arguments: actual.append(search(*arguments)) or actual[0]):
+
+        def remembered(*arguments, **options):
+            actual.append(search(*arguments, **options))
+            return actual[0]
+
+        with patch.object(feature_drafter, "search", remembered):
             tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
@@ -428,6 +433,18 @@ def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
     expected = sorted(probability.values(), reverse=True)[:20]
     assert sorted((probability[path] for path in paths), reverse=True) == pytest.approx(expected)
     assert max(map(len, paths)) == 5
+
+
+def test_a_drawn_static_tree_has_the_same_ranks_in_every_text(llama):
+    drafter = make("eagle", llama, tree="static", depth=3, top_k=3, tree_nodes=12, temperature=1.0)
+    with torch.no_grad():
+        trees = [first_draft(llama, drafter) for _ in range(2)]
+    for tree in trees:
+        assert tree.drawn is not None
+        assert (tree.parents == trees[0].parents[0]).all()
+        paths = node_ranks(tree)
+        assert paths == {(0,), (1,), (2,)} | {(*parent, rank) for parent in [(0,), (0, 0), (1,)] for rank in range(3)}
+    assert not torch.equal(trees[0].tokens, trees[1].tokens), "nothing was drawn"
 
 
 def node_ranks(tree: Any) -> set[tuple[int, ...]]:
