@@ -8,8 +8,6 @@ from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
-import torch
-from jaxtyping import Int
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +26,7 @@ from ..results.attempts import PairKey, Repetition, find_repetitions
 from .jobs import Job, SuitePass, plan_passes, repeat_batch
 from .memory import within_memory
 from .timing import Generation, time_generation
-from .turns import Method, PromptTurn, TurnBatch, answer_seed
+from .turns import Method, PromptTurn, TurnBatch, answer_seed, has_room
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
@@ -241,7 +239,7 @@ class Bench:
         for index, text in enumerate(prompt.turns):
             messages.append(Turn(role="user", content=text))
             input_ids = encode_prompt(messages, self.tokenizer).to(self.target.device) if fits else None
-            fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
+            fits = input_ids is not None and has_room(input_ids.shape[1], suite, prompt, self.config, self.context_length)
             turn = PromptTurn(
                 suite=suite,
                 prompt=prompt,
@@ -259,17 +257,6 @@ class Bench:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str)  # one answer, not a batch of them
         return text
-
-    def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
-        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
-        fits = num_tokens <= self.context_length
-        if not fits and self.config.too_long == "error":
-            raise ValueError(
-                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
-                f"{self.config.max_new_tokens} new ones exceed the context window of "
-                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
-            )
-        return fits
 
     def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
         """Prepare to measure texts of up to `length` tokens.
