@@ -130,17 +130,11 @@ def has_room(num_tokens: int, suite: PromptSet, prompt: Prompt, config: EvalConf
 
 def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any, context_length: int) -> None:
     """Raise ValueError, before any decoding, if no prompt leaves room for an answer."""
-    fitting = [
-        has_room(
-            encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1],
-            suite,
-            prompt,
-            config,
-            context_length,
-        )
-        for suite in suites
-        for prompt in suite.prompts
-    ]
+    fitting = []
+    for suite in suites:
+        for prompt in suite.prompts:
+            num_tokens = encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1]
+            fitting.append(has_room(num_tokens, suite, prompt, config, context_length))
     if not any(fitting):
         raise no_prompt_fits(suites, config.max_new_tokens, context_length)
 
