@@ -101,7 +101,8 @@ class FeatureDrafter(TrainableDrafter):
         # References only: in a tuple, the target's parts are neither saved nor trained with the
         # drafter.
         self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
-        self._rotary_options = rotary_options(self.own_rotary or self._target_parts[1], target)
+        rotary: Any = self.own_rotary or self._target_parts[1]
+        self._rotary_options = rotary_options(rotary, target)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
