@@ -8,7 +8,7 @@ outrider, so that it starts within a moment.
 import json
 import sys
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -23,7 +23,7 @@ TOO_LARGE = 3
 class Generation(jinja2.ext.Extension):
     """The markers of transformers around what the assistant writes, without an effect."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares an instance variable
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -42,7 +42,7 @@ from .measure.methods import (
 from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
 from .measure.texts import Texts
-from .measure.turns import Method, answer_seed
+from .measure.turns import Method, answer_seed, no_prompt_fits
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -315,10 +315,7 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
             "max_new_tokens, or load the target in a narrower type (dtype, target.quantization) or on a larger device"
         )
     if not measured:
-        raise ValueError(
-            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
-            f"{bench.texts.context_length} tokens together with {bench.config.max_new_tokens} new ones; lower max_new_tokens"
-        )
+        raise no_prompt_fits(suites, bench.config.max_new_tokens, bench.texts.context_length)
     for suite in suites:
         if suite.name not in measured:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)

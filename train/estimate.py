@@ -120,7 +120,7 @@ def estimate_training(
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     if drafter.wants_token_counts:
-        drafter.choose_draft_vocabulary(_count_tokens(examples, target.vocab_size))
+        drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     # 2. The times of a step, of a checkpoint's copy and of a measurement on held-out texts.
     optimizer, _ = make_optimizer(drafter, config)
     seconds_per_step = _time_steps(config, drafter, optimizer, target, examples, accelerator)
@@ -166,7 +166,7 @@ def _time_steps(
     while len(batch_seconds) < MIN_TIMED or time.perf_counter() - started < MEASURED_SECONDS:
         # 1. A micro-batch: collation, the target's states, forward and backward.
         index, begin = len(update_seconds), time.perf_counter()
-        batch = with_hidden_states(_draw_batch(config, examples, reads, index), target, reads, other)
+        batch = with_hidden_states(draw_batch(config, examples, reads, index), target, reads, other)
         with accelerator.autocast(), tensor_float32(accelerator.device):
             sums, *_ = model(batch, make_anchor(accelerator))
         sums.sum().backward()
@@ -233,7 +233,7 @@ def _time_decoding(target: HFTarget, prompts: list[torch.Tensor], *, max_new_tok
     return time.perf_counter() - started
 
 
-def _draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads, index: int) -> DrafterBatch:
+def draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads, index: int) -> DrafterBatch:
     """Return a micro batch; the sample is used again and again."""
     start = index * config.batch_size
     batch = [examples[(start + offset) % len(examples)] for offset in range(config.batch_size)]
@@ -253,7 +253,7 @@ def _draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads
     )
 
 
-def _count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> torch.Tensor:
+def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> torch.Tensor:
     labels = torch.cat([example.continuations.flatten() for example in examples])
     return labels[labels != UNKNOWN].bincount(minlength=vocab_size)
 

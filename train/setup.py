@@ -128,6 +128,12 @@ def hold_out_texts(
 
     Raises ValueError if no room is left for a prompt.
     """
+    room = validation_room(config, drafter, target)
+    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+
+
+def validation_room(config: TrainConfig, drafter: TrainableDrafter, target: HFTarget) -> int:
+    """Return the most tokens of a prompt that validation decodes. Raises ValueError if none fits."""
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
     if config.validation_texts and room < 1:
@@ -135,7 +141,7 @@ def hold_out_texts(
             f"train.validation_tokens is {config.validation_tokens}, and target and drafter can read at most {context_length} "
             "tokens, which leaves no room for a prompt; lower train.validation_tokens"
         )
-    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+    return room
 
 
 def open_stream(

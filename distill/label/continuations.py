@@ -30,6 +30,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...data.types import UNKNOWN
 from ...models.decoding.sampling import Sampling, warp
 from ...models.target.hf_target import HFTarget
+from ...models.target.hidden_states import without_head
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 
@@ -263,8 +264,9 @@ def _branch_hidden_states(
     # All tokens are in one row, so linear layers see no padding; the attention separates the
     # branches.
     positions = branches.positions + step
-    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
-    assert branches.num_steps == step
+    output = without_head(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
+    if branches.num_steps != step:
+        raise ValueError(BYPASSED)
     hidden_states: torch.Tensor = output.last_hidden_state[0]
     return hidden_states
 

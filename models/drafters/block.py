@@ -16,101 +16,34 @@ The tree is a function of the text. So decoding is exact, greedily and sampled (
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import AfterValidator
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..target.hidden_states import decoder_layers, decoder_of
 from ..target.tree_cache import CacheSnapshot
 from .base import TrainableDrafter
-from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, SearchTree, beam_search, pack_likeliest
+from .beams import SearchTree, beam_search, pack_likeliest
+from .block_options import BlockConfig, spread_feature_layers
 from .block_state import BlockState, advanced, read_prompts, read_unread, slot_pass
 from .branches.attention import Slots
 from .branches.layout import Branches
 from .corrections import Bilinear, Correction, Markov, NoCorrection, Pairwise, Recurrent
-from .decoder_layer import check_form, make_layer, make_rotary, start_from_target
-from .eagle3 import default_feature_layers
+from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
 from .lattice import lattice_search
 from .objective import Labels, Loss, Objective, score
 from .unread import MAX_UNREAD
 from .vocabulary import ReducedVocabulary
-
-DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
-"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class BlockConfig:
-    """Options of a block drafter: its shape, its training, and how it drafts by default."""
-
-    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
-    """Form of the decoder layers; None is the target's kind. See the same option of EAGLE-3."""
-    num_layers: PositiveInt = 1
-    """Number of decoder layers. The released drafters of 8B targets have 5."""
-    feature_layers: Distinct[NonNegativeInt] | None = None
-    """Layers of the target whose inputs the drafter reads. None: five layers evenly spread from
-    layer 2 to the last but two, or EAGLE-3's three in targets of fewer than twelve layers."""
-    block: PositiveInt = 4
-    """Draft tokens on the longest path, all from one pass. Labels must be one token longer."""
-    correction: Annotated[str, one_of("none", "markov", "bilinear", "rnn")] = "rnn"
-    """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
-    (DSpark's), `bilinear` (DSpark's gated one), or `none` (DFlash)."""
-    rank: PositiveInt = 256
-    """Rank of the corrections `markov` and `bilinear`."""
-    inject: bool = True
-    """Whether slots start with the latest context, a residual path from the target's state to the
-    head. Published drafters don't have this path."""
-    mask_token_id: NonNegativeInt | None = None
-    """Token of the target whose embedding the slots after the first start with, as in published
-    drafters. None: each slot has a learned vector."""
-    draft_vocab_size: PositiveInt | None = None
-    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data;
-    its head is trained. None is the whole vocabulary, with the target's own frozen head."""
-    init: Annotated[str, one_of("random", "target")] = "target"
-    """`target`: each layer starts as the target's last one, but its output projections start at
-    zero, so the slots' inputs pass through unchanged. `random`: random weights."""
-    loss_decay: Share = 0.8
-    """Factor of the loss from each slot to the next."""
-    width: PositiveInt = 16
-    """Paths that the search keeps at each depth. May be changed when the drafter is loaded."""
-    candidates: PositiveInt = 16
-    """Candidates of each slot, which the search ranks (not with `rnn`, which ranks all tokens). May
-    be changed when the drafter is loaded."""
-    tree_nodes: PositiveInt = 48
-    """Nodes of the tree: the most probable nodes of the search. May be changed when the drafter is
-    loaded."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"width", "candidates", "tree_nodes"})
-
-    def __post_init__(self) -> None:
-        num_nodes, breadth = self.width * self.block, max(self.width, self.candidates)
-        if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
-            raise ValueError(
-                f"width is {self.width}, candidates {self.candidates} and block {self.block}; a search of more than "
-                f"{MAX_SEARCH_NODES} nodes (width x block) or {MAX_CANDIDATES} candidates (width x block x the larger of width "
-                "and candidates) is a mistake: lower one of them"
-            )
-
-
-def spread_feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that are read by default."""
-    if num_layers < DEEP_TARGET:
-        return default_feature_layers(num_layers)
-    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
-    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]
 
 
 class Block(ReducedVocabulary, TrainableDrafter):
@@ -135,13 +68,14 @@ class Block(ReducedVocabulary, TrainableDrafter):
         self._feature_layers = tuple(feature_layers)
         # References only: in a tuple, the target's parts are neither saved nor trained with the
         # drafter.
-        rotary = None if config.layer else target.model.get_decoder().rotary_emb
+        rotary: Any = None if config.layer else decoder_of(target.model).rotary_emb
         self._target_parts = target.embed_tokens, rotary, target.head
         # 1. The context, the layers and the slots.
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
         for index in range(config.num_layers):
             self._layer(index).self_attn.layer_idx = index
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
+        self._rotary_options = rotary_options(self.own_rotary or rotary, target)
         self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
         template = self._layer(0).input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
@@ -159,7 +93,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
             for layer in drafter.layers:
                 start_from_target(layer, drafter.fc, target)
             with torch.no_grad():
-                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+                drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
         return drafter
 
     @classmethod
@@ -229,7 +163,13 @@ class Block(ReducedVocabulary, TrainableDrafter):
         """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
         rotations = self._rotations(context, positions)
         for index in range(self.config.num_layers):
-            self._layer(index).self_attn(context, position_embeddings=rotations, attention_mask=None, past_key_values=cache)
+            self._layer(index).self_attn(
+                context,
+                position_embeddings=rotations,
+                position_ids=positions,
+                attention_mask=None,
+                past_key_values=cache,
+            )
 
     def read_slots(
         self,
@@ -241,7 +181,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
         """Return the outputs of slots. `cache_of` returns the cache that a layer reads and writes."""
         rotations, hidden = self._rotations(inputs, positions), inputs
         for index in range(self.config.num_layers):
-            step = partial(self._layer_outputs, index, cache_of=cache_of)
+            step = partial(self._layer_outputs, index, positions=positions, cache_of=cache_of)
             if not self._keep_activations:
                 step = partial(checkpoint, step, use_reentrant=False)
             hidden = step(hidden, rotations, mask)
@@ -249,12 +189,20 @@ class Block(ReducedVocabulary, TrainableDrafter):
         return outputs
 
     def _layer_outputs(
-        self, index: int, hidden: torch.Tensor, rotations: Any, mask: torch.Tensor, *, cache_of: Callable[[int], Any]
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        rotations: Any,
+        mask: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        cache_of: Callable[[int], Any],
     ) -> torch.Tensor:
         layer, cache = self._layer(index), cache_of(index)
         attention, _ = layer.self_attn(
             layer.input_layernorm(hidden),
             position_embeddings=rotations,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             entries=cache if isinstance(cache, Slots) else None,
@@ -268,7 +216,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
 
     def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
         rotary: Any = self.own_rotary or self._target_parts[1]
-        return rotary(values, positions)
+        return rotary(values, positions, **self._rotary_options)
 
     # --- the search: see `RecurrentDrafter`
 

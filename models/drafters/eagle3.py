@@ -19,7 +19,7 @@ from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..target.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import Labels, Loss, Objective, score
@@ -81,7 +81,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
             drafter._start_head(slice(None))
             with torch.no_grad():
                 drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
-                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+                drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
         return drafter
 
     @torch.no_grad()

@@ -29,12 +29,13 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_of
 from ..target.tree_cache import CacheSnapshot
 from .base import TrainableDrafter
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
-from .decoder_layer import check_form, make_layer, make_rotary
+from .decoder_layer import check_form, make_layer, make_rotary, rotary_options
 from .feature_search import FeatureState, completed, drawn_children, likeliest_children, read_committed, read_prompts, search
 from .group_search import GroupDrawing, level_sizes
 from .objective import Labels
@@ -105,7 +106,9 @@ class FeatureDrafter(TrainableDrafter):
         self.own_rotary = None if form is None else make_rotary(target, form)
         # References only: in a tuple, the target's parts are neither saved nor trained with the
         # drafter.
-        self._target_parts = target.embed_tokens, None if form else target.model.get_decoder().rotary_emb
+        self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
+        rotary: Any = self.own_rotary or self._target_parts[1]
+        self._rotary_options = rotary_options(rotary, target)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -153,7 +156,8 @@ class FeatureDrafter(TrainableDrafter):
         rotary: Any = self.own_rotary or self._target_parts[1]
         attention, _ = self.layer.self_attn(
             attended,
-            position_embeddings=rotary(attended, positions),
+            position_embeddings=rotary(attended, positions, **self._rotary_options),
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             **options,

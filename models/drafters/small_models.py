@@ -144,7 +144,9 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
     if hasattr(target_config, "num_key_value_heads"):
         sizes["num_key_value_heads"] = num_kv_heads
     if hasattr(target_config, "intermediate_size"):
-        default_width = target_config.intermediate_size * hidden // target_config.hidden_size
+        widths = target_config.intermediate_size
+        width = widths[0] if isinstance(widths, list) else widths  # some families have one for each layer
+        default_width = width * hidden // target_config.hidden_size
         sizes["intermediate_size"] = config.intermediate_size or default_width
     if config.num_heads is not None and getattr(target_config, "head_dim", None) is not None:
         sizes["head_dim"] = hidden // num_heads

@@ -293,6 +293,10 @@ class HFTarget(FrozenModel):
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
         keep_path(self._require_cache(), accepted)
 
+    def discard(self) -> None:
+        """Drop what the last pass wrote."""
+        self._require_cache().discard()
+
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row from the KV cache."""
         self._require_cache().rewind(num_tokens)

@@ -237,6 +237,13 @@ class TreeCache(Cache):
         self._lengths[: self.batch].add_(counts.device)
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
 
+    def discard(self) -> None:
+        """Drop all entries after the texts, and their values: hidden columns must be finite."""
+        self._version += 1
+        rest = torch.arange(self.capacity, device=self._lengths.device) >= self._lengths[: self.batch, None]
+        for buffer in self._buffers:
+            buffer[:, : self.batch].masked_fill_(rest[None, :, None, :, None], 0)
+
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row."""
         self.keep(None, -num_tokens)

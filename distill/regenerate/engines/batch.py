@@ -7,13 +7,13 @@ values wait on the host, and its decoding resumes where it stopped.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
-from ....models.decoding.loop import read_acceptance
+from ....models.decoding.reading import accept, read_acceptance, require_numbers
 from ....models.decoding.tree import empty_tree
 from ....models.target.hf_target import HFTarget
 from ....models.target.tree_cache import KeptText
@@ -143,9 +143,9 @@ class BatchDecoder:
         output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity, moving=self.moving)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
-            acceptance = self.rule(tree, output, generator=self._seeds(fresh))
-            tokens, _ = read_acceptance(tree, output, acceptance)
-            for index, new in zip(fresh, tokens, strict=True):
+            emitted = read_acceptance(tree, output, self.rule(tree, output, generator=self._seeds(fresh)))
+            require_numbers(emitted, output, self._where(fresh))
+            for index, new in zip(fresh, emitted.tokens, strict=True):
                 self.tokens[index] += new
         return fresh + evicted
 
@@ -154,10 +154,10 @@ class BatchDecoder:
         last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
-        acceptance = self.rule(tree, output, generator=self._seeds(rows))
-        tokens, accepted = read_acceptance(tree, output, acceptance)
-        self.target.commit(tree, accepted)
-        for index, new in zip(rows, tokens, strict=True):
+        seeds, where = self._seeds(rows), self._where(rows)
+        emitted, _ = accept(self.target, self.rule, tree, output, last, generator=seeds, where=where)
+        self.target.commit(tree, emitted.accepted)
+        for index, new in zip(rows, emitted.tokens, strict=True):
             self.tokens[index] += new
 
     def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
@@ -177,3 +177,7 @@ class BatchDecoder:
 
     def _seeds(self, rows: Sequence[int]) -> RowSeeds:
         return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])
+
+    def _where(self, rows: Sequence[int]) -> Callable[[int], str]:
+        """Return a function that names a row's next token."""
+        return lambda row: f"token {len(self.tokens[rows[row]]) + 1} of the answer to {self.requests[rows[row]].id}"

@@ -355,7 +355,7 @@ class OpenAIEngine:
         if choice.text is None or not choice.token_ids:
             return True
         ids = [token for token in choice.token_ids if 0 <= token < self.vocab_size]
-        texts = (
+        texts: Iterator[Any] = (
             self.tokenizer.decode(ids[: len(ids) - cut], skip_special_tokens=skip) for skip in (True, False) for cut in (0, 1)
         )
         return _comparable(choice.text) in map(_comparable, texts)

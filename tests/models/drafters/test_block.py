@@ -11,7 +11,8 @@ import torch
 from outrider.data.types import DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.block import Block, BlockConfig, spread_feature_layers
+from outrider.models.drafters.block import Block
+from outrider.models.drafters.block_options import BlockConfig, spread_feature_layers
 from outrider.models.drafters.branches.attention import Slots, attend_densely
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget

@@ -1,5 +1,6 @@
 """Padded batches by predicted length: answers equal those of requests alone."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -171,3 +172,25 @@ def test_requests_without_room_are_refused_before_any_work(target: HFTarget, req
     too_long = Request(id="long", prompt_ids=torch.full((60,), 5), seed=0)
     with pytest.raises(ValueError, match="request long has a prompt of 60 tokens"):
         list(make_engine(target, SAMPLINGS[0], limits).answer([too_long]))
+
+
+@pytest.mark.parametrize("hole_is_in_prompt", [True, False])
+def test_logits_that_are_not_numbers_name_the_request(
+    exact_target: HFTarget, requests: list[Request], limits: Limits, hole_is_in_prompt: bool
+) -> None:
+    engine = make_engine(exact_target, SAMPLINGS[1], limits, tokens=2000)
+    hole, token, damaged = 299, 1, requests[-1]
+    if hole_is_in_prompt:
+        damaged = replace(damaged, prompt_ids=damaged.prompt_ids.index_fill(0, torch.tensor([0]), hole))
+    else:
+        # A token that only one answer has, and no prompt.
+        answers = {id: tokens for id, (tokens, _) in texts(engine, requests).items()}
+        seen = Counter(token for tokens in answers.values() for token in set(tokens[:-1]))
+        seen.update(token for request in requests for token in request.prompt_ids.tolist())
+        damaged = next(request for request in requests if any(seen[token] == 1 for token in answers[request.id][:-1]))
+        place, hole = next((place, token) for place, token in enumerate(answers[damaged.id]) if seen[token] == 1)
+        token = place + 2
+    exact_target.embed_tokens.weight.data[hole] = torch.nan
+    changed = [damaged if request.id == damaged.id else request for request in requests]
+    with pytest.raises(ValueError, match=f"not numbers \\(NaN\\) at token {token} of the answer to {damaged.id}: "):
+        texts(engine, changed)
