@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
+LOCK_FILE = ".outrider.lock"
 LEFTOVER_FILE = re.compile(r"\..+\.\d+\.tmp")
 """Name of a temporary file of `replacing`."""
 LEFTOVER_FOLDER = re.compile(r"\..+\.(partial|old|tmp)")

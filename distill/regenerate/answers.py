@@ -129,7 +129,7 @@ def is_answers(directory: Path) -> bool:
     """Return whether a folder holds shards of answers, not of labels."""
     path = directory / MANIFEST_FILE
     content = read_json(path) if path.exists() else None
-    return "sampling" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
+    return "chat_template_sha256" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
 
 
 def conversations_sha256(conversations: Iterable[Conversation]) -> str:

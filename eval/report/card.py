@@ -21,13 +21,12 @@ from ...data.files import read_dataclass, sha256_file
 from ...data.label_stats import STATS_FILE, LabelTotals
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
-from ...models.drafters.saved.build import saved_spec
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.method_names import title_of
+from ..records.method_names import TITLES, title_of
 from ..records.names import BASELINE
 from ..results.markdown import Markdown, code_span
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
@@ -36,7 +35,7 @@ from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.stages import stages_notes
 from ..results.tables import markdown_table
 from .card_code import recorded_quantization, render_card
-from .card_options import TAGS, CardOptions, code_names
+from .card_options import TAGS, CardOptions, code_names, require_plain_options
 from .card_settings import describe_setting
 from .runs import Run, cell_of, read_run
 from .training_free_card import training_free_card
@@ -72,7 +71,9 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     if drafter is None:
         return training_free_card(parts, options)
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    saved_spec(saved)  # raises for options of other types, which the card's commands would contain
+    if saved.kind not in TITLES:
+        raise ValueError(f"{drafter} holds a drafter of the kind {saved.kind!r}; there are: {', '.join(TITLES)}")
+    require_plain_options(saved.drafter, drafter)  # the card's commands contain some of them
     tensors = tensor_names(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None

@@ -1,5 +1,6 @@
 """Sources of a model card, and the names in its code."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from .card_code import quantization_code, quantization_option
 
 LOCAL_TARGET = "path/to/target"
 """Path in a card's code that the reader must set."""
+PLAIN_WORD = re.compile(r"[\w./:+-]*")
+"""Options as words: kinds, names of layers, Hub ids and paths."""
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
 
@@ -41,6 +44,26 @@ class CardOptions:
 
     def __post_init__(self) -> None:
         require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
+
+
+def require_plain_options(options: Any, source: Path, name: str = "drafter") -> None:
+    """Raise ValueError if option `name` of a drafter, or a part of it, would be code in a card.
+
+    Numbers, plain words and collections of them are safe. (Reading the kind's own types would import
+    all model libraries, and a card needs none of them.)
+    """
+    if isinstance(options, Mapping):
+        require_plain_options(list(options), source, name)
+        for key, value in options.items():
+            require_plain_options(value, source, key)
+    elif isinstance(options, list):
+        for value in options:
+            require_plain_options(value, source, name)
+    elif isinstance(options, str) and PLAIN_WORD.fullmatch(options) is None:
+        raise ValueError(
+            f"{source}: the option {name} is {options[:80]!r}, which is no plain word; a model card would contain it as a part "
+            "of a command. Correct the folder's config.json, or copy the drafter again"
+        )
 
 
 def code_names(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.data.files import (
+    LOCK_FILE,
     atomic_write_bytes,
     atomic_write_text,
     finish_replacing,
@@ -286,7 +287,7 @@ def test_the_next_holder_of_the_lock_removes_what_killed_processes_have_left(tmp
     make(tmp_path / "train/best/best.json")
     with locked(tmp_path):
         left = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*kept, tmp_path / ".lock", tmp_path / "train/best/best.json"}
+    assert left == {*kept, tmp_path / LOCK_FILE, tmp_path / "train/best/best.json"}
 
 
 def test_leftovers_of_a_kill_between_two_renames_are_completed_and_not_lost(tmp_path: Path) -> None:
@@ -321,8 +322,8 @@ def test_a_path_in_a_runs_folder_is_guarded_by_the_runs_lock(tmp_path: Path) -> 
     held = guarded(drafter, run, folders=[run, tmp_path / "out"])
     with held, pytest.raises(ValueError, match="at work in"), guarded(drafter):
         pass
-    assert (tmp_path / "out" / ".lock").is_file()
-    assert not (drafter / ".lock").exists()
+    assert (tmp_path / "out" / LOCK_FILE).is_file()
+    assert not (drafter / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,8 @@ def test_the_hub_reads_the_figures_back(tiny_drafter_dir: Path, evaluation: Path
     assert {(result.task_type, result.dataset_name) for result in results.values()} == {("text-generation", "mt_bench")}
 
 
-ENGINES_BY_KIND = {
+ENGINES_BY_KIND: dict[str, tuple[str, ...]] = {
+    "block": (),
     "draft_model": ("--to vllm", "STANDALONE", "assistant_model"),
     "eagle": ("--to vllm", '"method": "eagle"', "--speculative-algorithm EAGLE "),
     "eagle3": ("--to vllm", '"method": "eagle3"', "--speculative-algorithm EAGLE3 "),

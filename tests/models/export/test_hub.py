@@ -21,6 +21,7 @@ from outrider.models.drafters.medusa import Medusa
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.drafters.saved.download import resolve_drafter
+from outrider.models.drafters.saved.folder import WEIGHTS_FILE, record_weights
 from outrider.models.export.hub import pull, push
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
@@ -95,20 +96,21 @@ def test_a_second_push_of_equal_files_commits_nothing(hub: Hub, folder: Path) ->
     assert len(hub.repositories[REPO].commits) == 2  # the Hub's own and ours
 
 
-@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
-def test_a_branch_with_other_content_is_overwritten_only_with_the_option(hub: Hub, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("names", [["README.md"], ["config.json", "model.safetensors"]])
+def test_a_branch_with_other_content_is_overwritten_only_with_the_option(hub: Hub, folder: Path, names: list[str]) -> None:
     push(folder, REPO)
     before = dict(hub.repositories[REPO].branches)
-    if name == "README.md":
-        (folder / name).write_text("# Another\n")
+    if names == ["README.md"]:
+        (folder / "README.md").write_text("# Another\n")
     else:
-        data = bytearray((folder / name).read_bytes())
+        data = bytearray((folder / WEIGHTS_FILE).read_bytes())
         data[-1] ^= 1
-        (folder / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"holds other files than .*: {name}. Push to a new branch .*--overwrite"):
+        (folder / WEIGHTS_FILE).write_bytes(data)
+        record_weights(folder)
+    with pytest.raises(ValueError, match=f"holds other files than .*: {', '.join(names)}. Push to a new branch .*--overwrite"):
         push(folder, REPO)
     assert hub.repositories[REPO].branches == before
-    assert push(folder, REPO, overwrite=True).added == [name]
+    assert push(folder, REPO, overwrite=True).added == names
 
 
 def test_files_of_other_users_are_deleted_only_with_overwrite(hub: Hub, folder: Path) -> None:
