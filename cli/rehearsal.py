@@ -55,9 +55,10 @@ def works_together(target: HFTarget, kind: str | None = None) -> Iterator[None]:
         model, text = type(target.model).__name__, " ".join(f"{type(error).__name__}: {error}".split())
         if kind is None:
             raise ValueError(f"{model} can't be labelled ({text}); choose another target") from error
+        others = " or ".join(other for other in ("redrafter", "medusa") if other != kind)
         raise ValueError(
-            f"{model} and the drafter {kind} don't work together ({text}); choose another drafter, such as redrafter or "
-            "medusa, or another target"
+            f"{model} and the drafter {kind} don't work together ({text}); choose another drafter, such as {others}, or "
+            "another target"
         ) from error
 
 

@@ -71,10 +71,19 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
         raise ValueError(f"data.chat_template is {chat_template!r}, which is not UTF-8 text ({error}); convert it") from error
 
 
+class RejectedPromptError(ValueError):
+    """A prompt for which the chat template raises an error of its own, `reason`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
     """Return the ids of a conversation and the start of the assistant's next turn.
 
-    Raises ValueError if the chat template fails for it, or as `require_template` does.
+    Raises RejectedPromptError if the chat template rejects it. Raises ValueError if the template fails
+    for it, or as `require_template` does.
     """
     template = require_template(tokenizer)
     try:
@@ -82,10 +91,11 @@ def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) 
             [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     except TEMPLATE_ERRORS as error:
-        raise ValueError(
+        message = (
             f"{_described(template, tokenizer)} fails for a prompt of {len(messages)} turns ({_reason(error)}); correct it, or "
             "set data.chat_template to another"
-        ) from error
+        )
+        raise (RejectedPromptError(message, str(error)) if isinstance(error, TemplateError) else ValueError(message)) from error
     return encoded["input_ids"]
 
 

@@ -27,10 +27,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".outrider.lock"
-LEFTOVER_FILE = re.compile(r"\..+\.\d+\.tmp")
-"""Name of a temporary file of `replacing`."""
-LEFTOVER_FOLDER = re.compile(r"\..+\.(partial|old|tmp)")
-"""Name of a temporary folder: of `replacing_directory`, or another one that ends in .tmp."""
+PARTIAL, OLD, TEMPORARY = ".outrider-partial", ".outrider-old", ".outrider-tmp"
+"""Endings of temporary files and folders. No other program's files have them."""
+LEFTOVER = re.compile(rf"\..+({re.escape(PARTIAL)}|{re.escape(OLD)}|{re.escape(TEMPORARY)})")
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -41,10 +40,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     On an error the temporary file is removed and `path` stays as it was. A full disk (or quota)
     raises an OSError that explains what was kept and what to do. A killed process leaves at most a
-    `.NAME.PID.tmp`, which no reader reads.
+    `.NAME.PID.outrider-tmp`, which no reader reads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         with naming_full_disk(path, OLD_IS_KEPT):
             yield temporary
@@ -62,7 +61,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
     On an error the new folder is removed and `path` stays as it was. A full disk raises the OSError
     of `replacing`. A killed process leaves the old folder or the new one. It may also leave
-    `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
+    `.NAME.outrider-partial` and `.NAME.outrider-old`, which the next writer removes. Between two renames `path` is
     missing for a moment: after a kill there, `finish_replacing` completes the replacement.
 
     Raises ValueError if `path` is a file. Also raises it if `path` is or contains the current
@@ -110,12 +109,12 @@ def finish_replacing(path: Path) -> None:
 def partial_directory(path: Path) -> Path:
     """Return the folder that `replacing_directory(path)` writes to."""
     real = path.resolve()
-    return real.with_name(f".{real.name}.partial")
+    return real.with_name(f".{real.name}{PARTIAL}")
 
 
 def _old_directory(path: Path) -> Path:
     real = path.resolve()
-    return real.with_name(f".{real.name}.old")
+    return real.with_name(f".{real.name}{OLD}")
 
 
 @contextmanager
@@ -161,17 +160,19 @@ def guarded(*paths: Path, folders: Iterable[Path] = ()) -> Iterator[None]:
 def remove_leftovers(directory: Path) -> None:
     """Remove temporary files and folders of killed processes, also from folders below.
 
-    Only for the holder of the folder's lock. An interrupted replacement is completed first.
+    Only for the holder of the folder's lock. An interrupted replacement is completed first. A folder
+    below with a lock of its own belongs to another run, whose next process cleans it.
     """
     for root, folders, files in os.walk(directory):
-        for name in [name for name in folders if LEFTOVER_FOLDER.fullmatch(name)]:
+        folders[:] = [name for name in folders if not Path(root, name, LOCK_FILE).exists()]
+        for name in [name for name in folders if LEFTOVER.fullmatch(name)]:
             folders.remove(name)
             leftover = Path(root, name)
-            if not name.endswith(".tmp"):
+            if not name.endswith(TEMPORARY):
                 finish_replacing(leftover.with_name(name[1:].rpartition(".")[0]))
             logger.info("removing %s, which a killed process has left", leftover)
             shutil.rmtree(leftover, ignore_errors=True)
-        for name in filter(LEFTOVER_FILE.fullmatch, files):
+        for name in filter(LEFTOVER.fullmatch, files):
             logger.info("removing %s, which a killed process has left", Path(root, name))
             Path(root, name).unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
 from .differences import differences
-from .files import atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
+from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ShardStore(Generic[Entry, M]):
 
     def save(self, manifest: M) -> None:
         """Write the manifest, after removing partial files of killed processes."""
-        for path in self.directory.glob(".*.tmp"):
+        for path in self.directory.glob(f".*{TEMPORARY}"):
             path.unlink()
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
 

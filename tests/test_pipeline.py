@@ -120,7 +120,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "package/custom_generate/generate.py",
     ]
     assert [name for name in promised if not (folder / name).is_file()] == []
-    assert list(folder.rglob("*.tmp")) == []
+    assert list(folder.rglob("*.outrider-tmp")) == []
     baseline, *training_free, drafter, merged = summary(folder)
     assert [row["name"] for row in training_free] == ["Prompt lookup, 10 nodes", "Recycling, 40 nodes"]
     assert merged["name"] == "ReDrafter + Suffix + Recycling, 2 beams of 3, 40 nodes, paced"

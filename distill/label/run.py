@@ -262,7 +262,8 @@ def _write_statistics(
         statistics.positions_per_process_second,
         100 * sums.agreement,
     )
-    if shards and sums.agreement < SUSPICIOUS_AGREEMENT:
+    # Sampled labels agree with the text only as often as two samples of the target do.
+    if shards and not config.label_temperature and sums.agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may belong to another model: "
             "check them before you train"

@@ -52,6 +52,10 @@ def read_earlier(lessons: str | None, target: HFTarget, output_dir: Path) -> lis
     if lessons is None or (output_dir / EARLIER_FILE).exists():
         return []
     folder = Path(lessons)
+    if not (folder / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"distill.lessons is {lessons!r}, and {folder / MANIFEST_FILE} does not exist; give the folder answers/ of a run"
+        )
     sha256 = answer_store(folder).load().target.tokenizer_sha256
     if sha256 != target.identity.tokenizer_sha256:
         raise ValueError(

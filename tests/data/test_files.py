@@ -145,9 +145,9 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
 def test_a_reader_keeps_a_folder_that_only_has_the_name_of_a_replaced_one(tmp_path: Path) -> None:
     """Readers also open folders of users, and such a folder may be the user's."""
     replace_folder(tmp_path / "folder", NEW)
-    replace_folder(tmp_path / ".folder.old", OLD)
+    replace_folder(tmp_path / ".folder.outrider-old", OLD)
     finish_replacing(tmp_path / "folder")
-    assert contents(tmp_path / ".folder.old") == OLD
+    assert contents(tmp_path / ".folder.outrider-old") == OLD
 
 
 @pytest.mark.parametrize(
@@ -273,15 +273,17 @@ def make(path: Path) -> Path:
     return path
 
 
-def test_the_next_holder_of_the_lock_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
+def test_the_next_holder_of_the_lock_removes_only_what_killed_processes_of_its_run_have_left(tmp_path: Path) -> None:
     kept = [make(tmp_path / name) for name in ("a.json", "drafter/model.safetensors", ".hidden", "notes.tmp", "deep/.x.tmp")]
+    users = (".settings.old/a", ".venv.partial/a", ".a.json.77.tmp", "run/.outrider.lock", "run/.b.json.7.outrider-tmp")
+    kept += [make(tmp_path / name) for name in users]
     for name in (
-        ".config.yaml.123.tmp",
-        "eval/.summary.json.9.tmp",
-        ".drafter.partial/model.safetensors",
-        "train/checkpoints/.step-00000003.partial/state.pt",
-        "train/.best.old/best.json",
-        ".package.ab12_x.tmp/new/README.md",
+        ".config.yaml.123.outrider-tmp",
+        "eval/.summary.json.9.outrider-tmp",
+        ".drafter.outrider-partial/model.safetensors",
+        "train/checkpoints/.step-00000003.outrider-partial/state.pt",
+        "train/.best.outrider-old/best.json",
+        ".package.ab12_x.outrider-tmp/new/README.md",
     ):
         make(tmp_path / name)
     make(tmp_path / "train/best/best.json")
@@ -291,18 +293,18 @@ def test_the_next_holder_of_the_lock_removes_what_killed_processes_have_left(tmp
 
 
 def test_leftovers_of_a_kill_between_two_renames_are_completed_and_not_lost(tmp_path: Path) -> None:
-    make(tmp_path / "train/.best.partial/best.json").write_text("new")
-    make(tmp_path / "train/.best.old/best.json").write_text("old")
+    make(tmp_path / "train/.best.outrider-partial/best.json").write_text("new")
+    make(tmp_path / "train/.best.outrider-old/best.json").write_text("old")
     with locked(tmp_path):
         assert [path.name for path in (tmp_path / "train").iterdir()] == ["best"]
         assert (tmp_path / "train/best/best.json").read_text() == "new"
 
 
 def test_leftovers_behind_a_link_are_not_the_runs(tmp_path: Path) -> None:
-    elsewhere = make(tmp_path / "elsewhere/.a.1.tmp")
+    elsewhere = make(tmp_path / "elsewhere/.a.1.outrider-tmp")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "run" / ".link.old").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / ".link.outrider-old").symlink_to(tmp_path / "elsewhere")
     with locked(tmp_path / "run"):
         pass
     assert elsewhere.exists()

@@ -41,10 +41,10 @@ def test_each_method_and_its_phases_have_a_name_in_the_trace(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repeats": 2}, "repeats is 2, and a trace times nothing"),
-        ({"batch_sizes": [1, 4]}, r"batch_sizes is \[1, 4\], and a trace times nothing"),
-        ({"temperatures": [0.0, 1.0]}, "temperatures is"),
-        ({"memory_bandwidth_gbs": 10.0}, "memory_bandwidth_gbs is 10.0"),
+        ({"repeats": 2}, "--repeat is 2, and a trace times nothing"),
+        ({"batch_sizes": [1, 4]}, r"--batch-size is \[1, 4\], and a trace times nothing"),
+        ({"temperatures": [0.0, 1.0]}, "--temperature is"),
+        ({"memory_bandwidth_gbs": 10.0}, "--bandwidth is 10.0"),
     ],
 )
 def test_options_of_a_measurement_are_refused_with_a_trace(changes: dict[str, Any], message: str) -> None:
@@ -73,5 +73,5 @@ def test_the_command_writes_a_trace_and_no_records(
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert not (tmp_path / "out").exists()
     result = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "other.json"), "--repeat", "2"])
-    assert "repeats is 2" in str(result.exception)
+    assert "--repeat is 2" in str(result.exception)
     assert not (tmp_path / "other.json").exists()

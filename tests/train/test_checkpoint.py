@@ -159,7 +159,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
     (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')
     weights = tmp_path / "step-00000003" / "state.pt"
     weights.write_bytes(weights.read_bytes()[:-1])  # a power cut truncated the weights
-    half = tmp_path / ".step-00000006.partial"
+    half = tmp_path / ".step-00000006.outrider-partial"
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
@@ -168,7 +168,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
 
 
 def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_path: Path) -> None:
-    half = tmp_path / ".step-00000001.partial"
+    half = tmp_path / ".step-00000001.outrider-partial"
     half.mkdir()
     (half / "leftover").write_bytes(b"")
     saved(accelerator, tmp_path, 1)

@@ -47,4 +47,4 @@ def test_a_sharded_run_killed_at_any_moment_resumes_to_equal_bits(
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[key], expected[key]) for key in expected), name
         assert numbers(tmp_path / name) == expected_numbers, name
-        assert not list((tmp_path / name / "train").rglob(".*.partial")), name
+        assert not list((tmp_path / name / "train").rglob(".*.outrider-partial")), name

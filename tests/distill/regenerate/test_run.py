@@ -436,7 +436,7 @@ def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(
     examples = run(config, data, target, folder)
     assert answer_store(folder).load().complete
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*.json")}.items()
-    assert list(folder.glob(".*.tmp")) == []
+    assert list(folder.glob(".*.outrider-tmp")) == []
     assert examples_sha256(run(config, data, target, tmp_path / "whole")) == examples_sha256(examples)
     assert contents(folder) == contents(tmp_path / "whole")
     assert len(list(folder.glob("answers-*[0-9].jsonl"))) == num_shards
