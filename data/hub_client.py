@@ -30,7 +30,7 @@ RESUMED_BYTES = 1 << 20
 REPLY_BYTES = 64 << 20
 """Most bytes of a reply of the API."""
 MAX_FAILURES = 3
-"""Most failures of one request in a row: statuses after which huggingface_hub tries again."""
+"""Most failures of one request after which huggingface_hub tries again: statuses in a row, and short replies."""
 WRITE_SECONDS = 60.0
 """Longest wait without a byte during an upload, and for the reply to it."""
 UNASKED = "/api/agent-harnesses"
@@ -95,7 +95,8 @@ class BoundedClient(httpx.Client):
         if response.headers.get("Content-Encoding", "identity") != "identity" and request.method != "HEAD":
             response.close()
             raise _give_up(request, "the reply isn't one of a Hub: it is compressed, though that wasn't asked for")
-        response.stream = BoundedStream(response.stream, request, REPLY_BYTES if is_api and not stream else None)
+        max_bytes = REPLY_BYTES if is_api and not stream else None
+        response.stream = BoundedStream(response.stream, request, max_bytes, self.failures)
         if is_api and not stream:
             with closing(response):
                 response.read()
@@ -119,8 +120,8 @@ class BoundedClient(httpx.Client):
 class BoundedStream(httpx.SyncByteStream):
     """Body of a reply. Reading it raises an error if it stalls, or is longer than `max_bytes`."""
 
-    def __init__(self, stream: Any, request: httpx.Request, max_bytes: int | None) -> None:
-        self.stream, self.request, self.max_bytes = stream, request, max_bytes
+    def __init__(self, stream: Any, request: httpx.Request, max_bytes: int | None, failures: Counter[str]) -> None:
+        self.stream, self.request, self.max_bytes, self.failures = stream, request, max_bytes, failures
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the body's parts."""
@@ -135,11 +136,17 @@ class BoundedStream(httpx.SyncByteStream):
                         raise httpx.ReadTimeout(f"{in_window} bytes in {REPLY_SECONDS:g} s")
                     in_window, end = 0, time.monotonic() + REPLY_SECONDS
                 yield part
-        except httpx.ReadTimeout as error:
+        except (httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.ReadError) as error:
             # huggingface_hub resumes a download that had begun well.
             if total >= RESUMED_BYTES or "Range" in self.request.headers:
                 raise
-            raise _give_up(self.request, f"fewer than {FILE_BYTES} bytes in {REPLY_SECONDS:g} s") from error
+            if isinstance(error, httpx.ReadTimeout):
+                raise _give_up(self.request, f"fewer than {FILE_BYTES} bytes in {REPLY_SECONDS:g} s") from error
+            name = f"body of {self.request.url}"
+            self.failures[name] += 1
+            if self.failures[name] == MAX_FAILURES:
+                raise _give_up(self.request, f"it broke a reply off {MAX_FAILURES} times") from error
+            raise
 
     def close(self) -> None:
         """Close the connection's stream."""

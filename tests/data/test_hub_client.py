@@ -150,6 +150,16 @@ def test_the_third_error_of_a_server_is_the_last(server: Any) -> None:
     assert statuses == [503, 503]
 
 
+def test_the_third_short_reply_is_the_last(server: Any) -> None:
+    server.attack = reply(200, b"{}", Content_Length="1000")
+    with hub_client.BoundedClient(timeout=None) as client:
+        for _ in range(hub_client.MAX_FAILURES - 1):
+            with pytest.raises(httpx.RemoteProtocolError):
+                client.get(server.url + FILE)
+        with pytest.raises(hub_client.HubGivenUpError, match="it broke a reply off 3 times"):
+            client.get(server.url + FILE)
+
+
 def test_a_long_download_that_flows_is_read_whole(server: Any) -> None:
     num_parts = 30  # three windows
 
