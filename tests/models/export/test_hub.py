@@ -368,7 +368,8 @@ def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, 
 
 KILLED = """
 import os, signal, sys
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
+from outrider.data.hub_client import BoundedClient
 from outrider.models.export import hub
 
 def kill(*args, **options):
@@ -378,8 +379,10 @@ folder, repo, moment = sys.argv[1:]
 if moment == "before the commit":
     HfApi.create_commit = kill  # the repository exists, and is empty
 elif moment == "after the weights":
-    import huggingface_hub.hf_api as api
-    api._prepare_commit_payload = kill  # the weights are uploaded, but no commit names them
+    send = BoundedClient.send
+    def send_until_commit(client, request, **options):  # the weights are uploaded, but no commit names them
+        return kill() if "/commit/" in request.url.path else send(client, request, **options)
+    BoundedClient.send = send_until_commit
 else:
     hub._require_there = kill  # the commit is made
 hub.push(hub.Path(folder), repo, revision="v2")
