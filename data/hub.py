@@ -5,16 +5,15 @@ It replaces minutes of retries in the libraries.
 
 import logging
 import os
-import sys
 from functools import cache
+
+from .offline import go_offline
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 4.0
 """Longest wait for an answer. A second try follows, so a network that drops packets costs twice as
 much."""
-_reasons = dict[str, str]()
-"""Why a Hub isn't asked any more, by its address."""
 
 
 def use_hub() -> bool:
@@ -42,28 +41,6 @@ def bound_requests() -> None:
     from .hub_client import bound_requests
 
     bound_requests()
-
-
-def go_offline(reason: str) -> None:
-    """Let the libraries read only their caches from now on."""
-    from huggingface_hub import constants
-
-    _reasons[constants.ENDPOINT] = reason
-    constants.HF_HUB_OFFLINE = True
-    # `datasets` copied the value when it was imported.
-    if (datasets := sys.modules.get("datasets")) is not None:
-        datasets.config.HF_HUB_OFFLINE = True
-
-
-def why_offline() -> str:
-    """Return why nothing is downloaded, after `use_hub` has returned False."""
-    from huggingface_hub import constants
-
-    if constants.ENDPOINT in _reasons:
-        return _reasons[constants.ENDPOINT]
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
-        return "nothing is downloaded, since HF_HUB_OFFLINE is set"
-    return f"the Hub ({constants.ENDPOINT}) can't be reached"
 
 
 @cache

@@ -19,7 +19,7 @@ from huggingface_hub import constants, set_client_factory
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import get_session, httpx  # its HTTP client, which isn't always the package httpx
 
-from .hub import go_offline
+from .offline import go_offline
 
 REPLY_SECONDS = 6.0
 """Longest wait for a reply's head, with its redirects; for a reply of the API, also for its body."""
@@ -36,7 +36,7 @@ WRITE_SECONDS = 60.0
 UNASKED = "/api/agent-harnesses"
 """Path that huggingface_hub reads for its user agent alone. The client doesn't ask for it: a wrong reply ends commands."""
 RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
-LISTS = re.compile(r"/(?:tree|paths-info)/")
+LISTS = re.compile(r"/api/\w+/(?:[^/]+/)?[^/]+/(?:tree|paths-info)/")
 """Paths whose replies are lists of objects."""
 OBJECTS = re.compile(r"/api/(?:models|datasets)/[^/]+/[^/]+(?:/revision/[^/]+)?/?$")
 """Paths whose replies are objects."""

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from .hub import use_hub, why_offline
+from .hub import use_hub
+from .offline import why_offline
 from .paths import looks_like_path
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import httpx
 
-from outrider.data import hub, hub_client
+from outrider.data import hub, hub_client, offline
 from outrider.data.raw_records import load_records
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.export.hub import pull
@@ -113,7 +113,7 @@ def test_a_reply_that_trickles_or_never_comes_is_given_up(server: Any, attack: A
         get(server, path)
     assert time.monotonic() - started < 5 * SECONDS
     assert constants.HF_HUB_OFFLINE, "the libraries read their caches alone from then on"
-    assert "was given up" in hub.why_offline()
+    assert "was given up" in offline.why_offline()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,12 @@ def test_a_list_of_files_has_objects(server: Any) -> None:
     server.attack = reply(200, json.dumps({"rfilename": "a"}).encode())
     with pytest.raises(hub_client.HubGivenUpError, match="no list of objects"):
         get(server, f"{API}/tree/main")
+
+
+@pytest.mark.parametrize("path", ["/api/models/tree/it", "/api/models/gpt2", "/api/models/gpt2/revision/main"])
+def test_a_reply_about_a_repository_is_an_object_whatever_its_name(server: Any, path: str) -> None:
+    server.attack = reply(200, b"{}")
+    assert get(server, path) == b"{}"
 
 
 def test_the_third_error_of_a_server_is_the_last(server: Any) -> None:
