@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from .hub import use_hub, why_offline
+from .hub import use_hub
+from .offline import why_offline
 from .paths import looks_like_path
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
@@ -168,12 +169,13 @@ def _download(name: str, file: str, revision: str | None) -> Path:
 
 def _hub_records(name: str, split: str, subset: str | None, revision: str | None) -> Iterator[Any]:
     import datasets
+    from huggingface_hub.utils import httpx
 
     try:
         data = datasets.load_dataset(name, subset, split=split, revision=revision)
     # `datasets` raises any of these: no connection, no such data set, split or subset, a script as
     # data set.
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
     if len(data) == 0:
         raise ValueError(f"split {split!r} of the data set {name!r} holds no record")

@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status: int, body: bytes, **headers: str) -> None:
         """Send a complete response."""
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":

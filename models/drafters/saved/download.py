@@ -19,7 +19,8 @@ from huggingface_hub.utils import httpx  # its HTTP client, which isn't always t
 
 from ....data.drafter_names import MODEL_PREFIX
 from ....data.files import finish_replacing
-from ....data.hub import use_hub
+from ....data.hub import bound_requests, use_hub
+from ....data.offline import why_offline
 from ..calibration import CALIBRATION_FILE
 from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 
@@ -110,15 +111,19 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
 
     Messages name the repository, and contain no token."""
     at = f"{repo}@{revision}" if revision else repo
+    bound_requests()
     try:
         yield
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name ({_first_line(error)})") from error
     except OfflineModeIsEnabled as error:
-        raise ValueError(f"{at} can't be reached, since HF_HUB_OFFLINE is set: unset it, or give a local folder") from error
+        raise ValueError(
+            f"{at} can't be read: {why_offline()}. Check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether a proxy "
+            "answers in its place), and run the command again, or give a local folder"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise ValueError(
-            f"{at} isn't in the cache, and the Hub can't be reached: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
+            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
             "or give a local folder"
         ) from error
     except RevisionNotFoundError as error:
