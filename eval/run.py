@@ -43,20 +43,11 @@ from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
 from .measure.texts import Texts
 from .measure.turns import Method, answer_seed, no_prompt_fits
+from .records import run_files
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
-from .records.run_files import (
-    RECORDED_OPTIONS,
-    Audit,
-    DrafterFacts,
-    Environment,
-    Facts,
-    RunInfo,
-    file_digests,
-    read_info,
-    warn_of_changes,
-)
+from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
 from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
@@ -111,7 +102,7 @@ def evaluate(
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
-        warn_of_changes(output_dir)
+        run_files.warn_of_changes(output_dir)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
@@ -139,7 +130,7 @@ def evaluate(
     for row in filter(is_disturbed, rows) if command else ():
         row["command"] = command
     write_results(rows, output_dir)
-    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), "digests": file_digests(output_dir)})
+    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), "digests": run_files.file_digests(output_dir)})
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
