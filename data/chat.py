@@ -35,6 +35,8 @@ LARGE_LOSS = 0.1
 """Share of tokens lost to `max_length` above which drafters hardly see the ends of answers."""
 BATCH_SIZE = 256
 """Conversations per call of the tokenizer."""
+MAX_TURNS = 1000
+"""Most turns of a conversation: a template renders the text before each answer again."""
 
 TRIAL_SECONDS, MAX_CHARS, MAX_BYTES = 8.0, 10_000_000, 1 << 30
 """Bounds of rendering: time for all TRIALS, characters of one text, and memory."""
@@ -231,6 +233,8 @@ def _render_answers(
     """Render messages, and locate the answers; or return the reason to drop the conversation."""
     if not messages:
         return "no assistant turn"
+    if len(messages) > MAX_TURNS:
+        return f"more than {MAX_TURNS} turns"
     try:
         if GENERATION_MARKER.search(template):
             return _render_marked(messages, tokenizer, template)

@@ -43,6 +43,7 @@ from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
 from .measure.texts import Texts
 from .measure.turns import Method, answer_seed, no_prompt_fits
+from .records import run_files
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -101,6 +102,7 @@ def evaluate(
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
+        run_files.warn_of_changes(output_dir)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
@@ -124,11 +126,11 @@ def evaluate(
         by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
     # 5. Write facts, tables, plots and answers.
-    write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
     for row in filter(is_disturbed, rows) if command else ():
         row["command"] = command
     write_results(rows, output_dir)
+    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), "digests": run_files.file_digests(output_dir)})
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 

@@ -32,7 +32,10 @@ CANT_BE_BUILT = (
 
 REMEDY = "correct it, or copy or download it again"
 MAX_INTEGER = 2**24
-"""Largest plausible size or count of a model. transformers builds a list item for each layer."""
+"""Largest plausible size or count of a model."""
+MAX_LAYERS = 10_000
+"""Most layers, and largest index of one. transformers' configurations do work for each layer, before
+any module is built."""
 NO_COUNT = re.compile("theta|base|length|position|window|seq")
 """Keys of numbers that count no modules, and that may be larger."""
 PARTS_PER_TENSOR, SPARE_PARTS = 16, 1000
@@ -61,6 +64,11 @@ def require_possible_numbers(config: Any, path: Path, name: str = "") -> None:
         shown = config if abs(config) < 10**20 else f"a number of {config.bit_length()} bits"
         raise ValueError(
             f"{path} has {name} {shown}, which can't be built: no size or count of a model is above {MAX_INTEGER}; {REMEDY}"
+        )
+    if isinstance(config, int) and "layer" in name and abs(config) > MAX_LAYERS:
+        raise ValueError(
+            f"{path} has {name} {config}, which describes more modules and parameters than can be built: a model has at most "
+            f"{MAX_LAYERS} layers; {REMEDY}"
         )
 
 

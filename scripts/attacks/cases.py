@@ -58,9 +58,3 @@ def outrider(*arguments: str) -> None:
     except SystemExit as end:
         if end.code not in (0, None):
             raise
-
-
-def accepted_for(reasons: dict[str, str], finding: Finding, name: str) -> Finding:
-    """Return the finding. A silent one becomes accepted where its name begins with a key of `reasons`."""
-    reason = next((reason for start, reason in reasons.items() if name.startswith(start)), None)
-    return Finding(ACCEPTED, reason) if finding.verdict == SILENT and reason else finding

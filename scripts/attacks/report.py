@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .cases import ACCEPTED, BROKE, HELD
+from .cases import ACCEPTED, BROKE, HELD, YOURS
 from .processes import Outcome
 
 RECORD, TABLE = "attacks.json", "table.md"
@@ -31,7 +31,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         )
     return {
         "rows": rows,
-        "accepted": [asdict(outcome) for outcome in outcomes if outcome.verdict == ACCEPTED],
+        "accepted": [asdict(outcome) for outcome in outcomes if outcome.verdict in (ACCEPTED, YOURS)],
         "broke": [asdict(outcome) for outcome in outcomes if outcome.verdict in BROKE],
         "slowest": asdict(max(outcomes, key=lambda outcome: outcome.seconds)) if outcomes else None,
     }

@@ -24,7 +24,7 @@ HOSTILE = {
     "a text of 10^10 characters": GOOD + "{{ 'x' * 10000000000 }}",
     "a text that grows by powers": GOOD + "{% set ns = namespace(t='xxxxxxxxxx') %}{% for i in range(40) %}"
     "{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
-    "a huge power": GOOD + "{{ (10 ** 10 ** 9) % 7 }}",
+    "a huge power": GOOD + "{{ (10 ** (10 ** 9)) % 7 }}",
     "a wide field": GOOD + "{{ '%9999999999d' % 1 }}",
     "a list of 10^10": GOOD + "{{ ([1] * 10000000000) | length }}",
     "the class of a text": GOOD + "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -188,3 +188,9 @@ def test_ordinary_models_are_within_their_bounds(tiny_target_dir):
     torch.nn.Linear(2, 2)  # the hooks are gone
     with pytest.raises(ValueError, match="more than 1000"), bounded_build("a", 0):
         torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(10**6))
+
+
+def test_layers_are_counted_before_transformers_works_for_each(tmp_path):
+    """Gemma 3's configuration took many seconds for a million."""
+    with pytest.raises(ValueError, match="num_hidden_layers 1000000, which describes more modules and parameters"):
+        require_possible_numbers({"text_config": {"num_hidden_layers": 10**6}}, tmp_path)

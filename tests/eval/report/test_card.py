@@ -19,6 +19,7 @@ from outrider.cli.eval import eval_command
 from outrider.cli.hub import package_command
 from outrider.data.files import sha256_file
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.records import run_files
 from outrider.eval.report.card import model_card
 from outrider.eval.report.card_options import CardOptions
 from outrider.eval.run import evaluate
@@ -30,6 +31,18 @@ from outrider.models.target.hf_target import HFTarget
 
 app = typer.Typer()
 app.command()(eval_command)
+
+
+EMPTY_FACTS: dict[str, Any] = {
+    **{name: {} for name in ("drafters", "num_turns", "audits")},
+    **{name: [] for name in ("out_of_memory", "without_profile", "unaudited")},
+}
+
+
+def forge_summary(folder: Path, rows: list[Any]) -> None:
+    """Write a summary of other rows, as an earlier version left it: without digests."""
+    (folder / "summary.json").write_text(json.dumps(rows))
+    (folder / "facts.json").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +59,7 @@ def evaluation(
     assert result.exit_code == 0, result.output
     # A busy machine must not change what the tests expect.
     rows = json.loads((output / "summary.json").read_text())
-    (output / "summary.json").write_text(json.dumps([{**row, "exceeds": "", "disturbed": []} for row in rows]))
+    forge_summary(output, [{**row, "exceeds": "", "disturbed": []} for row in rows])
     return output
 
 
@@ -118,7 +131,7 @@ def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
         info["config"]["methods"][merged_key] = {**method, "config": {**of_tree, "redrafter": config}, "setting": setting}
         rows.append({**rows[1], "method": merged_key})
     (merged / "run.json").write_text(json.dumps(info))
-    (merged / "summary.json").write_text(json.dumps(rows))
+    forge_summary(merged, rows)
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged]))
     lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
     assert len(lines) == 3
@@ -134,7 +147,7 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     broken = Path(shutil.copytree(evaluation, tmp_path / "broken"))
     rows = json.loads((broken / "summary.json").read_text())
     rows[1] |= {"lossless": False, "lossless_label": "NO: 1 of 2", "speedup": None, "num_mismatched_prompts": 1}
-    (broken / "summary.json").write_text(json.dumps(rows))
+    forge_summary(broken, rows)
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[broken]))
     assert "| none: not lossless |" in card
     assert "| NO: 1 of 2 |" in card
@@ -151,7 +164,7 @@ def changed_summary(evaluation: Path, copy: Path, **changes: Any) -> tuple[Path,
     shutil.copytree(evaluation, copy)
     rows = json.loads((copy / "summary.json").read_text())
     rows[1] |= {"speedup": 1.23, "speedup_ci95": [1.11, 1.34], "exceeds": "", "disturbed": [], **changes}
-    (copy / "summary.json").write_text(json.dumps(rows))
+    forge_summary(copy, rows)
     return copy, rows[1]
 
 
@@ -218,12 +231,12 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
     short = Path(shutil.copytree(evaluation, tmp_path / "short"))
     plain, drafted = json.loads((short / "summary.json").read_text())
     empty = {**drafted, "batch_size": 64, "out_of_memory": True, "tokens_per_second": None, "speedup": None}
-    (short / "summary.json").write_text(json.dumps([plain, drafted, {**plain, "batch_size": 64}, empty]))
+    forge_summary(short, [plain, drafted, {**plain, "batch_size": 64}, empty])
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
     assert len([line for line in card.splitlines() if line.startswith("| mt_bench")]) == 1
     assert "batch size 64" not in card
     assert "The text is still the target's" in card, "nothing was wrong"
-    (short / "summary.json").write_text(json.dumps([{**plain, "batch_size": 64}, empty]))
+    forge_summary(short, [{**plain, "batch_size": 64}, empty])
     with pytest.raises(ValueError, match="ran out of memory everywhere in .*; omit this evaluation"):
         model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
 
@@ -566,3 +579,15 @@ def test_options_of_a_run_of_a_wrong_type_are_errors_and_no_tracebacks(tiny_draf
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
     with pytest.raises(ValueError, match=r"config\.yaml: data\."):
         model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "records.jsonl"])
+def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path, name: str) -> None:
+    edited = Path(shutil.copytree(evaluation, tmp_path / "eval"))
+    (edited / "facts.json").write_text(json.dumps({**EMPTY_FACTS, "digests": run_files.file_digests(edited)}))
+    assert model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
+    (edited / name).write_text((edited / name).read_text().replace("0.", "1.", 1))
+    with pytest.raises(
+        ValueError, match=f"{name} in .* changed after the evaluation ended.*Run the evaluation's command again"
+    ):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
