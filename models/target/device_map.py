@@ -38,23 +38,23 @@ def resolve(device_map: Any, model: PreTrainedModel) -> dict[str, torch.device]:
     # 2. Their devices.
     if device_map == AUTO:
         return _divided(layers, ends)
-    found = _looked_up(device_map, [*ends, *layers], {name for name, _ in model.named_modules()})
+    devices = _looked_up(device_map, [*ends, *layers], {name for name, _ in model.named_modules()})
     # 3. Check the devices.
-    kinds = {device.type for device in found.values()}
+    kinds = {device.type for device in devices.values()}
     if len(kinds) > 1:
         raise ValueError(
             f"target.device_map names devices of several kinds ({', '.join(sorted(kinds))}); name accelerators only. For "
             "weights beyond their memory, use target.memory_budget_gib"
         )
-    apart = {name: found[name] for name in ends if found[name] != found[next(iter(ends))]}
+    apart = {name: devices[name] for name in ends if devices[name] != devices[next(iter(ends))]}
     if apart:
         first = next(iter(ends))
         name, device = next(iter(apart.items()))
         raise ValueError(
-            f"target.device_map has {first} on {found[first]} and {name} on {device}; embeddings, final norm and head must "
+            f"target.device_map has {first} on {devices[first]} and {name} on {device}; embeddings, final norm and head must "
             "share a device, which the drafters use too: move layers only"
         )
-    return found
+    return devices
 
 
 def _parts(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module | torch.Tensor]]:
@@ -106,7 +106,7 @@ def _looked_up(device_map: Mapping[str, int | str], names: Sequence[str], module
             f"target.device_map names {', '.join(unknown)}, which the model doesn't have; its parts are {names[0]}, "
             f"{names[-1]} and the like, and '' stands for all others"
         )
-    found = {}
+    devices = {}
     for name in names:
         prefixes = [prefix for prefix in device_map if not prefix or f"{name}.".startswith(f"{prefix}.")]
         if not prefixes:
@@ -114,8 +114,8 @@ def _looked_up(device_map: Mapping[str, int | str], names: Sequence[str], module
                 f"target.device_map has no device for {name}; add one, or add '' for all modules that it doesn't name"
             )
         device = device_map[max(prefixes, key=len)]
-        found[name] = parse_device(device)
-    return found
+        devices[name] = parse_device(device)
+    return devices
 
 
 def devices_of_layers(model: PreTrainedModel) -> tuple[torch.device, ...]:

@@ -22,6 +22,7 @@ from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decoding.types import Counts
+from .cache_columns import move_columns, write_columns
 
 EXTENT_STEP = 256
 """`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
@@ -218,7 +219,7 @@ class TreeCache(Cache):
         elif torch.compiler.is_compiling():
             torch.ops.outrider.write_columns(buffer, slot_index, self._columns, states)
         else:
-            _write_columns(buffer, slot_index, self._copied_columns.get(buffer.device, self._columns), states)
+            write_columns(buffer, slot_index, self._copied_columns.get(buffer.device, self._columns), states)
         return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
@@ -232,7 +233,7 @@ class TreeCache(Cache):
         if entries is not None:
             source, columns = self._lengths[: self.batch, None] + entries, self._behind(entries.shape[1])
             for buffer in self._buffers:
-                _move(buffer[:, : self.batch], source, columns)
+                move_columns(buffer[:, : self.batch], source, columns)
         self._version += 1
         self._lengths[: self.batch].add_(counts.device)
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
@@ -242,7 +243,7 @@ class TreeCache(Cache):
         self._version += 1
         rest = torch.arange(self.capacity, device=self._lengths.device) >= self._lengths[: self.batch, None]
         for buffer in self._buffers:
-            buffer[:, : self.batch].masked_fill_(rest[None, :, None, :, None], 0)
+            buffer[:, : self.batch].masked_fill_(rest[None, :, None, :, None].to(buffer.device), 0)
 
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row."""
@@ -379,29 +380,3 @@ class CacheSnapshot:
                 "target.cuda_graphs off"
             )
         return self.cache.copy_rows(rows, [self.lengths[row] for row in rows])
-
-
-def _write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, states: torch.Tensor) -> None:
-    """Write [batch, head, entry, head_dim] to the columns [batch, entry] of a slot."""
-    buffer[slot, : len(states)].scatter_(2, columns[:, None, :, None].expand(states.shape), states)
-
-
-# An opaque operator for the compiler, which turns a scatter into a part of a buffer into a copy of
-# the whole buffer.
-torch.library.custom_op("outrider::write_columns", _write_columns, mutates_args={"buffer"})
-
-
-def _move(
-    buffer: torch.Tensor, source: Int[torch.Tensor, "batch kept"], target: slice | Int[torch.Tensor, "batch kept"]
-) -> None:
-    """Copy columns of a [slot, batch, head, column, head_dim] buffer, row by row of the batch."""
-    source, target = source.to(buffer.device), target if isinstance(target, slice) else target.to(buffer.device)
-    if len(source) == 1:
-        kept = buffer.index_select(3, source[0])
-    else:
-        shape = (*buffer.shape[:3], source.shape[1], buffer.shape[4])
-        kept = buffer.gather(3, source[None, :, None, :, None].expand(shape))
-    if isinstance(target, slice):
-        buffer[:, :, :, target] = kept
-    else:
-        buffer.scatter_(3, target[None, :, None, :, None].expand(kept.shape), kept)

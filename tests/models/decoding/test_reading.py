@@ -124,7 +124,7 @@ def decode(target: HFTarget, drafter: Any, rule: Any, **options: Any) -> tuple[l
 
 @pytest.mark.parametrize("hole", HOLES)
 @pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_nan_of_a_draft_that_nobody_follows_changes_no_token(rule, hole):
+def test_a_nan_of_a_draft_off_the_accepted_path_changes_no_token(rule, hole):
     target = hole_target(hole)
     plain, _, _ = decode(target, NullDrafter(), rule)
     assert [len(answer) for answer in plain] == [NUM_NEW] * 3
