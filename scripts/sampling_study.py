@@ -151,7 +151,12 @@ def run(args: argparse.Namespace) -> None:
     for path in filter(None, (args.output / "sampling_study.json", args.record)):
         write_json(path, record)
     for row in [*record["trees"], *record["labels"]]:
-        print(row)
+        what = f"{row['tree']}, {row['nodes']} nodes" if "tree" in row else f"labels {row['labels']}"
+        low, high = row["ratio_interval"]
+        print(
+            f"{row['kind']}, {what}, T = {row['temperature']:g}: {row['tokens_per_step']:.2f} tokens per step, "
+            f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}] of the reference"
+        )
 
 
 def tree_cells(args: argparse.Namespace) -> Iterator[Cell]:
