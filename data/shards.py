@@ -143,7 +143,8 @@ def _require_layout(path: Path, manifest: Manifest) -> None:
         states = sorted(
             name for name in names if (name == "hidden_states" or name.startswith(LAYER)) and not name.endswith(SCALES)
         )
-        dtypes = {file.get_slice(name).get_dtype() for name in states}
+        # States that another program wrote in float32 are read too.
+        dtypes = {file.get_slice(name).get_dtype() for name in states} - {"F32"}
     found = {
         "a horizon": (width, manifest.horizon),
         "top_logprobs": (num_top, manifest.top_logprobs),
@@ -152,7 +153,7 @@ def _require_layout(path: Path, manifest: Manifest) -> None:
             sorted(int(name.removeprefix(LAYER)) for name in states if name.startswith(LAYER)),
             sorted(manifest.feature_layers),
         ),
-        "features_dtype": (dtypes, {DTYPE_NAMES[manifest.features_dtype]} if states else set()),
+        "features_dtype": (dtypes, {DTYPE_NAMES[manifest.features_dtype]} if dtypes else set()),
     }
     for name, (stored, described) in found.items():
         if stored != described:

@@ -251,7 +251,7 @@ def test_a_finished_drafter_is_pushed_with_export_push(
         summary_file, pushed = copy / "eval/summary.json", dict(repository.branches)
         rows = json.loads(summary_file.read_text())
         (copy / "eval" / "records.jsonl").unlink()
-        summary_file.write_text(json.dumps([rows[0], {**rows[3], "speedup": None, "lossless": False}]))
+        forge_summary(copy / "eval", [rows[0], {**rows[3], "speedup": None, "lossless": False}])
         with pytest.raises(ValueError, match="isn't pushed: its drafter isn't lossless"):
             run_here("conf=demo", *overrides[1:], *push, "export.overwrite=true")
         assert repository.branches == pushed

@@ -118,7 +118,9 @@ def test_a_million_layers_are_an_error_before_they_are_built(target, tmp_path, a
     shape[keys[-1]] = count
     path.write_text(json.dumps(config))
     start = time.monotonic()
-    with pytest.raises(ValueError, match="modules and parameters, and its weights have|which can't be built"):
+    with pytest.raises(
+        ValueError, match="modules and parameters (, and its weights have|than can be built)|which can't be built"
+    ):
         load_drafter(tmp_path / "a", target)
     assert time.monotonic() - start < MOST_SECONDS
 

@@ -24,13 +24,13 @@ BURSTS = {0: 100.0, 1: 50.0, 4: 70.0}
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock by which each micro-batch takes a second, bursts aside."""
-    now, draw = [0.0], estimate._draw_batch
+    now, draw = [0.0], estimate.draw_batch
 
     def slow_draw(config: TrainConfig, examples: Any, reads: Any, index: int) -> Any:
         now[0] += BURSTS.get(index, 1.0)
         return draw(config, examples, reads, index)
 
-    monkeypatch.setattr(estimate, "_draw_batch", slow_draw)
+    monkeypatch.setattr(estimate, "draw_batch", slow_draw)
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 

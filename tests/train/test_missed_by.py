@@ -27,8 +27,8 @@ from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.missed_by import OtherDrafter, TrainedCounter, count_covered
 
-from .conftest import HORIZON, Run, write_shards
-from .test_run import assert_close, records, weights
+from .conftest import HORIZON, TRAIN, Run, write_shards
+from .test_run import records, weights
 
 RunTrain = Callable[..., Run]
 KINDS: dict[str, dict[str, Any]] = {
@@ -162,12 +162,27 @@ def test_a_boosted_drafter_covers_more_of_what_the_other_misses(
     assert alone[1] < alone[0], "it leaves the rest to the other drafter"
 
 
+def assert_same_training(one: Run, other: Run) -> None:
+    """Assert equal weights, but for the few that rounding moves.
+
+    AdamW divides a gradient by its size: where it is nearly zero, its rounding decides the step.
+    Which weights these are differs from processor to processor.
+    """
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) >= 4
+    for name in ours:
+        is_moved = ~torch.isclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+        assert is_moved.float().mean() < 1e-3, name
+        assert (ours[name] - theirs[name]).abs().max() < TRAIN["learning_rate"], name
+
+
 def test_accumulation_resuming_and_a_moved_folder_change_nothing(run_train: RunTrain, other: Path, tmp_path: Path) -> None:
     one = run_train("one", batch_size=8, label_weights=f"missed_by:{other}")
     moved = tmp_path / "moved"
     shutil.copytree(other, moved)
     four = run_train("four", batch_size=2, gradient_accumulation=4, label_weights=f"missed_by:{moved}")
-    assert_close(one, four)
+    assert_same_training(one, four)
     for ours, theirs in zip(records(one), records(four), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     description = json.loads((one.train_dir / "summary.json").read_text())["run"]
@@ -204,7 +219,7 @@ def test_validation_measures_the_weighted_loss(run_train: RunTrain, other: Path,
 
 @pytest.mark.parametrize("value", ["missed_by:", "missed", "reached:x"])
 def test_weights_that_do_not_exist_are_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=r"uniform, reached, missed_by:DRAFTER"):
+    with pytest.raises(ValueError, match=r"uniform, reached, dpace, missed_by:DRAFTER"):
         TrainConfig(steps=1, label_weights=value)
 
 
