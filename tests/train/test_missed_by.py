@@ -174,7 +174,7 @@ def assert_same_training(one: Run, other: Run) -> None:
     for name in ours:
         is_moved = ~torch.isclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
         assert is_moved.float().mean() < 1e-3, name
-        assert (ours[name] - theirs[name]).abs().max() < TRAIN["learning_rate"], name
+        assert (ours[name] - theirs[name]).abs().max() < TRAIN["learning_rate"] / 10, name
 
 
 def test_accumulation_resuming_and_a_moved_folder_change_nothing(run_train: RunTrain, other: Path, tmp_path: Path) -> None:
