@@ -37,6 +37,7 @@ def certify_command(
     launch: shared.Launch = None,
     decode: shared.Decode = "synchronous",
     device: shared.Device = None,
+    device_map: shared.DeviceMap = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     rules: Annotated[bool, typer.Option(help="Also certify the acceptance rules (takes a few minutes).")] = True,
@@ -55,13 +56,14 @@ def certify_command(
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
     is_of_stages = stage_layers or launch or decode != "synchronous"
-    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or is_of_stages):
+    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or device_map or is_of_stages):
         raise ValueError(
-            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --stage-layers, --launch and --decode need a "
-            "target, and there is none; give --target and --drafter"
+            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --device-map, --stage-layers, --launch and "
+            "--decode need a target, and there is none; give --target and --drafter"
         )
     import torch  # torch and the modules that use it load too slowly for --help
 
+    from ..data.files import guarded
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
     from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
@@ -79,7 +81,8 @@ def certify_command(
     subject["environment"] = asdict(describe_environment(used_device))
 
     # 3. Write the certificate and print it.
-    write_certificate(lines, subject, output)
+    with guarded(output):
+        write_certificate(lines, subject, output)
     (console := Console()).print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
     console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")

@@ -24,6 +24,8 @@ from .launch import launch, require_stages
 from .recipe_file import RecipeFile, find_recipe_file, read_recipe_file, unknown_choice
 
 register()
+WHOLE_OPTIONS = ("train.loss",)
+"""Options whose mappings replace the recipe's, where Hydra would merge both."""
 LIST_OPTIONS = ("stages", "export.formats", "eval.suites", "eval.temperatures", "eval.batch_sizes")
 """Options whose lists may be written without brackets."""
 
@@ -81,6 +83,8 @@ def compose(request: Request) -> DictConfig:
         if is_choice and (problem := unknown_choice(group, value)):
             problems.append(problem)
         else:
+            if group.lstrip("+") in WHOLE_OPTIONS and value.startswith("{"):
+                overrides.append(f"++{group.lstrip('+')}=null")
             overrides.append(_forced(override))
     composed, wrong_values = _compose_what_can_be(overrides, files)
     values: Any = OmegaConf.to_container(composed, enum_to_str=True)
@@ -156,7 +160,7 @@ def _unreadable(override: str) -> str | None:
         return None
     try:
         is_sweep = OverridesParser.create().parse_override(_forced(override)).is_sweep_override()
-    except HydraException:
+    except (HydraException, RecursionError):
         opened = value.lstrip().startswith(("[", "{"))
         quoted = "close each bracket and quote" if opened else f"""put a text in quotes: '{key}="{value}"'"""
         return f"{_key(override)} is {value}, which can't be read; {quoted}"

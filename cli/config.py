@@ -16,8 +16,9 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from ..data.choices import TEACHER_TEMPERATURE
 from ..data.config import DataConfig
-from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
+from ..data.fields import OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
@@ -67,7 +68,7 @@ class RunConfig:
     Speeds are measured for some seconds, the other figures are computed. Nothing is written."""
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads per process, unless a section sets its own number. null: the launcher's choice
     under `accelerate launch`, torch's default otherwise."""
     mixed_precision: Annotated[str, one_of("bf16", "no")] | None = None
@@ -93,12 +94,17 @@ class RunConfig:
         if self.target.tensor_parallel and "eval" in self.stages:
             problems.append(
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
-                "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
+                "the whole target. Set stages=[distill,train], and evaluate with target.device_map=auto or a quantised target"
             )
         if self.target.stage_layers is not None and (whole := [name for name in self.stages if name != "eval"]):
             problems.append(
                 f"target.stage_layers is {self.target.stage_layers}, and {' and '.join(whole)} need the whole target in one "
                 "process: set stages=[eval], and leave target.stage_layers out of the run of the other stages"
+            )
+        if self.target.device_map is not None and (others := [name for name in self.stages if name != "eval"]):
+            problems.append(
+                f"target.device_map is {self.target.device_map}, for evaluation only, and stages has {' and '.join(others)}: "
+                "set stages=[eval], and target.tensor_parallel=true in the run of the other stages"
             )
         parsed, parsing_problems = parse_variants(
             self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)
@@ -137,6 +143,9 @@ class RunConfig:
                 problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
             if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
                 line = "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
+                problems.append(under(section, line, VARIANT_OPTIONS))
+            if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
+                line = TEACHER_TEMPERATURE.format(self.distill.label_temperature)
                 problems.append(under(section, line, VARIANT_OPTIONS))
         temperature: float = getattr(run.drafter.config, "temperature", 0.0)
         if self.eval.merge and temperature:
@@ -240,8 +249,9 @@ def _parse_variant(changes: dict[str, Any], train: Any, drafter: dict[str, Any])
 def _parse_train(changes: dict[str, Any], train: Any) -> TrainConfig:
     """Apply a variant's changes to the run's training options. Imports no torch."""
     variant = _variant(changes)
+    replaced = {name: None for name, value in variant.train.items() if isinstance(value, dict)}  # whole, not merged
     try:
-        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, variant.train))
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, replaced, variant.train))
     except (ValidationError, OmegaConfBaseException) as error:
         raise ValueError("\n".join(_lines(error, "train"))) from None
     return cast(TrainConfig, merged)

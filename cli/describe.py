@@ -295,7 +295,7 @@ def plain_words(hint: Any) -> str:
     """Return a type in plain words, with its bounds: "whole number above 0, or null"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        described = next((rule for rule in arguments[1:] if get_origin(rule) is list), arguments[0])  # pydantic reads it
+        described = next((rule for rule in arguments[1:] if get_origin(rule) in (list, UnionType)), arguments[0])
         return plain_words(described) + _bounds(tuple(rule for rule in arguments[1:] if rule is not described))
     if origin in (typing.Union, UnionType):
         return ", or ".join(plain_words(part) for part in arguments)

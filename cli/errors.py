@@ -20,6 +20,7 @@ COMMAND_OPTIONS = {
     "target.revision": "--revision",
     "target.dtype": "--dtype",
     "target.cuda_graphs": "--cuda-graphs",
+    "target.device_map": "--device-map",
     "target.memory_budget_gib": "--memory-budget-gib",
     "target.budget_tokens": "--budget-tokens",
     "target.stage_layers": "--stage-layers",
@@ -37,6 +38,8 @@ COMMAND_VARIABLE = "OUTRIDER_COMMAND"
 """Environment variable with the command that the user ran, such as `make demo`."""
 SAME_ERROR_SECONDS = 5.0
 """Time in which a launch's first process prints an error that all its processes have."""
+MAX_MESSAGE_CHARS = 20_000
+"""Longest message that is printed in full."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 
@@ -78,8 +81,24 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # With the same error the first process ends earlier, and the launcher then ends this one.
             time.sleep(SAME_ERROR_SECONDS)
-        sys.stderr.write(f"outrider: error: {words(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
+        sys.stderr.write(
+            f"outrider: error: {printable(words(error_message(error)))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n"
+        )
         raise SystemExit(USER_ERROR) from None
+
+
+def printable(text: str) -> str:
+    """Return a message that is safe to print: of bounded length, and without control characters.
+
+    Parts of messages come from strangers' files and servers. Escape sequences would change the
+    terminal, and half a surrogate pair can't be printed.
+    """
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}... ({len(text) - MAX_MESSAGE_CHARS} more characters)"
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def in_command_words(text: str) -> str:

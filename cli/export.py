@@ -24,7 +24,8 @@ def export_command(
         str,
         typer.Option(
             help="The engine: vllm or sglang. Or a format, with the kind of drafter that it holds: eagle3 (eagle3; "
-            "vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa (medusa), "
+            "vLLM and SGLang), speculators (eagle3; vLLM), dspark (block; vLLM, SGLang and llama.cpp), "
+            "speculators-dspark (block; vLLM and llama.cpp), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa (medusa), "
             "tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
         ),
     ],
@@ -43,6 +44,7 @@ def export_command(
     drafter, target, output = options["drafter"], options["target"], options["output"]
     import torch  # torch and the modules that use it load too slowly for --help
 
+    from ..data.files import guarded
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import read_drafter_config
     from ..models.export.config import DTYPES
@@ -60,7 +62,8 @@ def export_command(
 
     # 2. Load the target, and export.
     loaded = _load(target, revision, needs_tokenizer=find_format(name).kind == "draft_model")
-    export_drafter(directory, loaded, name, output, None if dtype is None else getattr(torch, dtype))
+    with guarded(output):
+        export_drafter(directory, loaded, name, output, None if dtype is None else getattr(torch, dtype))
     typer.echo(f"{output}: {drafter} in the format {name}")
 
 
@@ -78,7 +81,7 @@ def import_command(
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Convert a published EAGLE, EAGLE-3, Medusa, ReDrafter or draft model to a drafter.
+    """Convert a published EAGLE, EAGLE-3, DSpark, Medusa, ReDrafter or draft model to a drafter.
 
     Reads only plain tensors, never code, and checks that they fit the target. The target needs a
     tokenizer only for a draft model: other kinds use its weights and sizes alone.
@@ -86,6 +89,7 @@ def import_command(
     # 1. Check the arguments before anything is downloaded.
     paths = take_paths({**locals()})
     folder, target, output = paths["folder"], paths["target"], paths["output"]
+    from ..data.files import guarded
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
     from ..models.drafters.saved.download import resolve_folder
@@ -104,7 +108,9 @@ def import_command(
     # 2. Convert, and save.
     loaded = _load(target, revision, needs_tokenizer=format.kind == "draft_model")
     drafter = import_drafter(directory, loaded, name=source, options=options)
-    save_drafter(drafter, output, loaded.identity)
+    with guarded(output):
+        require_new(output)  # another process may have written it since
+        save_drafter(drafter, output, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     typer.echo(f"{output}: {folder} as a drafter of the kind {kind_of(drafter)}, with {num_parameters:,} parameters")
     command = ["outrider", "eval", "--target", target, *(["--revision", revision] if revision else [])]

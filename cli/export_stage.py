@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..data.files import finish_replacing, replacing_directory, sha256_file
+from ..data.files import TEMPORARY, finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card, rows_of
 from ..eval.report.card_options import CardOptions
@@ -113,7 +113,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
 def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
     """Write the folder for the Hub. Returns False if a folder with other content stays."""
     card = model_card(drafter, options)
-    with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
+    with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=TEMPORARY, dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card, options.certificate)
         finish_replacing(package)

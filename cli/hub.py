@@ -42,6 +42,7 @@ def package_command(
         paths[name] for name in ("drafter", "output", "records", "run", "certificate")
     )
     # 1. Write the card from the evaluations and the run.
+    from ..data.files import guarded
     from ..eval.report.card import model_card
     from ..eval.report.card_options import CardOptions
     from ..models.drafters.saved.parts import parse_drafter_name
@@ -61,7 +62,8 @@ def package_command(
     card = model_card(parts, options)
 
     # 2. Write the folder, and list it.
-    make_package(parts, output, card, certificate)
+    with guarded(output):
+        make_package(parts, output, card, certificate)
     _print_files(package_files(output))
     _print_names_left_open(card)
     typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
@@ -130,9 +132,11 @@ def pull_command(
     To evaluate a drafter, no pull is needed: `outrider eval --drafter user/name` downloads the
     files that it reads.
     """
+    from ..data.files import guarded
     from ..models.export.hub import pull
 
-    commit = pull(repo, output, revision)
+    with guarded(output):
+        commit = pull(repo, output, revision)
     typer.echo(f"{output}: {repo} at commit {commit}")
 
 

@@ -19,7 +19,7 @@ def init_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe's file to write, such as my.yaml.")],
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
     data: Annotated[Path, typer.Option(help="Training data: conversations (.json, .jsonl, .parquet), or text files.")],
-    drafter: Annotated[str, typer.Option(help="Kind of drafter: eagle3, redrafter, medusa, eagle or draft_model.")] = "eagle3",
+    drafter: Annotated[str, typer.Option(help="Kind: eagle3, redrafter, block, medusa, eagle or draft_model.")] = "eagle3",
     chat_template: Annotated[
         str | None, typer.Option(help="A .jinja file or a template's name, if the target's tokenizer has no template.")
     ] = None,

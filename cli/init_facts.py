@@ -11,7 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..data.hub import use_hub, why_offline
+from ..data.hub import use_hub
+from ..data.offline import why_offline
 from ..data.paths import built_in_templates, looks_like_path
 from ..data.raw_records import SUFFIXES, line_of_record, read_records
 from ..data.roles import ROLES, TURN_KEYS

@@ -10,6 +10,8 @@ LARGE_VOCABULARY = 64_000
 REDUCED_VOCABULARY = 32_000
 """Size of a reduced vocabulary, as in EAGLE-3's release."""
 
+DEEP_TARGET = 24
+"""Targets of at least so many layers get a block drafter of five layers, as the released ones have."""
 PUBLISHED_LAYERS, MIN_EAGLE3_LAYERS = 7, 3
 """Fewest layers of a target whose published three layers (2, half, all - 3) differ, and that has
 three layers at all."""
@@ -52,6 +54,8 @@ def export_lines(drafter: str, kind: KindDefaults, target: TargetFacts) -> list[
     """Return the lines of the section export, a comment if the section isn't needed."""
     if drafter == "eagle3" and target.num_layers < MIN_EAGLE3_LAYERS:
         return ["export: {allow_no_format: true} # no serving engine loads an EAGLE-3 that reads fewer than three layers"]
+    if drafter == "block":
+        return ["export: {allow_no_format: true} # serving engines load the form of drafter=block_dspark only"]
     formats = ("speculators",) if drafter == "eagle3" and target.num_layers < PUBLISHED_LAYERS else kind.formats
     return [
         "# Formats of serving engines that are written at the end (outrider export --help lists them):",
@@ -85,6 +89,13 @@ def _medusa(target: TargetFacts) -> list[str]:
     return ["share_head: true # all heads use the target's output layer: the vocabulary is large"]
 
 
+def _block(target: TargetFacts) -> list[str]:
+    lines = [f"num_layers: {5 if target.num_layers >= DEEP_TARGET else 1} # of the drafter itself", "block: 7"]
+    if target.vocab_size >= LARGE_VOCABULARY:
+        lines.append(f"draft_vocab_size: {REDUCED_VOCABULARY} # the most frequent of {target.vocab_size} tokens")
+    return lines
+
+
 KIND_DEFAULTS = {
     "eagle3": KindDefaults(
         title="An EAGLE-3 drafter",
@@ -109,6 +120,18 @@ KIND_DEFAULTS = {
         settings=("{beam_width: 4, beam_length: 4}", "{beam_width: 16, beam_length: 4, tree_nodes: 40}"),
         formats=("apple",),
         drafter_lines=_redrafter,
+    ),
+    "block": KindDefaults(
+        title="A block drafter",
+        horizon=8,
+        horizon_reason="tokens of each label: one that the target chooses, and one for each slot of the block",
+        epochs=4,
+        batch_size=2,
+        global_batch_size=16,
+        train=("loss: kl_acceptance", "learning_rate: 6e-4", "max_grad_norm: 1.0"),
+        settings=("{width: 4, tree_nodes: 8}", "{width: 16, tree_nodes: 59}"),
+        formats=(),
+        drafter_lines=_block,
     ),
     "medusa": KindDefaults(
         title="A Medusa drafter",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..data.manifest import MANIFEST_FILE
 from ..eval.records.names import RECORDS_FILE
-from ..train.checkpoint import latest_checkpoint, read_marker
+from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.results import CHECKPOINTS_DIR
 from .config import RunConfig
 
@@ -17,7 +17,7 @@ def describe_kept(config: RunConfig) -> str:
             num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
             parts += [f"{num_shards} shard{'' if num_shards == 1 else 's'} of {what}"] if num_shards else []
     parts += [
-        f"the checkpoint of step {read_marker(checkpoint)['step']} of {run.train.steps} ({run.train_dir})"
+        f"the checkpoint of step {step_of(checkpoint)} of {run.train.steps} ({run.train_dir})"
         for run in config.drafter_runs()
         if (checkpoint := latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)) is not None
     ]

@@ -50,6 +50,10 @@ Quantization = Annotated[
     str | None,
     typer.Option(help="Quantise the target: torchao, bitsandbytes, or '{method: torchao, type: Int8WeightOnlyConfig}'."),
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="Divide the target's layers over several devices: auto, or '{\"\": 0, model.layers.20: 1}'."),
+]
 MemoryBudget = Annotated[
     float | None,
     typer.Option(
@@ -180,7 +184,8 @@ def target_config(options: Mapping[str, Any]) -> "TargetConfig":
     tokenizer_options = parse_tokenizer_options(options.get("tokenizer_options") or [])
     changes = {
         "name_or_path": options["target"],
-        "device": device,
+        "device": device if options.get("device_map") is None else options["device"],
+        "device_map": parse_device_map(options.get("device_map")),
         "dtype": dtype,
         "quantization": parse_quantization(options.get("quantization")),
         "tokenizer_options": tokenizer_options,
@@ -247,6 +252,18 @@ def parse_quantization(text: str | None) -> dict[str, Any] | None:
         options = text
     check_method(options)
     return dict(options)
+
+
+def parse_device_map(text: str | None) -> Any:
+    """Parse `auto`, or a mapping of modules to devices. Raises ValueError for other texts."""
+    from ..models.target.config import check_device_map
+
+    try:
+        return check_device_map(None if text is None else yaml.safe_load(text))
+    except (ValueError, yaml.YAMLError):
+        raise ValueError(
+            f"--device-map is {text!r}; give auto, or the devices of modules: '{{\"\": 0, model.layers.20: 1}}'"
+        ) from None
 
 
 def parse_setting(text: str) -> dict[str, Any]:

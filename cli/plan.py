@@ -40,7 +40,7 @@ from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.export.registry import holds_kind
 from ..models.target.hf_target import HFTarget
 from ..models.target.tensor_parallel import Worker
-from ..train.checkpoint import latest_checkpoint, read_marker
+from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
 from ..train.estimate import TrainingEstimate, estimate_training
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
@@ -176,7 +176,7 @@ def _plan_train(
             if is_trained(options, describe_run(options, run.drafter, manifest, accelerator), run.train_dir, run.drafter_dir):
                 continue
             checkpoint = latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)
-            steps_done = 0 if checkpoint is None else int(read_marker(checkpoint)["step"])
+            steps_done = 0 if checkpoint is None else step_of(checkpoint)
         unfinished.append((run, steps_done))
     if not unfinished:
         return []

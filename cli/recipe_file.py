@@ -4,18 +4,22 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from .describe import GROUPS, choices, sections
 from .describe import recipes as packaged_recipes
 from .keys import closest, unknown_keys
 
 SUFFIXES = (".yaml", ".yml")
+MAX_BYTES, MAX_VALUES = 1_000_000, 1000
+"""Largest recipe file, and most keys and list items in it."""
 PATH_OPTIONS = ("path", "name_or_path", "chat_template", "start_from", "certificate")
 """Options that may name a local file, without their sections."""
 COMPLETE_WITH = {"target": "name_or_path", "data": "source", "drafter": "kind", "eval": "suites"}
@@ -72,16 +76,7 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     is not YAML, or not a mapping.
     """
     # 1. Parse the YAML, with the line of each key.
-    try:
-        text = path.read_text(encoding="utf-8")
-        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
-        values: Any = OmegaConf.to_container(OmegaConf.create(text)) if lines else None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text file ({error})") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise ValueError(f"{where}: this is not YAML: {problem}") from error
+    values, lines = _parse(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a recipe; it must be a mapping of options, such as `train: {{steps: 20}}`")
 
@@ -97,6 +92,32 @@ def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile,
     problems += _misplaced_paths(recipe)
     values.setdefault("name", path.stem)
     return recipe, problems
+
+
+def _parse(path: Path) -> tuple[Any, dict[str, int]]:
+    """Return the content of a YAML file, and the line of each key.
+
+    Raises ValueError for a file that isn't YAML, or is far larger than a recipe: a few anchors can
+    stand for more values than memory holds, or contain themselves.
+    """
+    if (num_bytes := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{path} has {num_bytes} bytes, and a recipe at most {MAX_BYTES}; give a recipe's file")
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = dict(islice(_lines(yaml.compose(text, Loader=yaml.SafeLoader)), MAX_VALUES + 1))
+        if len(lines) > MAX_VALUES:
+            raise ValueError(f"{path} has more than {MAX_VALUES} values, anchors written out; leave out what isn't an option")
+        return OmegaConf.to_container(OmegaConf.create(text)) if lines else None, lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file ({error})") from error
+    except (RecursionError, OmegaConfBaseException) as error:
+        raise ValueError(
+            f"{path} is nested too deeply, or has an unclosed ${{...}}; options are at most 5 levels deep"
+        ) from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise ValueError(f"{where}: this is not YAML: {problem}") from error
 
 
 def _wrong_sections(recipe: RecipeFile) -> list[str]:

@@ -18,6 +18,9 @@ def report_command(
     Nothing is measured. Evaluations with different targets, options or environments are in separate
     chapters.
     """
+    from ..data.files import guarded
     from ..eval.report.page import write_report
 
-    typer.echo(f"Report: {write_report(directories, output, figures=figures)}")
+    with guarded(output):
+        page = write_report(directories, output, figures=figures)
+    typer.echo(f"Report: {page}")

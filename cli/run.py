@@ -18,14 +18,16 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked, sha256_file
-from ..data.manifest import MANIFEST_FILE
+from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.shards import label_store
 from ..data.sources import require_data
 from ..data.suites import PromptSet
+from ..distill.config import DistillConfig
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
+from ..eval.measure.turns import require_room
 from ..eval.records.names import RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
@@ -33,6 +35,7 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.terminal import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
+from ..models.drafters.losses import needs_teacher
 from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
@@ -55,6 +58,7 @@ from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require
 from .kept import describe_kept
 from .plan import print_plan
 from .quiet import silence_bars
+from .rehearsal import rehearse, works_together
 from .results import print_measure_again, print_next
 
 log = logging.getLogger(__name__)
@@ -100,15 +104,13 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     # 1. Load the target, and check that the drafters fit it.
     target = load_target(config.target, accelerator.device)
-    if "train" in config.stages:
-        for warning in require_trainable(config, target):
-            if accelerator.is_main_process:
-                log.warning("%s", warning)
-    tokenizer = target.tokenizer
-    use_chat_template(tokenizer, config.data.chat_template)
+    use_chat_template(target.tokenizer, config.data.chat_template)
+    context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
     if config.plan:
-        _plan(config, target, folder, accelerator)
+        _plan(config, target, folder, accelerator, context_length)
         return
+    if "eval" in config.stages:
+        require_room(config.eval, load_suites(config.eval), target.tokenizer, context_length)
 
     # 2. Distil and train, in all processes.
     if "distill" in config.stages:
@@ -136,6 +138,17 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         log.info("results: %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _check(config: RunConfig, target: HFTarget, accelerator: Accelerator) -> int:
+    """Check the training of the drafters, and rehearse it.
+
+    Returns the number of tokens that target and drafters can read.
+    """
+    for warning in require_trainable(config, target):
+        if accelerator.is_main_process:
+            log.warning("%s", warning)
+    return rehearse(config.drafter_runs(), training_labels(config), target, accelerator)
 
 
 def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Console) -> list[Row]:
@@ -193,15 +206,14 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     than the labels train. Raises ValueError for sizes that don't fit the target.
     """
     warnings: list[str | None] = []
-    shards = Path(config.output_dir) / "distill"
-    is_distilled = "distill" not in config.stages and not (config.plan and not (shards / MANIFEST_FILE).exists())
-    horizon = label_store(shards).load().horizon if is_distilled else config.distill.horizon
+    horizon = training_labels(config).horizon
     for drafter in config.drafter_runs():
-        fresh = build_drafter(drafter.drafter, target)
+        with works_together(target, drafter.drafter.kind):
+            fresh = build_drafter(drafter.drafter, target)
         if (other := drafter.train.missed_by) is not None:
             require_other(other, drafter.drafter_dir)
             open_other(other, target).reads(target_reads(fresh, Objective()))
-        if drafter.train.loss.needs_teacher:
+        if needs_teacher(drafter.train.loss):
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
@@ -209,6 +221,13 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
         warnings.append(describe_untrained_depths(drafter.drafter, horizon))
     return [warning for warning in dict.fromkeys(warnings) if warning is not None]
+
+
+def training_labels(config: RunConfig) -> DistillConfig | Manifest:
+    """Return the options of the labels to learn from, or the manifest of those of an earlier run."""
+    shards = Path(config.output_dir) / "distill"
+    is_distilled = "distill" not in config.stages and not (config.plan and not (shards / MANIFEST_FILE).exists())
+    return label_store(shards).load() if is_distilled else config.distill
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
@@ -219,7 +238,7 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
     accelerator.wait_for_everyone()
 
 
-def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, context_length: int) -> None:
     """Print the plan of the unfinished stages. Prompts that can't be read are omitted."""
     overlap: PromptOverlap | None = None
     suites: list[PromptSet] | None = None
@@ -229,6 +248,8 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
     except ValueError as error:
         if accelerator.is_main_process:
             log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
+    if suites is not None:
+        require_room(config.eval, suites, target.tokenizer, context_length)
     print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
 
 

@@ -48,6 +48,7 @@ def tune_command(
     memory_budget_gib: shared.MemoryBudget = None,
     budget_tokens: shared.BudgetTokens = None,
     device: shared.Device = None,
+    device_map: shared.DeviceMap = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
@@ -66,6 +67,7 @@ def tune_command(
     # 1. Check the options.
     options = take_paths({**locals()})
     suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
+    from ..data.files import guarded
     from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
@@ -92,8 +94,9 @@ def tune_command(
     check_inputs(config, [parts])
 
     # 2. Tune, and print the choice.
-    loaded = load_chosen_target(options)
-    with starts_again("tuning"):
+    written = [output] if directory is None else [output, directory]
+    with guarded(*written, folders=[output]), starts_again("tuning"):
+        loaded = load_chosen_target(options)
         tuning = tune(config, loaded, parts, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
     _print_tuning(tuning, setting_namer(parts), directory, output)
 

@@ -6,11 +6,15 @@ fails for an answer whose first character no token covers, such as a space under
 trims its offsets.)
 """
 
+import json
 import logging
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .paths import TEMPLATES, built_in_templates
+from .template_trial import TOO_LARGE
 from .types import Conversation, Example, Turn
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,22 @@ LARGE_LOSS = 0.1
 """Share of tokens lost to `max_length` above which drafters hardly see the ends of answers."""
 BATCH_SIZE = 256
 """Conversations per call of the tokenizer."""
+MAX_TURNS = 1000
+"""Most turns of a conversation: a template renders the text before each answer again."""
+
+TRIAL_SECONDS, MAX_CHARS, MAX_BYTES = 8.0, 10_000_000, 1 << 30
+"""Bounds of rendering: time for all TRIALS, characters of one text, and memory."""
+TRIALS = (
+    [("user", "Hi")],
+    [("user", "Hi"), ("assistant", "Yes.")] * 16,
+    [("system", "Be brief."), ("user", "Hi " * 1000), ("assistant", "Yes. " * 1000), ("user", "Bye")],
+)
+"""Conversations that a chat template renders before it is used."""
+TEMPLATE_ERRORS = (
+    *(TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    *(RecursionError, MemoryError),
+)
+"""Errors of a template, which is a program with expressions of Python."""
 
 Span = tuple[int, int]
 """Index of the first character of a piece of text, and of the character after its last."""
@@ -46,15 +67,37 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
             f"data.chat_template is {chat_template!r}; give the path of a .jinja file, or one of "
             f"{', '.join(built_in_templates())}"
         )
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template is {chat_template!r}, which is not UTF-8 text ({error}); convert it") from error
+
+
+class RejectedPromptError(ValueError):
+    """A prompt for which the chat template raises an error of its own, `reason`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
-    """Return the ids of a conversation and the start of the assistant's next turn."""
-    require_template(tokenizer)
-    encoded: Any = tokenizer.apply_chat_template(
-        [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    """Return the ids of a conversation and the start of the assistant's next turn.
+
+    Raises RejectedPromptError if the chat template rejects it. Raises ValueError if the template fails
+    for it, or as `require_template` does.
+    """
+    template = require_template(tokenizer)
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TEMPLATE_ERRORS as error:
+        message = (
+            f"{_described(template, tokenizer)} fails for a prompt of {len(messages)} turns ({_reason(error)}); correct it, or "
+            "set data.chat_template to another"
+        )
+        raise (RejectedPromptError(message, str(error)) if isinstance(error, TemplateError) else ValueError(message)) from error
     return encoded["input_ids"]
 
 
@@ -118,7 +161,8 @@ def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the tokenizer's chat template.
 
-    Raises ValueError if it has none, or if the tokenizer can't locate tokens in the text.
+    Raises ValueError if it has none, if it exceeds the bounds of `require_bounded`, or if the
+    tokenizer can't locate tokens in the text.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -130,7 +174,47 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
             f"the tokenizer of {tokenizer.name_or_path!r} doesn't report which characters a token covers; use its fast version "
             "(a directory with tokenizer.json)"
         )
-    return tokenizer.get_chat_template()
+    template = tokenizer.get_chat_template()
+    require_bounded(template, json.dumps(tokenizer.special_tokens_map, default=str), _described(template, tokenizer))
+    return template
+
+
+@cache
+def require_bounded(template: str, variables: str, described: str) -> None:
+    """Raise ValueError if a chat template takes too much time, memory or text for TRIALS.
+
+    Templates come with models of strangers, and their loops, macros and operators have no bound that
+    would end them in this process. So another process renders the TRIALS first. A template that
+    misbehaves for other conversations alone isn't found. `variables` are JSON.
+    """
+    conversations = [[{"role": role, "content": content} for role, content in trial] for trial in TRIALS]
+    trial = {"template": template, "variables": json.loads(variables), "conversations": conversations}
+    limits = {"max_chars": MAX_CHARS, "max_bytes": MAX_BYTES}
+    program = [sys.executable, "-P", str(Path(__file__).with_name("template_trial.py"))]
+    try:
+        status = subprocess.run(
+            program, input=json.dumps(trial | limits).encode(), timeout=TRIAL_SECONDS, capture_output=True, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        status = None
+    if status != 0:
+        problem = f"more than {MAX_CHARS} characters or {MAX_BYTES} bytes of memory"
+        if status is None:
+            problem = f"more than {TRIAL_SECONDS:g} seconds"
+        elif status != TOO_LARGE:
+            problem = f"more than its process can take, which ended with status {status}"
+        raise ValueError(
+            f"{described} takes {problem} for short conversations; correct it, or set data.chat_template to another"
+        )
+
+
+def _described(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"the chat template of {tokenizer.name_or_path!r}, which begins {template[:60]!r},"
+
+
+def _reason(error: BaseException) -> str:
+    text = f"{error!s:.200}"
+    return text if isinstance(error, TemplateError) else f"{type(error).__name__}: {text}"
 
 
 def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:
@@ -149,12 +233,14 @@ def _render_answers(
     """Render messages, and locate the answers; or return the reason to drop the conversation."""
     if not messages:
         return "no assistant turn"
+    if len(messages) > MAX_TURNS:
+        return f"more than {MAX_TURNS} turns"
     try:
         if GENERATION_MARKER.search(template):
             return _render_marked(messages, tokenizer, template)
         return _render_located(messages, tokenizer)
-    except TemplateError as error:
-        return f"rejected by the chat template ({error})"
+    except TEMPLATE_ERRORS as error:
+        return f"rejected by the chat template ({_reason(error)})"
 
 
 def _render_marked(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, list[Span]]:

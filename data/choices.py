@@ -10,3 +10,8 @@ STATE_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 """Types of stored hidden states (see `states`)."""
 LABELS = ("distilled", "text")
 """Labels that a drafter may learn: the target's continuations, or the text's next tokens."""
+TEACHER_TEMPERATURE = (
+    "distill.label_temperature is {:g}, and train.loss compares with the target's distribution at temperature 1: set "
+    "train.loss=cross_entropy, or distil with distill.label_temperature 1 or 0 into another output directory"
+)
+"""Error of a loss whose two sources have different temperatures."""

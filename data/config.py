@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .choices import Split
-from .fields import OPTIONS, PositiveInt, Seed, one_of, raise_problems
+from .fields import MAX_COUNT, OPTIONS, PositiveInt, Seed, one_of, raise_problems
 
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 
@@ -41,7 +41,7 @@ class DataConfig:
     limit: PositiveInt | None = None
     """Number of conversations to use, sampled by `seed` from all valid ones; None uses all."""
 
-    max_length: Annotated[int, Field(ge=2)] = 2048
+    max_length: Annotated[int, Field(ge=2, lt=MAX_COUNT)] = 2048
     """Most tokens of an example; longer examples are cut at the end."""
 
     seed: Seed = 0

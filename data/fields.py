@@ -21,8 +21,16 @@ def different(values: list[Any]) -> list[Any]:
     return values
 
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
+MAX_COUNT, MAX_SMALL_COUNT, MAX_THREADS = 2**31, 2**16, 1024
+"""Bounds of counts of anything, of what is in memory at once or repeated (rows, depths, passes), and
+of threads.
+
+What is larger is a slip of the keyboard: it would hang or end the process without a message.
+"""
+PositiveInt = Annotated[int, Field(gt=0, lt=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+SmallCount = Annotated[int, Field(gt=0, le=MAX_SMALL_COUNT)]
+NumThreads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, le=1)]
 

@@ -6,11 +6,13 @@ A file or folder has one writer. A reader sees the old content or the new conten
 import errno
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
@@ -22,7 +24,12 @@ from .fields import problems_of
 
 T = TypeVar("T")
 
-LOCK_FILE = ".lock"
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".outrider.lock"
+PARTIAL, OLD, TEMPORARY = ".outrider-partial", ".outrider-old", ".outrider-tmp"
+"""Endings of temporary files and folders. No other program's files have them."""
+LEFTOVER = re.compile(rf"\..+({re.escape(PARTIAL)}|{re.escape(OLD)}|{re.escape(TEMPORARY)})")
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -33,10 +40,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     On an error the temporary file is removed and `path` stays as it was. A full disk (or quota)
     raises an OSError that explains what was kept and what to do. A killed process leaves at most a
-    `.NAME.PID.tmp`, which no reader reads.
+    `.NAME.PID.outrider-tmp`, which no reader reads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         with naming_full_disk(path, OLD_IS_KEPT):
             yield temporary
@@ -54,7 +61,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
     On an error the new folder is removed and `path` stays as it was. A full disk raises the OSError
     of `replacing`. A killed process leaves the old folder or the new one. It may also leave
-    `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
+    `.NAME.outrider-partial` and `.NAME.outrider-old`, which the next writer removes. Between two renames `path` is
     missing for a moment: after a kill there, `finish_replacing` completes the replacement.
 
     Raises ValueError if `path` is a file. Also raises it if `path` is or contains the current
@@ -102,19 +109,20 @@ def finish_replacing(path: Path) -> None:
 def partial_directory(path: Path) -> Path:
     """Return the folder that `replacing_directory(path)` writes to."""
     real = path.resolve()
-    return real.with_name(f".{real.name}.partial")
+    return real.with_name(f".{real.name}{PARTIAL}")
 
 
 def _old_directory(path: Path) -> Path:
     real = path.resolve()
-    return real.with_name(f".{real.name}.old")
+    return real.with_name(f".{real.name}{OLD}")
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Lock a folder until the block ends or the process dies; the folder is created if missing.
 
-    Raises ValueError if another process holds the lock.
+    Also removes what killed processes have left in it (`remove_leftovers`). Raises ValueError if
+    another process holds the lock.
     """
     import fcntl  # missing on Windows, where everything except runs works too
 
@@ -130,7 +138,43 @@ def locked(directory: Path) -> Iterator[None]:
                 f"another process is at work in {directory}: wait for it, or end it (workers may outlive a killed launcher), "
                 "or choose another output directory"
             ) from error
+        remove_leftovers(directory)
         yield
+
+
+@contextmanager
+def guarded(*paths: Path, folders: Iterable[Path] = ()) -> Iterator[None]:
+    """Lock `folders`, and each run's folder that contains one of `paths`.
+
+    A run's folder has a lock file; a path outside of all such folders needs no lock. Raises
+    ValueError as `locked` does.
+    """
+    around = {parent for path in paths for parent in (path.resolve(), *path.resolve().parents)}
+    held = {folder for folder in around if (folder / LOCK_FILE).is_file()} | {folder.resolve() for folder in folders}
+    with ExitStack() as stack:
+        for folder in sorted(held):
+            stack.enter_context(locked(folder))
+        yield
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove temporary files and folders of killed processes, also from folders below.
+
+    Only for the holder of the folder's lock. An interrupted replacement is completed first. A folder
+    below with a lock of its own belongs to another run, whose next process cleans it.
+    """
+    for root, folders, files in os.walk(directory):
+        folders[:] = [name for name in folders if not Path(root, name, LOCK_FILE).exists()]
+        for name in [name for name in folders if LEFTOVER.fullmatch(name)]:
+            folders.remove(name)
+            leftover = Path(root, name)
+            if not name.endswith(TEMPORARY):
+                finish_replacing(leftover.with_name(name[1:].rpartition(".")[0]))
+            logger.info("removing %s, which a killed process has left", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
+        for name in filter(LEFTOVER.fullmatch, files):
+            logger.info("removing %s, which a killed process has left", Path(root, name))
+            Path(root, name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -168,6 +212,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_json(value: Any) -> str:
+    """Return a digest of a JSON value; the order of keys doesn't matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
     """Remove a file, or a part of it, from the system's page cache; systems may ignore it."""
     if sys.platform == "linux":
@@ -178,6 +227,29 @@ def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. Raises ValueError for NaN and infinity."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed(path: Path, value: Mapping[str, Any], key: str = "sha256") -> None:
+    """Write a JSON object with a digest of itself, under `key`, atomically."""
+    write_json(path, {**value, key: sha256_json(value)})
+
+
+def read_sealed(cls: type[T], path: Path, key: str = "sha256") -> T:
+    """Read a dataclass from a file of `write_sealed`.
+
+    A file without a digest, as earlier versions wrote it, isn't compared. Raises ValueError like
+    `read_dataclass`, and for values that have changed since they were written.
+    """
+    content = read_json(path)
+    is_sealed = isinstance(content, dict) and key in content
+    recorded = content.pop(key) if is_sealed else None
+    value = parse_json(cls, json.dumps(content), path)  # first: it names wrong keys and types
+    if is_sealed and recorded != sha256_json(content):
+        raise ValueError(
+            f"{path} was altered: its SHA-256 digest is not the one that it records. Restore it, or delete it and run the "
+            "command again that wrote it"
+        )
+    return value
 
 
 def read_json(path: Path) -> Any:

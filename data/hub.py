@@ -5,8 +5,9 @@ It replaces minutes of retries in the libraries.
 
 import logging
 import os
-import sys
 from functools import cache
+
+from .offline import go_offline
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +25,22 @@ def use_hub() -> bool:
     """
     from huggingface_hub import constants
 
+    bound_requests()
     if constants.HF_HUB_OFFLINE:
         return False
     if _answers(constants.ENDPOINT):
         return True
-    constants.HF_HUB_OFFLINE = True
-    # `datasets` copied the value when it was imported.
-    if (datasets := sys.modules.get("datasets")) is not None:
-        datasets.config.HF_HUB_OFFLINE = True
+    if not constants.HF_HUB_OFFLINE:
+        go_offline(f"the Hub ({constants.ENDPOINT}) can't be reached")
     return False
 
 
-def why_offline() -> str:
-    """Return why nothing is downloaded, after `use_hub` has returned False."""
-    from huggingface_hub import constants
+@cache
+def bound_requests() -> None:
+    """Bound the time and size of the Hub's replies in this process: see `hub_client`."""
+    from .hub_client import bound_requests
 
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
-        return "nothing is downloaded, since HF_HUB_OFFLINE is set"
-    return f"the Hub ({constants.ENDPOINT}) can't be reached"
+    bound_requests()
 
 
 @cache

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import torch
 
-from .choices import FEATURES, STATE_DTYPES
+from .choices import FEATURES, STATE_DTYPES, TEACHER_TEMPERATURE
 from .differences import differences
 from .fields import one_of
 from .types import Example, TargetReads
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 
 
@@ -91,13 +91,22 @@ class ShardEntry(BaseEntry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelSampling:
+    """How labels were sampled from the target: `distill.label_temperature` and `distill.seed`."""
+
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(BaseManifest):
     """All shards of one distillation.
 
     `horizon` is the number of labelled tokens after a position. `features` is the kind of stored
     hidden states (`none` or `last_hidden`), `feature_layers` the layers whose inputs are stored,
     and `features_dtype` the type of all of them, one of STATE_DTYPES. `top_logprobs` is the number
-    of stored top tokens per position. `data_sha256` is `examples_sha256`.
+    of stored top tokens per position. `sampling` is None for greedy labels. `data_sha256` is
+    `examples_sha256`.
     """
 
     horizon: int
@@ -107,6 +116,7 @@ class Manifest(BaseManifest):
     feature_layers: list[int]
     features_dtype: Annotated[str, one_of(*STATE_DTYPES)]
     top_logprobs: int | None
+    sampling: LabelSampling | None
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -145,6 +155,15 @@ class Manifest(BaseManifest):
                 "train.teacher is top_k, and the shards hold no top tokens of the target: distil with "
                 "distill.top_logprobs into another output directory, or set train.teacher=full"
             )
+
+    def require_teacher_temperature(self) -> None:
+        """Raise ValueError if the teacher's distribution has another temperature than the labels.
+
+        A loss with a teacher learns from the target's distribution at temperature 1 where a label
+        follows the text, and from the label elsewhere.
+        """
+        if self.sampling is not None and self.sampling.temperature != 1:
+            raise ValueError(TEACHER_TEMPERATURE.format(self.sampling.temperature))
 
     def require_target(self, identity: TargetIdentity) -> None:
         """Raise ValueError, with the differing fields, if another target made these shards."""

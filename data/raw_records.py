@@ -5,15 +5,19 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from .hub import use_hub, why_offline
+from .hub import use_hub
+from .offline import why_offline
 from .paths import looks_like_path
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
+MAX_LINE_CHARS = 1 << 26
+"""Longest line with one record. A line with an array of records may be longer."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -67,9 +71,14 @@ def read_records(path: Path) -> Iterator[Any]:
 def _json_records(path: Path) -> Iterator[Any]:
     with _opened(path) as file:
         first = True
-        for line_number, line in enumerate(file, 1):
+        for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
             if first and line.lstrip().startswith("["):
                 yield from _parse_json(line + file.read(), path, line_number)
+            elif len(line) > MAX_LINE_CHARS:
+                raise ValueError(
+                    f"{path}, line {line_number}: it has more than {MAX_LINE_CHARS} characters. Write one JSON object per "
+                    "line, or one array of objects"
+                )
             elif line.strip():
                 yield _parse_json(line.rstrip(), path, line_number)
             first = first and not line.strip()
@@ -98,6 +107,15 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
             f"{path}, line {line_number + error.lineno - 1}, column {error.colno}: not JSON ({error.msg}). Expected one JSON "
             "object per line, or one array of objects. Repair or remove that line, or fetch the file again if it was cut"
         ) from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise ValueError(
+            f"{path}, line {line_number}: JSON that can't be read ({error}). Repair or remove that line"
+        ) from error
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half a surrogate pair: JSON allows it, but it isn't valid Unicode."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @contextmanager
@@ -111,7 +129,18 @@ def _opened(path: Path) -> Iterator[TextIO]:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a complete gzip file ({error}). Download or compress it again") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it to UTF-8") from error
+            line = _first_wrong_line(path)
+            raise ValueError(f"{path} is not UTF-8 text in line {line} ({error.reason}). Convert it to UTF-8") from error
+
+
+def _first_wrong_line(path: Path) -> int:
+    """Return the line of a file, plain or gzip, that isn't UTF-8, counted from 1."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        line = 0
+        with suppress(UnicodeDecodeError):
+            for line, content in enumerate(file, 1):  # noqa: B007 - the line of the error
+                content.decode()
+        return line
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:
@@ -129,21 +158,24 @@ def _parquet_records(path: Path) -> Iterator[Any]:
 def _download(name: str, file: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
     try:
         return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-    except (OSError, EntryNotFoundError, HFValidationError) as error:
+    # ValueError: a malformed reply or address.
+    except (OSError, EntryNotFoundError, HFValidationError, httpx.HTTPError, ValueError) as error:
         raise ValueError(_no_hub(f"the file {file!r} of the data set {name!r}", error)) from error
 
 
 def _hub_records(name: str, split: str, subset: str | None, revision: str | None) -> Iterator[Any]:
     import datasets
+    from huggingface_hub.utils import httpx
 
     try:
         data = datasets.load_dataset(name, subset, split=split, revision=revision)
     # `datasets` raises any of these: no connection, no such data set, split or subset, a script as
     # data set.
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
     if len(data) == 0:
         raise ValueError(f"split {split!r} of the data set {name!r} holds no record")

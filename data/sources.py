@@ -11,13 +11,14 @@ from .choices import Split
 from .config import DataConfig
 from .cuts import Cuts, cut_text
 from .decontamination import PromptOverlap, without_overlap
-from .raw_records import SUFFIXES, is_local, load_records
+from .raw_records import SUFFIXES, has_surrogate, is_local, load_records
 from .roles import ROLES, TURN_KEYS
 from .stdlib import TASK, code_conversations, read_source
 from .types import Conversation, Role, Turn
 
 PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
 PROSE_TASK = "Continue this text."
+NOT_UNICODE = "text with half a surrogate pair, which isn't valid Unicode"
 
 Parsed = tuple[Turn, ...] | str
 """A record's turns, or the reason to drop it."""
@@ -111,8 +112,8 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
     roles = [role for role, _ in pairs if role != "system"]
     if not pairs:
         return "no turns"
-    if any(_has_surrogate(text) for _, text in pairs):
-        return "text with half a surrogate pair, which isn't valid Unicode"
+    if any(has_surrogate(text) for _, text in pairs):
+        return NOT_UNICODE
     if not all(text.strip() for _, text in pairs):
         return "empty turn"
     if "assistant" not in roles:
@@ -161,14 +162,10 @@ def _records(config: DataConfig, path: str) -> Iterable[Any]:
         raise ValueError(f"data.path is {path!r}: {error}. Check the name, or give a local file (data.path=FILE)") from error
 
 
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
     # Some data sets repeat their ids; the location in the file makes them unique.
     record_id = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
-    if isinstance(record_id, str) and _has_surrogate(record_id):
+    if isinstance(record_id, str) and has_surrogate(record_id):
         record_id = None
     id = location if record_id is None else str(record_id) if str(record_id) not in seen else f"{record_id}@{location}"
     seen.add(id)
@@ -185,10 +182,12 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
         for index, record in enumerate(_records(config, path)):
             values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
             text = values[0] if values else None
-            if isinstance(text, str):
-                yield f"{Path(path).name}:{index}", PROSE_TASK, text
-            else:
+            if not isinstance(text, str):
                 dropped["record without a text 'text' or 'content'"] += 1
+            elif has_surrogate(text):
+                dropped[NOT_UNICODE] += 1
+            else:
+                yield f"{Path(path).name}:{index}", PROSE_TASK, text
         return
     # 2. Files.
     root = Path(path)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
 from .differences import differences
-from .files import atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
+from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ M = TypeVar("M", bound=BaseManifest)
 T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
+ENTRY_DIGEST = "entry_sha256"
+"""Key of a sidecar's digest of its other fields; `sha256` is that of the shard."""
 REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 
@@ -33,7 +35,8 @@ REMEDY = "Set output_dir to another folder, or delete {} to start again"
 class ShardStore(Generic[Entry, M]):
     """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
 
-    `check` raises ValueError if a complete shard file disagrees with the manifest.
+    `facts` computes the fields of an entry that follow from its file; `check` raises ValueError if a
+    complete shard file disagrees with the manifest.
     """
 
     directory: Path
@@ -41,6 +44,7 @@ class ShardStore(Generic[Entry, M]):
     suffix: str
     entry: type[Entry]
     manifest: type[M]
+    facts: Callable[[Path], Mapping[str, Any]]
     check: Callable[[Path, M], None] = lambda path, manifest: None
 
     def path(self, index: int, suffix: str) -> Path:
@@ -56,7 +60,7 @@ class ShardStore(Generic[Entry, M]):
 
     def save(self, manifest: M) -> None:
         """Write the manifest, after removing partial files of killed processes."""
-        for path in self.directory.glob(".*.tmp"):
+        for path in self.directory.glob(f".*{TEMPORARY}"):
             path.unlink()
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
 
@@ -70,7 +74,7 @@ class ShardStore(Generic[Entry, M]):
         path = self.path(index, self.suffix)
         atomic_write_bytes(path, data)
         entry = self.entry(index=index, file=path.name, sha256=hashlib.sha256(data).hexdigest(), **facts)
-        write_json(self.path(index, ".json"), asdict(entry))
+        write_sealed(self.path(index, ".json"), asdict(entry), ENTRY_DIGEST)
         return entry
 
     def is_written(self, index: int) -> bool:
@@ -84,13 +88,13 @@ class ShardStore(Generic[Entry, M]):
     def read_entry(self, index: int) -> Entry | None:
         """Read the sidecar of shard `index`, or return None if there is none.
 
-        Raises ValueError if it is malformed.
+        Raises ValueError if it is malformed, or was altered.
         """
         path = self.path(index, ".json")
         if not path.exists():
             return None
         try:
-            return read_dataclass(self.entry, path)
+            return read_sealed(self.entry, path, ENTRY_DIGEST)
         except ValueError as error:
             raise ValueError(
                 f"{error}. Delete {path}, then run the stage distill again: it recomputes only this shard"
@@ -121,6 +125,19 @@ class ShardStore(Generic[Entry, M]):
             f"the shard {path} {problem}. Delete it and {self.path(entry.index, '.json').name}, then run the stage distill "
             "again: it recomputes only this shard"
         )
+
+    def require_described(self, entry: BaseEntry) -> None:
+        """Raise ValueError if a shard's file is damaged, or if its entry doesn't describe it."""
+        self.verify(entry)
+        path, recorded = self.directory / entry.file, asdict(entry)
+        wrong = [name for name, value in self.facts(path).items() if recorded[name] != value]
+        if wrong or path != self.path(entry.index, self.suffix):
+            sidecar = self.path(entry.index, ".json")
+            raise ValueError(
+                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {MANIFEST_FILE} or {sidecar.name} "
+                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: "
+                "it recomputes only this shard"
+            )
 
     def is_complete(self, num_shards: int) -> bool:
         """Return whether the manifest is complete, and no shard was deleted since."""
@@ -185,7 +202,7 @@ class ShardStore(Generic[Entry, M]):
                         f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
                         "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
-                self.verify(entry)
+                self.require_described(entry)
                 self.check(self.directory / entry.file, manifest)
             except (ValueError, OSError) as error:
                 problems.append(str(error))

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from .cuts import Cuts
-from .raw_records import is_local, line_of_record, load_records
+from .raw_records import has_surrogate, is_local, line_of_record, load_records
 from .roles import ROLES, TURN_KEYS
 from .stdlib import code_conversations
 
@@ -151,7 +151,7 @@ def _own_turns(record: Any) -> list[Any] | None:
     role_key, text_key = TURN_KEYS[key]
     if not isinstance(record[key], list) or not all(isinstance(turn, dict) for turn in record[key]):
         return None
-    roles = [ROLES.get(turn.get(role_key)) for turn in record[key]]
+    roles = [ROLES.get(str(turn.get(role_key))) for turn in record[key]]
     if not roles or any(role != ("assistant" if index % 2 else "user") for index, role in enumerate(roles)):
         return None
     return [turn.get(text_key) for turn in record[key][::2]]
@@ -188,9 +188,9 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
         prompt = parse(record, index) if isinstance(record, dict) else None
         if prompt is None:
             remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; a user speaks first, in turns"
-            line = line_of_record(Path(path), index) if path is not None and is_local(path) else None
-            where = f"record {index + 1}" if line is None else f"line {line}"
-            raise ValueError(f"{location}, {where}: not a prompt of {name}: {record!r:.100}. {remedy}")
+            raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {record!r:.100}. {remedy}")
+        if any(map(has_surrogate, (prompt.id, prompt.category, *prompt.turns))):
+            raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
         prompts.append(prompt)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
@@ -198,6 +198,12 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     if suite and len(prompts) != suite.num_prompts:
         logger.warning("%s holds %d prompts where %s has %d", location, len(prompts), name, suite.num_prompts)
     return prompts
+
+
+def _where(path: str | None, index: int) -> str:
+    """Describe the place of a record in its file."""
+    line = line_of_record(Path(path), index) if path is not None and is_local(path) else None
+    return f"record {index + 1}" if line is None else f"line {line}"
 
 
 def _records(name: str, path: str | None, revision: str | None) -> tuple[str, Iterator[Any]]:

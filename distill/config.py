@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from ..data.choices import FEATURES, STATE_DTYPES
 from ..data.drafter_names import repeated_names, split_name
-from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, different, one_of, raise_problems
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, different, one_of, raise_problems
 
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "predictor", "base_url", "served_model"),
+    *("kv_budget_gib", "predictor", "schedule", "lessons", "base_url", "served_model"),
 )
+SCHEDULES = ("shortest", "s3")
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
@@ -35,8 +36,14 @@ NO_ADDRESS = (
 class DistillConfig:
     """Options of labels, stored states and regenerated answers, and of the work's division."""
 
-    horizon: PositiveInt = 5
+    horizon: SmallCount = 5
     """Number of tokens of the target's continuation that are labelled after every position."""
+
+    label_temperature: NonNegativeFloat = 0.0
+    """Temperature of the labels. 0 labels with the target's greedy continuations. Above 0 they are
+    sampled from the target (ReDrafter, arXiv 2403.09919, equation 2), each token by a random number
+    of `seed`, the example's id and the token's place. Losses that compare with the target's
+    distribution need 1 or 0."""
 
     features: Annotated[str, one_of(*FEATURES)] = "none"
     """`none` stores no hidden states, so training recomputes them. `last_hidden` stores the
@@ -87,10 +94,10 @@ class DistillConfig:
     prompt."""
 
     seed: Seed = 0
-    """Seed of sampled answers. Each answer has its own seed, a function of this one, the
+    """Seed of sampled answers and labels. Each answer has its own seed, a function of this one, the
     conversation's id and the turn."""
 
-    decode_batch_size: PositiveInt | None = None
+    decode_batch_size: SmallCount | None = None
     """Answers decoded in parallel: rows of a batch, or requests in flight. None is the engine's
     default."""
 
@@ -111,6 +118,16 @@ class DistillConfig:
     sequence-classification model. None is `light` for the engine `batch`. With a predictor, the
     engine `continuous` admits the longest requests first."""
 
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "shortest"
+    """Schedule of the engine `batch`. `shortest` puts the shortest texts first and reserves half of
+    an answer's predicted length. `s3` is the policy of S3: the longest answers first, with their
+    whole predicted length reserved. Both double the room of an answer that outgrows it."""
+
+    lessons: Annotated[str, Field(min_length=1)] | None = None
+    """Folder `answers/` of an earlier run whose answers' lengths the predictor knows from the
+    beginning. They are read once; a resumed run has its own copy. The lengths of a run's own
+    answers are remembered in any case."""
+
     base_url: str | None = None
     """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
 
@@ -130,9 +147,19 @@ class DistillConfig:
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether answers and labels are both the target's greedy ones, and so should agree."""
+        return self.mode == "regenerate" and self.temperature == 0 and self.label_temperature == 0
+
+    @property
     def last_hidden(self) -> bool:
         """Whether the target's last hidden states are stored."""
         return self.features == "last_hidden"
+
+    @property
+    def predicts_lengths(self) -> bool:
+        """Whether the engine schedules by predicted length."""
+        return self.engine == "batch" or (self.engine == "continuous" and self.predictor is not None)
 
     def _features_problems(self) -> list[str]:
         if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
@@ -155,6 +182,16 @@ class DistillConfig:
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
                 "by length: choose one of them, or leave the predictor out"
+            )
+        if self.schedule != "shortest" and self.engine != "batch":
+            problems.append(
+                f"schedule is {self.schedule!r} and engine {self.engine!r}; only the engine batch has schedules: set engine to "
+                "batch, or leave the schedule out"
+            )
+        if self.lessons is not None and not self.predicts_lengths:
+            problems.append(
+                f"lessons is {self.lessons!r}, and the engine {self.engine!r} predicts no lengths; set engine to batch, or to "
+                "continuous with a predictor, or leave the lessons out"
             )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(

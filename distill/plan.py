@@ -58,42 +58,41 @@ def run_shards(
     finish: Callable[[list[Entry]], None],
     unit: str,
     data_facts: Mapping[str, Any],
+    rounds: Sequence[range] | None = None,
+    begin: Callable[[M, int], M] = lambda manifest, _: manifest,
 ) -> M:
     """Compute the missing shards, divided among processes, and return the complete manifest.
 
     An interrupted run loses at most the current shard of each process. `make` writes the shards of
     one worker and adds their `num_units` to the progress bar. `finish` writes the statistics, in
-    the main process. Raises ValueError before any work if the folder holds another run's shards, or
-    a damaged shard.
+    the main process. `rounds` of shards (all in one if None) are computed one after another. When
+    one with missing shards begins, all earlier shards are there, and the main process writes the
+    manifest that `begin` returns for the number of its first shard.
+
+    Raises ValueError before any work if the folder holds another run's shards, or a damaged shard.
     """
-    # 1. Each process checks a part of the existing shards. All processes list the missing shards
-    # before any process writes.
-    store.require_same(manifest, data_facts)
-    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
-        if entry := store.read_entry(index):
-            store.verify(entry)
-    accelerator.wait_for_everyone()
-    pending = [index for index in range(len(plan)) if not store.is_written(index)]
-    accelerator.wait_for_everyone()
-    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
-    # manifest.
-    if accelerator.is_main_process:
-        store.save_data_facts(data_facts)
-        if not store.is_complete(len(plan)):
-            store.save(manifest)
-    accelerator.wait_for_everyone()
-    # 3. Deal the missing shards like cards: of 3 4 7 9 11 the first of two workers gets 3 7 11, the
-    # other one 4 9.
-    if dealt := pending[worker.index :: worker.num_workers]:
-        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), len(dealt))
-        finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
-        finished //= worker.num_workers  # this worker's share of the earlier work
-        total = finished + sum(num_units(plan[index]) for index in dealt)
-        show = accelerator.is_main_process
-        with tqdm(total=total, initial=finished, unit=unit, unit_scale=True, disable=not show) as progress:
-            make({index: plan[index] for index in dealt}, progress)
-    accelerator.wait_for_everyone()
-    # 4. Write the statistics, then the complete manifest.
+    # 1. Check the existing shards, and list the missing ones.
+    pending = begin_shards(store, manifest, plan, accelerator, data_facts)
+    # 2. Deal the missing shards of each round, and compute them.
+    missing = {shards.start: [index for index in shards if index in pending] for shards in rounds or [range(len(plan))]}
+    dealt = {first: deal(indices, worker) for first, indices in missing.items() if indices}
+    num_dealt = sum(map(len, dealt.values()))
+    if num_dealt:
+        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), num_dealt)
+    finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
+    finished //= worker.num_workers  # this worker's share of the earlier work
+    total = finished + sum(num_units(plan[index]) for indices in dealt.values() for index in indices)
+    hide = not (accelerator.is_main_process and num_dealt)
+    with tqdm(total=total, initial=finished, unit=unit, unit_scale=True, disable=hide) as progress:
+        for first, indices in dealt.items():
+            if accelerator.is_main_process and (begun := begin(manifest, first)) != manifest:
+                manifest = begun
+                store.save(manifest)
+            accelerator.wait_for_everyone()
+            if indices:
+                make({index: plan[index] for index in indices}, progress)
+            accelerator.wait_for_everyone()
+    # 3. Write the statistics, then the complete manifest.
     if accelerator.is_main_process:
         if store.is_complete(len(plan)):
             logger.info("%s is already complete: %d shards, nothing to do", store.directory, len(plan))
@@ -104,6 +103,41 @@ def run_shards(
             store.save(replace(manifest, shards=entries, complete=True))
     accelerator.wait_for_everyone()
     return store.load()
+
+
+def begin_shards(
+    store: ShardStore[Entry, M],
+    manifest: M,
+    plan: Sequence[Sequence[Item]],
+    accelerator: Accelerator,
+    data_facts: Mapping[str, Any],
+) -> list[int]:
+    """Mark the folder as this run's, and return the missing shards. Errors as in `run_shards`."""
+    # 1. Each process checks a part of the existing shards. All processes list the missing shards
+    # before any process writes.
+    store.require_same(manifest, data_facts)
+    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
+        if entry := store.read_entry(index):
+            store.require_described(entry)
+    accelerator.wait_for_everyone()
+    pending = [index for index in range(len(plan)) if not store.is_written(index)]
+    accelerator.wait_for_everyone()
+    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
+    # manifest.
+    if accelerator.is_main_process:
+        store.save_data_facts(data_facts)
+        if not store.is_complete(len(plan)):
+            store.save(manifest)
+    accelerator.wait_for_everyone()
+    return pending
+
+
+def deal(indices: Sequence[int], worker: Worker) -> Sequence[int]:
+    """Return a worker's shards, dealt like cards.
+
+    Of 3 4 7 9 11 the first of two workers gets 3 7 11, the other one 4 9.
+    """
+    return indices[worker.index :: worker.num_workers]
 
 
 def total(kind: type[T], parts: Collection[T]) -> T:

@@ -11,7 +11,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, 
 from pydantic.dataclasses import dataclass
 
 from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
-from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, different, one_of, raise_problems
+from ..data.fields import (
+    OPTIONS,
+    Distinct,
+    NonNegativeInt,
+    NumThreads,
+    PositiveInt,
+    Seed,
+    SmallCount,
+    different,
+    one_of,
+    raise_problems,
+)
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 
@@ -19,7 +30,7 @@ ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
 SYNCHRONOUS, BOTH = "synchronous", "both"
 DECODINGS = (SYNCHRONOUS, PIPELINED, BOTH)
-INNER_STATES = "eagle3"
+INNER_STATES = ("block", "eagle3")
 """The kind of drafters that read what enters inner layers of the target."""
 TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], AfterValidator(different)]
 
@@ -104,19 +115,19 @@ class EvalConfig:
     drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
     `both`: all methods as `synchronous` measures them, then each drafter once more, pipelined. Plain
     decoding is the baseline of all."""
-    micro_batch: PositiveInt = 4
+    micro_batch: SmallCount = 4
     """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
     """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
     temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),
     which is faster and NOT lossless."""
-    batch_sizes: Distinct[PositiveInt] = field(default_factory=lambda: [1])
+    batch_sizes: Distinct[SmallCount] = field(default_factory=lambda: [1])
     """Prompts decoded together. All methods decode at each batch size, and are compared with plain
     decoding at the same batch size."""
     warmup_prompts: NonNegativeInt = 1
     """Prompts that every method answers as a warm-up, briefly and untimed, before the first
     measurement; rounded up to whole batches."""
-    repeats: PositiveInt = 1
+    repeats: SmallCount = 1
     """Number of times that every prompt is measured with every method."""
     profile_prompts: NonNegativeInt = 3
     """Prompts per suite that are decoded once more with phase timers on, for the time split and the
@@ -128,7 +139,7 @@ class EvalConfig:
     """Gigabytes per second that the roofline assumes; None measures it."""
     seed: Seed = 0
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads during the measurement; None keeps torch's default."""
 
     def __post_init__(self) -> None:
@@ -171,11 +182,11 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds
         )
         return [problem]
     problems, stages = [], f"stage_layers is {list(stage_layers)}"
-    if INNER_STATES in kinds:
-        problems.append(
-            f"{stages}, and a drafter is {INNER_STATES}, which reads the inputs of the target's inner layers: they are in "
-            "other processes; choose another drafter, or leave the stages out"
-        )
+    problems += [
+        f"{stages}, and a drafter is {kind}, which reads the inputs of the target's inner layers: they are in other "
+        "processes; choose another drafter, or leave the stages out"
+        for kind in sorted(set(INNER_STATES) & set(kinds))
+    ]
     if config.batch_sizes != [1]:
         problems.append(
             f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes=[1]"

@@ -42,7 +42,8 @@ from .measure.methods import (
 from .measure.pipelined import recorded_stages
 from .measure.roofline import measure_roofline
 from .measure.texts import Texts
-from .measure.turns import Method, answer_seed
+from .measure.turns import Method, answer_seed, no_prompt_fits
+from .records import run_files
 from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
@@ -51,7 +52,7 @@ from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
 from .results.marks import is_disturbed
-from .results.plots import plot_comparison, plot_suite
+from .results.plots import plot_comparison, plot_suite, plot_windows
 from .results.rows import Row
 from .results.table_files import csv_table, latex_table
 from .results.tables import markdown
@@ -98,7 +99,6 @@ def evaluate(
         calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
         target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
         # 2. Start or resume the run's folder.
-        output_dir.mkdir(parents=True, exist_ok=True)
         environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
@@ -123,13 +123,13 @@ def evaluate(
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
-    # 5. Write facts, tables, plots and answers.
-    write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
+    # 5. Write tables, plots and answers, and last the facts with the digests: the evaluation has ended.
     rows = rows_of(records, info, facts)
     for row in filter(is_disturbed, rows) if command else ():
         row["command"] = command
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
+    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), "digests": run_files.file_digests(output_dir)})
     return rows
 
 
@@ -266,6 +266,7 @@ def open_run(
     A resumed run may add suites, temperatures and batch sizes. Raises ValueError if the folder
     belongs to another evaluation.
     """
+    output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / RUN_FILE
     if path.exists():
         info = read_info(path)
@@ -287,6 +288,7 @@ def open_run(
         roofline = None if has_stages else measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
+    run_files.reopen(output_dir)
     return info
 
 
@@ -315,10 +317,7 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
             "max_new_tokens, or load the target in a narrower type (dtype, target.quantization) or on a larger device"
         )
     if not measured:
-        raise ValueError(
-            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
-            f"{bench.texts.context_length} tokens together with {bench.config.max_new_tokens} new ones; lower max_new_tokens"
-        )
+        raise no_prompt_fits(suites, bench.config.max_new_tokens, bench.texts.context_length)
     for suite in suites:
         if suite.name not in measured:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
@@ -367,8 +366,8 @@ def audit_answers(
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     """Write summary, tables and plots.
 
-    For each suite and batch size there is a plot for each temperature, and one that compares the
-    drafters.
+    For each suite and batch size there are two plots for each temperature (by category, and by the
+    answer's length), and one that compares the drafters.
     """
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
@@ -379,6 +378,7 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
         groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
     for key, group_rows in groups.items():
         plot_suite(group_rows, output_dir / f"{group_name(key)}.png")
+        plot_windows(group_rows, output_dir / f"{group_name(key)}-length.png")
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
         plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")

@@ -21,6 +21,17 @@ def device_name(device: torch.device) -> str:
     return cpu_model() if device.type == "cpu" else str(device)
 
 
+def parse_device(name: str | int) -> torch.device:
+    """Return the device of a name, or of an accelerator's index. Raises ValueError if it can't be used."""
+    try:
+        device = torch.device(name)
+        # The name may be valid, but the device absent or unusable (meta).
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
+    return device
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work; a CPU operation returns when it is done."""
     if device.type != "cpu":

@@ -28,7 +28,7 @@ from outrider.data.suites import load_suite
 from outrider.data.types import Turn
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
-from outrider.models.decoding.loop import read_acceptance
+from outrider.models.decoding.reading import read_acceptance
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -111,8 +111,7 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         start = clock(target)
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         output = target.verify(last_token, tree)
-        acceptance = rule(tree, output)
-        _, accepted = read_acceptance(tree, output, acceptance)
+        accepted = read_acceptance(tree, output, rule(tree, output)).accepted
         assert accepted.num_accepted.host == (len(PATH),)
         target.commit(tree, accepted)
         seconds = clock(target) - start

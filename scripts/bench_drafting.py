@@ -39,12 +39,18 @@ from outrider.models.target.loading import load_target
 
 REDRAFTER = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "initial_state": "zero"}
 EAGLE3 = {"kind": "eagle3", "layer": {"model_type": "llama", "hidden_act": "silu"}}
+BLOCK = {"kind": "block", "feature_layers": [2, 4, 7], "rank": 64, "block": 4, "width": 16, "tree_nodes": 40}
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "redrafter 4x3": {**REDRAFTER, "beam_width": 4, "beam_length": 3},
     "redrafter 4x3, 5 nodes": {**REDRAFTER, "beam_width": 4, "beam_length": 3, "tree_nodes": 5},
     "redrafter 16x5": {**REDRAFTER, "beam_width": 16, "beam_length": 5},
     "eagle3 5x8": {**EAGLE3, "depth": 5, "top_k": 8, "tree_nodes": 40},
+    "redrafter2 16x4": {**BLOCK, "num_slots": 1, "train_head": True},
+    "block rnn 16x4": BLOCK,
+    "block bilinear 16x4": {**BLOCK, "correction": "bilinear"},
+    "block markov 16x4": {**BLOCK, "correction": "markov"},
+    "medusa 4": {"kind": "medusa", "heads": "ffn", "share_head": True, "num_heads": 4, "tree_nodes": 40},
     "draft_model 5x8": {"kind": "draft_model", "init": "target_layers", "length": 5, "top_k": 8, "tree_nodes": 40},
 }
 """Options of each drafter: those of the demo, for trees of few and of many nodes."""

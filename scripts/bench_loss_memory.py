@@ -5,9 +5,9 @@ It shows whether the memory of `objective.score` grows with labels x vocabulary.
     python scripts/bench_loss_memory.py
 
 The same loss computed from all logits at once, the usual way, is measured for comparison (`whole`).
-A trainable head reads the drafter's states, and for `kl` a frozen head reads the target's. The
-figure is the memory of the loss in addition to weights, states and their gradients, which exist
-before. It includes the new gradient of the head, before it is added to the old one. On CUDA the
+A trainable head reads the drafter's states, and for all losses but `cross_entropy` a frozen head
+reads the target's. The figure is the memory of the loss in addition to weights, states and their
+gradients, which exist before. It includes the new gradient of the head, before it is added to the old one. On CUDA the
 figure is the allocator's peak. On other devices it is the resident memory of a new process for each
 case. That process first allocates ballast until the counter of its peak memory rises; the increase
 from there on is the loss. On a CPU, seconds are processor time.
@@ -42,7 +42,7 @@ from outrider.data.types import DrafterBatch
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.losses import LossChoice, LossKind
 from outrider.models.drafters.objective import Labels, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 from outrider.models.target.hf_target import HFTarget
@@ -50,9 +50,14 @@ from outrider.models.target.hf_target import HFTarget
 MIB = 2**20
 STEP_DEPTHS = 4
 RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
-LOSSES = ("cross_entropy", "kl")
+LOSSES: dict[str, LossChoice] = {
+    "cross_entropy": LossKind.cross_entropy,
+    "kl": LossKind.kl,
+    "tv": LossKind.tv,
+    "cross_entropy+tv": {LossKind.cross_entropy: 0.1, LossKind.tv: 0.9},
+}
 METHODS = ("chunks", "whole")
-LOGITS_HELD = {"cross_entropy": 4, "kl": 6, "step": 3}
+LOGITS_HELD = {"cross_entropy": 4, "kl": 6, "tv": 6, "cross_entropy+tv": 7, "step": 3}
 """Expected tensors of labels x vocabulary at the peak of the whole loss, to skip large cases."""
 
 
@@ -91,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[32_000, 128_000])
     parser.add_argument("--labels", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--losses", nargs="*", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--losses", nargs="*", choices=list(LOSSES), default=["cross_entropy", "kl"])
     parser.add_argument("--hidden", type=int, default=256, help="width of the heads")
     parser.add_argument("--max-chunk", type=int, default=objective_module.MAX_CHUNK, help="logits that score holds at a time")
     parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="methods of the loss in whole steps")
@@ -202,7 +207,7 @@ def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -
 def one_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
     """Run the training loss as drafters compute it."""
     vocabulary = DraftVocabulary(size=head.out_features)
-    labels, objective = Labels.of(batch), Objective(loss=LossKind(loss), head=target_head)
+    labels, objective = Labels.of(batch), Objective(loss=LOSSES[loss], head=target_head)
     score(head, (states,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
 
 
@@ -216,7 +221,14 @@ def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, ba
     assert batch.hidden_states is not None
     with torch.no_grad():
         target_probs = target_head(batch.hidden_states.flatten(0, 1)[labels.text_index[:, 0]]).softmax(1)
-    F.kl_div(logits.log_softmax(1), target_probs, reduction="sum").backward()
+    log_probs = logits.log_softmax(1)
+    if loss == "kl":
+        F.kl_div(log_probs, target_probs, reduction="sum").backward()
+        return
+    total = len(logits) - torch.minimum(log_probs.exp(), target_probs).sum()
+    if loss != "tv":
+        total = 0.1 * F.nll_loss(log_probs, labels.tokens[:, 0], reduction="sum") + 0.9 * total
+    total.backward()
 
 
 def start_counting(device: torch.device) -> list[bytes]:

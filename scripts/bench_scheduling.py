@@ -38,7 +38,6 @@ from scheduling_policies import (
     ORACLE,
     OURS,
     S3,
-    Experienced,
     Record,
     Workload,
     make_predictors,
@@ -51,14 +50,9 @@ from tqdm import tqdm
 
 from outrider.data.files import write_json
 from outrider.distill.regenerate.engine import Limits
-from outrider.distill.regenerate.engines.batch import (
-    FIRST_PART,
-    LEAST_SHARE,
-    MOST_HELD,
-    RESERVED_SHARE,
-    BatchDecoder,
-)
-from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor
+from outrider.distill.regenerate.engines.batch import BatchDecoder
+from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted
+from outrider.distill.regenerate.lengths.policies import POLICIES, RESERVED_SHARE
 from outrider.distill.regenerate.lengths.schedule import (
     Decode,
     Decoded,
@@ -79,6 +73,7 @@ from outrider.models.target.loading import load_target
 SHOWN = (
     "num_batches",
     "num_steps",
+    "mean_rows",
     "num_evictions",
     "padding_share",
     "unused_share",
@@ -156,9 +151,9 @@ def main() -> None:
             "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
             "budget_bytes": budget * kv_bytes_per_token(target),
             "reserved_share": RESERVED_SHARE,
-            "first_part": FIRST_PART,
-            "least_share": LEAST_SHARE,
-            "most_held": MOST_HELD,
+            "first_part": POLICIES["shortest"].part,
+            "least_share": POLICIES["shortest"].least_share,
+            "most_held": POLICIES["shortest"].held_budgets,
             "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
             "environment": asdict(describe_environment(target.device)),
         }
@@ -206,9 +201,11 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
     rooms = [work.max_new_tokens] * len(work.lengths)
     reports = list(supervise(list(map(len, work.prompts)), rooms, policy, decode, budget=budget))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    reservation = policy.reservation
-    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Experienced) else ([], [])
-    return summarise(reports, predicted, actual, cpu_seconds), seconds
+    if not isinstance(policy.reservation, Predicted):
+        return summarise(reports, [], [], cpu_seconds), seconds
+    predicted, actual = policy.reservation.compare(work.lengths)
+    learning_seconds = policy.reservation.learning.seconds
+    return summarise(reports, predicted, actual, cpu_seconds, learning_seconds=learning_seconds), seconds
 
 
 def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, Any]:
@@ -260,19 +257,21 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
                 probs = predictor.predict(held).double()
                 seconds = time.perf_counter() - started
                 actual = buckets.index([records[number][1] for number in held_out])
-                guess, middle = probs.argmax(1), (probs.cumsum(1) < 0.5).sum(1)
-                draws.append(
-                    {
-                        "bucket_accuracy": (guess == actual).double().mean().item(),
-                        "mean_bucket_distance": (guess - actual).abs().double().mean().item(),
-                        "median_bucket_distance": (middle - actual).abs().double().mean().item(),
-                        "nats": -probs.gather(1, actual[:, None]).log().mean().item(),
-                        "seconds": seconds,
-                    }
-                )
+                draws.append({**scores(probs, actual), "seconds": seconds})
             means = {key: statistics.mean(draw[key] for draw in draws) for key in draws[0]}
             rows.append({"predictor": name, "num_lessons": num_lessons, "num_draws": len(draws), **means})
     return rows
+
+
+def scores(probs: torch.Tensor, actual: torch.Tensor) -> dict[str, float]:
+    """Return how well predicted probabilities [request, bucket] fit the actual buckets."""
+    guess, middle = probs.argmax(1), (probs.cumsum(1) < 0.5).sum(1)
+    return {
+        "bucket_accuracy": (guess == actual).double().mean().item(),
+        "mean_bucket_distance": (guess - actual).abs().double().mean().item(),
+        "median_bucket_distance": (middle - actual).abs().double().mean().item(),
+        "nats": -probs.gather(1, actual[:, None]).log().mean().item(),
+    }
 
 
 def count(

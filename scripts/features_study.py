@@ -200,7 +200,7 @@ def run_trial(args: argparse.Namespace, target: HFTarget, trial: Trial, seed: in
     folder = args.folder / "trials" / f"{trial.drafter}-{trial.loss}-{trial.teacher}-{trial.shards}-{seed}"
     shards = args.folder / trial.shards
     accelerator = Accelerator(cpu=True)
-    train(config.train, config.drafter, target, shards, folder / "train", folder / "drafter", accelerator)
+    train(config.train, parse_drafter(config.drafter), target, shards, folder / "train", folder / "drafter", accelerator)
     summary = read_json(folder / "train" / "summary.json")
     result = {
         **asdict(trial),

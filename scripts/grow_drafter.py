@@ -17,8 +17,8 @@ from grow_target import Size, Source, grown_config, grown_tensor, parse_paramete
 from safetensors.torch import save
 from script_errors import script_errors
 
-from outrider.data.files import replacing_directory, write_json
-from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from outrider.data.files import replacing_directory, sha256_file, write_json
+from outrider.models.drafters.saved.folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, read_drafter_config
 
 PREFIX = "model."
 """What the names of a draft model's tensors begin with, since the drafter holds the model."""
@@ -53,7 +53,10 @@ def grow_drafter(folder: Path, output: Path, new: Size) -> None:
     del architecture["dtype"]
     with replacing_directory(output) as written:
         (written / WEIGHTS_FILE).write_bytes(save(tensors))
-        write_json(written / CONFIG_FILE, asdict(replace(saved, drafter={**saved.drafter, "architecture": architecture})))
+        options = {**saved.drafter, "architecture": architecture}
+        digest = sha256_file(written / WEIGHTS_FILE)
+        grown = replace(saved, format_version=FORMAT_VERSION, drafter=options, weights_sha256=digest)
+        write_json(written / CONFIG_FILE, asdict(grown))
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:

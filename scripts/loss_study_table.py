@@ -17,6 +17,7 @@ import torch
 
 from outrider.data.files import read_json, write_json
 from outrider.eval.measure.environment import describe_environment
+from outrider.models.drafters.losses import check_loss, describe_loss
 
 REFERENCE = ("cross_entropy", "uniform")
 
@@ -43,7 +44,7 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
         train = summary["run"]["train"]
         figures.append(
             {
-                "loss": train["loss"],
+                "loss": describe_loss(check_loss(train["loss"])),
                 "label_weights": train["label_weights"],
                 "seed": train["seed"],
                 "steps": summary["steps"],

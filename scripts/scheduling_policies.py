@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.distill.regenerate.engine import Request
-from outrider.distill.regenerate.engines.batch import FIRST_PART, LEAST_SHARE, MOST_HELD, RESERVED_SHARE, UNKNOWN_SHARE
-from outrider.distill.regenerate.lengths.buckets import LengthPredictor, Predicted
+from outrider.distill.regenerate.lengths.buckets import Experience, LengthPredictor, Lesson, Predicted
+from outrider.distill.regenerate.lengths.policies import POLICIES, Schedule, longest_answer_first
 from outrider.distill.regenerate.lengths.predictors import make_predictor
 from outrider.distill.regenerate.lengths.schedule import (
     Policy,
     Rectangle,
     Waiting,
-    shortest_text_first,
 )
+from outrider.distill.regenerate.lengths.stopwatch import Stopwatch
 from outrider.models.target.hf_target import HFTarget
 
 HELD_OUT = 700
@@ -151,14 +151,6 @@ def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
     return sorted(waiting, key=lambda row: (-row.num_read, row.index))
 
 
-def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """Sort by decreasing reservation, so that rows of one batch end together.
-
-    With first fit, this is S3's decreasing first fit.
-    """
-    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
-
-
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
     """Return the predictors, and whether each knows the length of another model's answer."""
     return {
@@ -171,8 +163,7 @@ def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]
 def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]], budget: int) -> dict[str, Policy]:
     """Return all policies of the comparison by name.
 
-    Known lengths are exact, and (b) to (d) reserve exactly these. S3's policy is decreasing first
-    fit with the whole predicted length reserved. Its batches end with their last row.
+    Known lengths are exact, and (b) to (d) reserve exactly these.
     """
     maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
     memory = Rectangle()
@@ -183,57 +174,22 @@ def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]]
         "(c) longest prompt first": Policy(reservation=actual, order=longest_prompt_first, memory=memory, may_overtake=True),
         ORACLE: Policy(reservation=actual, order=longest_answer_first, memory=memory, may_overtake=True),
     }
-    predicted = {
-        name: Policy(
-            reservation=predict(predictor, work, knows_lengths=knows_lengths, part=FIRST_PART),
-            order=shortest_text_first,
-            memory=memory,
-            may_overtake=True,
-            least_share=LEAST_SHARE,
-            most_held=MOST_HELD * budget,
-        )
-        for name, (predictor, knows_lengths) in predictors.items()
-    }
+    predicted = {name: ("shortest", *predictor) for name, predictor in predictors.items()}
     if OURS in predictors:
-        reservation = predict(predictors[OURS][0], work, knows_lengths=False, part=1.0)
-        fixed[S3] = Policy(reservation=reservation, order=longest_answer_first, memory=memory, may_overtake=True)
-    return fixed | predicted
+        predicted[S3] = ("s3", predictors[OURS][0], False)
+    return fixed | {
+        name: POLICIES[schedule].policy(predict(predictor, work, POLICIES[schedule], knows_lengths=knows_lengths), budget)
+        for name, (schedule, predictor, knows_lengths) in predicted.items()
+    }
 
 
-def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, part: float) -> "Experienced":
+def predict(predictor: LengthPredictor, work: Workload, schedule: Schedule, *, knows_lengths: bool) -> Predicted:
     def shown(request: Request) -> Request:
         return request if knows_lengths else replace(request, num_known_tokens=None)
 
-    predicted = Predicted(
-        predictor,
-        [shown(request) for request in [*(seen.request for seen in work.seen), *work.requests]],
-        share=RESERVED_SHARE,
-        part=part,
-        unknown=max(1, int(UNKNOWN_SHARE * work.max_new_tokens)),
+    return schedule.reserve(
+        Experience(lambda: predictor, [Lesson(request=shown(seen.request), num_tokens=seen.num_tokens) for seen in work.seen]),
+        [shown(request) for request in work.requests],
+        max_new_tokens=work.max_new_tokens,
+        learning=Stopwatch(),
     )
-    return Experienced(predicted, [seen.num_tokens for seen in work.seen])
-
-
-class Experienced:
-    """Predicted reservations that start from known answers.
-
-    These are the answers to the first requests of `predicted`.
-    """
-
-    def __init__(self, predicted: Predicted, seen: list[int]) -> None:
-        self.predicted = predicted
-        self.seen = dict(enumerate(seen))
-        predicted._predicted |= self.seen  # none of these was mistaken
-        predicted.observe(self.seen, {})
-
-    def reserve(self, indices: Sequence[int]) -> list[int]:
-        return self.predicted.reserve([len(self.seen) + index for index in indices])
-
-    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        return self.predicted.observe(self.seen | self._shifted(lengths), self._shifted(unfinished))
-
-    def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        return self.predicted.compare([*self.seen.values(), *lengths])
-
-    def _shifted(self, tokens: dict[int, int]) -> dict[int, int]:
-        return {len(self.seen) + index: count for index, count in tokens.items()}

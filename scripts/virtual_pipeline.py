@@ -95,6 +95,9 @@ class VirtualTarget:
         entries = (0, *(node + 1 for node in accepted.host_nodes[0]))
         self._keep = Keep(entries=entries, num_committed=len(entries))
 
+    def discard(self) -> None:
+        raise NotImplementedError("all of its logits are numbers")
+
     def select(self, rows: Sequence[int]) -> None:
         assert list(rows) == [0]
 

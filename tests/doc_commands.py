@@ -29,7 +29,9 @@ ALLOWED = {
 KEYWORDS = {"do", "else", "exec", "then"}
 BUILTINS = {"case", "done", "echo", "esac", "fi", "for", "if", "set", "trap", "wait", "while"}
 """Of the shell."""
-ALLOWED_MODULES = {"venv", "sglang.launch_server", "medusa.inference.cli", "recurrent_drafting.cmd.generate", "vllm"}
+ALLOWED_MODULES = {"venv", "sglang.launch_server", "medusa.inference.cli", "vllm"} | {
+    f"recurrent_drafting.{package}cmd.generate" for package in ("", "mlx.")
+}
 ALLOWED_SCRIPTS = {"examples/medusa/convert_checkpoint.py"}
 """TensorRT-LLM's."""
 RECIPES = ("train.py", "outrider.train", "train")

@@ -43,6 +43,12 @@ QUESTIONS = [
 ]
 
 
+def forge_summary(folder: Path, rows: list[Any]) -> None:
+    """Write a summary of other rows, as an earlier version left it: without digests."""
+    (folder / "summary.json").write_text(json.dumps(rows))
+    (folder / "facts.json").unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="module")
 def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the options of a tiny run in a folder that the tests of this file share."""
@@ -120,7 +126,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "package/custom_generate/generate.py",
     ]
     assert [name for name in promised if not (folder / name).is_file()] == []
-    assert list(folder.rglob("*.tmp")) == []
+    assert list(folder.rglob("*.outrider-tmp")) == []
     baseline, *training_free, drafter, merged = summary(folder)
     assert [row["name"] for row in training_free] == ["Prompt lookup, 10 nodes", "Recycling, 40 nodes"]
     assert merged["name"] == "ReDrafter + Suffix + Recycling, 2 beams of 3, 40 nodes, paced"
@@ -211,7 +217,7 @@ def test_a_disturbed_speed_is_left_out_of_the_card_and_the_run_goes_on(
     rows = json.loads((copy / "eval/summary.json").read_text())
     stall = {"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 27.0}
     stalled = {**rows[3], "speedup": 1.23, "speedup_ci95": None, "exceeds": "", "disturbed": [stall]}
-    (copy / "eval/summary.json").write_text(json.dumps([rows[0], stalled]))
+    forge_summary(copy / "eval", [rows[0], stalled])
     export = [f"output_dir={copy}", *overrides[1:], "stages=[export]", "export.overwrite=true"]
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *export)
@@ -245,7 +251,7 @@ def test_a_finished_drafter_is_pushed_with_export_push(
         summary_file, pushed = copy / "eval/summary.json", dict(repository.branches)
         rows = json.loads(summary_file.read_text())
         (copy / "eval" / "records.jsonl").unlink()
-        summary_file.write_text(json.dumps([rows[0], {**rows[3], "speedup": None, "lossless": False}]))
+        forge_summary(copy / "eval", [rows[0], {**rows[3], "speedup": None, "lossless": False}])
         with pytest.raises(ValueError, match="isn't pushed: its drafter isn't lossless"):
             run_here("conf=demo", *overrides[1:], *push, "export.overwrite=true")
         assert repository.branches == pushed
@@ -279,7 +285,7 @@ def test_a_certificate_that_failed_or_is_of_other_weights_is_an_error(finished, 
     ("change", "message"),
     [
         ("export.formats=[tgi]", r'export.formats\[0\]="tgi": must be one of .*eagle1-vllm'),
-        ("export.formats=[vllm]", "export.formats has vllm, which is for the kind eagle3 or eagle or .*redrafter"),
+        ("export.formats=[vllm]", "export.formats has vllm, which is for the kind eagle3 or block or eagle or .*redrafter"),
         ("export.formats=[eagle3]", "export.formats has eagle3, which is for the kind eagle3, and the drafter is redrafter"),
         ("export.formats=[apple]", "export.formats has apple, and .*initial_state"),
         ("export.push=true", "repo is null; name the repository"),

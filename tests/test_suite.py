@@ -15,7 +15,7 @@ from outrider.models.drafters import DRAFTERS, TRAINING_FREE
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 
 from .conformance.test_architectures import CASES
-from .conformance.test_drafters import MERGED, OPTIONS
+from .conformance.test_drafters import DRAWN_TREES, MERGED, OPTIONS
 
 CONFORMANCE = "tests/conformance/test_drafters.py"
 ARCHITECTURES = "tests/conformance/test_architectures.py"
@@ -59,7 +59,7 @@ def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, A
 
 def kinds(cases: Iterable[dict[str, Any]]) -> set[str]:
     names = [case.get("name", case.get("kind")) for case in cases]
-    return {OPTIONS.get(name, {}).get("kind", name) for name in names}
+    return {DRAWN_TREES.get(name, OPTIONS.get(name, {}).get("kind", name)) for name in names}
 
 
 def test_every_rule_decodes_with_every_kind(collected: list[pytest.Item]) -> None:
@@ -73,6 +73,7 @@ def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> 
     cases = quick_cases(collected, f"{CONFORMANCE}::test_every_objective_has_a_finite_gradient")
     for loss in LossKind:
         assert kinds(case for case in cases if case["loss"] == loss) == DRAFTERS.keys(), loss
+    assert kinds(case for case in cases if isinstance(case["loss"], dict)) == DRAFTERS.keys(), "a mixture"
     for weights in WEIGHTS:
         assert kinds(case for case in cases if case["weights"] == weights) == DRAFTERS.keys(), weights
 

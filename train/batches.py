@@ -100,10 +100,12 @@ class BatchStream:
     def _batch(self, step: int, micro: int) -> DrafterBatch:
         start = self.position(step) + (micro * self.num_processes + self.rank) * self.config.batch_size
         examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
+        # An on-policy step chooses among all positions: see `on_policy`.
+        max_positions = None if self.config.is_on_policy(step) else self.config.max_positions
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, "positions", step, micro, self.rank))
         return collate(
             examples,
-            max_positions=self.config.max_positions,
+            max_positions=max_positions,
             generator=generator,
             labels=self.config.labels,
             pad_id=PAD_ID,
@@ -170,9 +172,9 @@ def target_reads(drafter: TrainableDrafter, objective: Objective, other: OtherDr
 
     `other` is the drafter of `train.label_weights`, which may read more.
     """
-    top = objective.loss.needs_teacher and objective.teacher == "top_k"
+    top = objective.needs_teacher and objective.teacher == "top_k"
     reads = TargetReads(
-        hidden_states=drafter.reads_hidden_states or (objective.loss.needs_teacher and not top),
+        hidden_states=drafter.reads_hidden_states or (objective.needs_teacher and not top),
         layers=drafter.feature_layers,
         top=top,
     )

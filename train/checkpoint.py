@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-00000120`. It is written under a temporary name and renamed when it
 is complete, with a marker that lists its files. Checkpoints are not synced to the disk, which a
 killed process doesn't need. After a power cut the sizes in the marker show whether a checkpoint is
-damaged; then training resumes from the one before.
+whole; if it isn't, training resumes from the one before. Digests of the files and of the marker
+itself show damage and edits, which are an error.
 """
 
 import errno
@@ -15,6 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,15 +26,39 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
-from ..data.files import partial_directory, read_json, replacing_directory
+from ..data.fields import NonNegativeInt, PositiveInt
+from ..data.files import partial_directory, read_dataclass, read_json, replacing_directory, sha256_file, sha256_json
 from .state import HostCopy, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MARKER_FILE = "complete.json"
 STATE_FILE = "state.pt"
 """Holds {"model": state, "optimizer": state, "generators": one random state per process}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """Size and digest of one file of a checkpoint."""
+
+    num_bytes: NonNegativeInt
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """Content of `complete.json`, which is written when all files of a checkpoint are complete."""
+
+    format_version: int
+    step: NonNegativeInt
+    sharded_by: str | None
+    num_processes: PositiveInt
+    state: dict[str, Any]
+    """What `Checkpoints.save` got, as JSON values."""
+    files: dict[str, FileFacts]
+    sha256: str
+    """Digest of the other fields (`sha256_json`)."""
 
 
 def sharded_by(accelerator: Accelerator) -> str | None:
@@ -95,7 +121,7 @@ class Checkpoints:
             "format_version": FORMAT_VERSION,
             "sharded_by": sharded_by(self._accelerator),
             "num_processes": self._accelerator.num_processes,
-            **state,
+            "state": state,
         }
         if marker["sharded_by"] is not None:
             self._save_sharded(step, marker)
@@ -143,70 +169,86 @@ class Checkpoints:
         for old in complete_checkpoints(self.directory)[: -self._keep]:
             shutil.rmtree(old)
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
+    def load(self, checkpoint: Path) -> Marker:
         """Restore weights, optimizer and random numbers; returns the marker.
 
-        The marker includes the `state` of `save`. With another number of processes than before,
-        random numbers are not restored. Raises ValueError for a checkpoint that is damaged, or that
-        this launch can't read.
+        All processes must call it together. With another number of processes than before, random
+        numbers are not restored. Raises ValueError for a checkpoint that is damaged, or that this
+        launch can't read.
         """
         marker = read_marker(checkpoint)
         _require_readable(checkpoint, marker, self._accelerator)
+        require_unchanged(checkpoint, marker, self._accelerator)
         try:
-            _require_sound(checkpoint, marker)
-            if marker["sharded_by"] is not None:
+            if marker.sharded_by is not None:
                 self._accelerator.load_state(str(checkpoint))
                 return marker
             content = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             model.load_state_dict(content["model"])
             self._optimizer.load_state_dict(content["optimizer"])
-            if marker["num_processes"] == self._accelerator.num_processes:
+            if marker.num_processes == self._accelerator.num_processes:
                 mine = content["generators"][self._accelerator.process_index]
                 set_random_state(mine, self._accelerator.device)
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             # torch's message about a file of another kind is long, and advises to load it unsafely.
-            reason = "unreadable" if isinstance(error, pickle.UnpicklingError) else error
-            raise ValueError(
-                f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command resumes from the one "
-                "before, or starts again"
-            ) from error
+            raise _damaged(checkpoint, "unreadable" if isinstance(error, pickle.UnpicklingError) else error) from error
         return marker
 
 
-def _require_sound(checkpoint: Path, marker: Mapping[str, Any]) -> None:
-    """Raise ValueError where bytes have changed since they were written.
+def require_unchanged(checkpoint: Path, marker: Marker, accelerator: Accelerator) -> None:
+    """Raise ValueError, in all processes, where bytes have changed since they were written.
 
-    torch saves archives with a checksum of each part, and doesn't check it when it loads them.
+    Each process reads a share of the files.
     """
-    for name in marker["files"]:
-        if zipfile.is_zipfile(checkpoint / name):
-            with zipfile.ZipFile(checkpoint / name) as archive:
-                if (part := archive.testzip()) is not None:
-                    raise ValueError(f"{part} in {name} has another checksum")
+    mine = list(marker.files.items())[accelerator.process_index :: accelerator.num_processes]
+    for name in gather_object([name for name, facts in mine if sha256_file(checkpoint / name) != facts.sha256]):
+        raise _damaged(checkpoint, f"{name} has another checksum")
 
 
-def _require_readable(checkpoint: Path, marker: Mapping[str, Any], accelerator: Accelerator) -> None:
-    """Raise ValueError for a checkpoint that this version and launch can't load."""
+def _damaged(checkpoint: Path, reason: object) -> ValueError:
+    return ValueError(
+        f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command resumes from the one before, or "
+        "starts again"
+    )
+
+
+def _require_readable(checkpoint: Path, marker: Marker, accelerator: Accelerator) -> None:
+    """Raise ValueError for a checkpoint that this launch can't load."""
     here = sharded_by(accelerator)
-    if marker.get("format_version") != FORMAT_VERSION:
-        problem = f"has format {marker.get('format_version', 1)}, and this version of outrider reads format {FORMAT_VERSION}"
-        remedy = "Resume with the version that wrote it, or delete the checkpoints to train again"
-    elif marker["sharded_by"] != here:
-        problem = f"was written by {marker['sharded_by'] or 'one process for all'}, and this launch uses {here or 'neither'}"
+    if marker.sharded_by != here:
+        problem = f"was written by {marker.sharded_by or 'one process for all'}, and this launch uses {here or 'neither'}"
         remedy = "Launch it as it was launched before"
-    elif here is not None and marker["num_processes"] != accelerator.num_processes:
-        problem = f"is in {marker['num_processes']} parts by {here}, and there are {accelerator.num_processes} processes now"
+    elif here is not None and marker.num_processes != accelerator.num_processes:
+        problem = f"is in {marker.num_processes} parts by {here}, and there are {accelerator.num_processes} processes now"
         remedy = "Launch as many processes as before; only a run that isn't sharded can resume with another number"
     else:
         return
     raise ValueError(f"the checkpoint {checkpoint} {problem}. {remedy}")
 
 
-def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """The marker of a complete checkpoint."""
-    marker: dict[str, Any] = read_json(checkpoint / MARKER_FILE)
-    return marker
+def read_marker(checkpoint: Path) -> Marker:
+    """Return the marker of a complete checkpoint.
+
+    Raises ValueError for a checkpoint of another format, and for a marker that was altered.
+    """
+    path = checkpoint / MARKER_FILE
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise _damaged(checkpoint, f"{MARKER_FILE} is a {type(content).__name__}")
+    if (version := content.get("format_version", 1)) != FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint {checkpoint} has format {version}, and this version of outrider reads format {FORMAT_VERSION}. "
+            "Resume with the version that wrote it, or delete the checkpoints to train again"
+        )
+    if content.pop("sha256", None) != sha256_json(content):
+        raise _damaged(checkpoint, f"{MARKER_FILE} was altered: its SHA-256 digest is not the one that it records")
+    return read_dataclass(Marker, path)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by its folder's name, without reading it."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
@@ -251,18 +293,29 @@ def _folder(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def _write_marker(partial: Path, marker: dict[str, Any]) -> None:
-    """Write the marker of a complete checkpoint, with the sizes of its files."""
+def _write_marker(partial: Path, marker: Mapping[str, Any]) -> None:
+    """Write the marker of a complete checkpoint, with sizes and digests."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in paths}
-    (partial / MARKER_FILE).write_text(json.dumps({**marker, "files": files}, indent=1, allow_nan=False))
+    with ThreadPoolExecutor() as pool:  # a sharded checkpoint has many files
+        files = {
+            path.relative_to(partial).as_posix(): {"num_bytes": path.stat().st_size, "sha256": sha256}
+            for path, sha256 in zip(paths, pool.map(sha256_file, paths), strict=True)
+        }
+    # As it will be read: JSON turns tuples into lists, and all keys into texts.
+    content = json.loads(json.dumps({**marker, "files": files}, allow_nan=False))
+    (partial / MARKER_FILE).write_text(json.dumps({**content, "sha256": sha256_json(content)}, indent=1))
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    if not (checkpoint / MARKER_FILE).is_file():
-        return False
+    """Return whether no file is missing or shorter than it was, as after a kill or a power cut.
+
+    Other damage doesn't count here: `read_marker` and `Checkpoints.load` report it.
+    """
     try:
-        files = dict(read_marker(checkpoint)["files"])
-    except (ValueError, KeyError, TypeError):  # the marker itself was torn by a power cut
+        content = read_json(checkpoint / MARKER_FILE)
+        if content.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+            return True
+        sizes = {name: facts["num_bytes"] for name, facts in content["files"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError):  # missing, or torn by a power cut
         return False
-    return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size for name, size in files.items())
+    return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size for name, size in sizes.items())

@@ -1,19 +1,21 @@
 """How a drafter is trained."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..data.choices import LABELS
-from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
-from ..models.drafters.losses import MISSED_BY, TEACHERS, LossKind
+from ..data.fields import OPTIONS, NonNegativeInt, NumThreads, PositiveInt, Seed, Share, SmallCount, one_of, raise_problems
+from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 TRACKERS = ("none", "wandb", "tensorboard", "wandb+tensorboard")
 WANDB_MODES = ("online", "offline", "disabled")
+DEFAULT_SHARE = 0.25
+"""`on_policy_share` where it is null."""
 EXPORTS = ("best", "last")
 ON_SPIKE = ("warn", "stop")
 
@@ -38,10 +40,16 @@ MAY_CHANGE_ON_RESUME = frozenset(
 """Options that don't change what is learned: a run may resume with other values."""
 
 
+if TYPE_CHECKING:
+    TrainLoss = LossKind | dict[LossKind, float]
+else:  # Hydra has no type for a text or a mapping. `outrider options` describes the second type.
+    TrainLoss = Annotated[Any, LossKind | dict[LossKind, float], AfterValidator(check_loss)]
+
+
 def known_weights(value: str) -> str:
     """Raise an error for a `label_weights` that doesn't exist."""
-    if value not in ("uniform", "reached") and not (value.startswith(MISSED_BY) and value != MISSED_BY):
-        raise PydanticCustomError("label_weights", "must be one of uniform, reached, missed_by:DRAFTER")
+    if value not in WEIGHTS[:-1] and not (value.startswith(MISSED_BY) and value != MISSED_BY):
+        raise PydanticCustomError("label_weights", "must be one of uniform, reached, dpace, missed_by:DRAFTER")
     return value
 
 
@@ -53,41 +61,50 @@ class TrainConfig:
     """Optimizer steps of the whole training. With more steps than before, a finished training
     resumes from its last checkpoint, on the schedule of the new number. Fewer steps than before are
     an error."""
-    batch_size: PositiveInt = 8
+    batch_size: SmallCount = 8
     """Texts per micro-batch and process. One optimizer step reads `batch_size` x
     `gradient_accumulation` x processes texts."""
-    gradient_accumulation: PositiveInt = 1
+    gradient_accumulation: SmallCount = 1
     """Micro-batches per process and optimizer step."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: SmallCount | None = None
     """Texts per optimizer step over all processes. `gradient_accumulation` follows from it, for any
     number of GPUs. It must be a multiple of `batch_size` x processes. null: `batch_size` x
     `gradient_accumulation` x processes."""
     max_positions: PositiveInt | None = None
     """Positions per micro-batch and process whose labels are trained on. They are drawn at random
     from the positions that have labels. null: all of them."""
+    on_policy_every: PositiveInt | None = None
+    """On-policy training: every so many optimizer steps, a share of the positions is chosen where the
+    current drafter would start a step of decoding, and the others at random. Needs `max_positions`.
+    null: all positions are chosen at random."""
+    on_policy_share: Share | None = None
+    """Largest share of `max_positions` that `on_policy_every` chooses. null: a quarter."""
     packing: bool = False
     """Put several texts of a micro-batch into one row, which saves padding. Texts in one row don't
     attend to each other. Each step has the same texts and the same loss as without packing, apart
     from rounding and from the random feature noise of the kind eagle."""
     activation_checkpointing: bool = False
     """Recompute the activations of the drafter's decoder layers in the backward pass, and don't
-    store them: less memory, more time, and the same gradient. Only the kinds eagle, eagle3 and
-    draft_model have such layers; for other kinds it changes nothing."""
+    store them: less memory, more time, and the same gradient. Only the kinds block, eagle,
+    eagle3 and draft_model have such layers; for other kinds it changes nothing."""
     labels: Annotated[str, one_of(*LABELS)] = "distilled"
     """What the drafter learns to predict: `distilled`, the target's own continuations, or `text`,
     the next tokens of the text at the same positions (for an ablation)."""
 
-    loss: Annotated[LossKind, Field(strict=False)] = LossKind.cross_entropy
+    loss: TrainLoss = LossKind.cross_entropy
     """The loss. `cross_entropy` needs only the labels. `kl`, `reverse_kl`, `tv` (total variation),
     `acceptance`, `kl_tv` and `kl_acceptance` compare the drafter with the target's distribution, at
-    depths where the continuation equals the text. See `LossKind`."""
+    depths where the continuation equals the text. A mixture gives each of its losses a weight, and
+    is their sum: {cross_entropy: 0.1, tv: 0.9}. See `LossKind`."""
     teacher: Annotated[str, one_of(*TEACHERS)] = "full"
     """The target's distribution that all losses but `cross_entropy` use. `full` computes it from
     the target's hidden states. `top_k` uses the likeliest tokens that `distill.top_logprobs`
     stored, and counts all other tokens as one. See `Objective`."""
     label_weights: Annotated[str, AfterValidator(known_weights)] = "uniform"
     """Weight of each label in the loss. `uniform`: all are equal. `reached` counts a label only if
-    the drafter predicts all labels before it, at lower depths, correctly. `missed_by:DRAFTER`, with
+    the drafter predicts all labels before it, at lower depths, correctly. `dpace` weights a label by
+    the share of the expected accepted length that depends on it (D-PACE, arXiv 2605.18810), in
+    place of `drafter.loss_decay` and the like. `missed_by:DRAFTER`, with
     the folder of another drafter, trains where that drafter is wrong, for a merge of both: see
     `missed_share`."""
 
@@ -125,7 +142,7 @@ class TrainConfig:
     shuffle_shards: PositiveInt = 16
     """Number of shards whose texts are shuffled together. Every process holds that many shards in
     memory."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads of torch per process. null: torch's own choice."""
 
     log_every: PositiveInt = 10
@@ -163,8 +180,37 @@ class TrainConfig:
         """The other drafter of `label_weights`."""
         return self.label_weights.removeprefix(MISSED_BY) if self.label_weights.startswith(MISSED_BY) else None
 
+    @property
+    def mixes_teacher_and_labels(self) -> bool:
+        """Whether the loss learns from the target's distribution, and from labels off the text."""
+        return needs_teacher(self.loss) and self.labels == "distilled"
+
+    @property
+    def num_on_policy(self) -> int:
+        """Most positions of a micro-batch that `on_policy_every` chooses."""
+        share = DEFAULT_SHARE if self.on_policy_share is None else self.on_policy_share
+        return round(share * (self.max_positions or 0))
+
+    def is_on_policy(self, step: int) -> bool:
+        """Whether the positions of a step, counted from 0, are chosen on-policy."""
+        return self.on_policy_every is not None and (step + 1) % self.on_policy_every == 0
+
     def __post_init__(self) -> None:
         problems = []
+        if self.on_policy_every is not None and self.max_positions is None:
+            problems.append(
+                f"on_policy_every is {self.on_policy_every}, and max_positions is null, so all positions are trained and none "
+                "are chosen; set train.max_positions, or train.on_policy_every=null"
+            )
+        elif self.on_policy_every is not None and not self.num_on_policy:
+            problems.append(
+                f"on_policy_share is {self.on_policy_share or DEFAULT_SHARE:g} and max_positions {self.max_positions}, so no "
+                "position is chosen; raise one of them"
+            )
+        if self.on_policy_share is not None and self.on_policy_every is None:
+            problems.append(
+                f"on_policy_share is {self.on_policy_share:g}, and on_policy_every is null; set that too, such as 1"
+            )
         if self.global_batch_size is not None and self.gradient_accumulation != 1:
             problems.append(
                 f"global_batch_size is {self.global_batch_size} and gradient_accumulation {self.gradient_accumulation}; the "

@@ -6,7 +6,7 @@ A few real steps are timed; memory and disk are computed.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,8 @@ from ..models.target.tensor_parallel import Worker
 from .batches import PAD_ID, target_reads, with_hidden_states
 from .config import TrainConfig
 from .division import with_accumulation
-from .missed_by import open_other
+from .missed_by import TrainedCounter, open_other
+from .on_policy import step_starts
 from .parallel import make_anchor
 from .precision import tensor_float32
 from .setup import make_objective, make_optimizer
@@ -120,7 +121,7 @@ def estimate_training(
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     if drafter.wants_token_counts:
-        drafter.choose_draft_vocabulary(_count_tokens(examples, target.vocab_size))
+        drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     # 2. The times of a step, of a checkpoint's copy and of a measurement on held-out texts.
     optimizer, _ = make_optimizer(drafter, config)
     seconds_per_step = _time_steps(config, drafter, optimizer, target, examples, accelerator)
@@ -166,7 +167,7 @@ def _time_steps(
     while len(batch_seconds) < MIN_TIMED or time.perf_counter() - started < MEASURED_SECONDS:
         # 1. A micro-batch: collation, the target's states, forward and backward.
         index, begin = len(update_seconds), time.perf_counter()
-        batch = with_hidden_states(_draw_batch(config, examples, reads, index), target, reads, other)
+        batch = with_hidden_states(draw_batch(config, examples, reads, index), target, reads, other)
         with accelerator.autocast(), tensor_float32(accelerator.device):
             sums, *_ = model(batch, make_anchor(accelerator))
         sums.sum().backward()
@@ -183,7 +184,31 @@ def _time_steps(
         if index + 1 == WARM_UP:
             started = time.perf_counter()
             batch_seconds.clear()
-    return median(batch_seconds) * config.gradient_accumulation + median(update_seconds[WARM_UP:])
+    choice_seconds = _time_choice(config, drafter, target, examples, reads)
+    return (median(batch_seconds) + choice_seconds) * config.gradient_accumulation + median(update_seconds[WARM_UP:])
+
+
+def _time_choice(
+    config: TrainConfig,
+    drafter: TrainableDrafter,
+    target: HFTarget,
+    examples: Sequence[DistilledExample],
+    reads: TargetReads,
+) -> float:
+    """Return the seconds in which a micro-batch's on-policy positions are chosen, as a mean over steps."""
+    if config.on_policy_every is None:
+        return 0.0
+    all_positions = replace(config, max_positions=None, on_policy_every=None, on_policy_share=None)
+    batch = with_hidden_states(draw_batch(all_positions, examples, reads, 0), target, reads)
+    seconds = []
+    drafter.eval()
+    for seed in range(1 + MIN_TIMED):
+        started = time.perf_counter()
+        step_starts(TrainedCounter(drafter, target), batch, config, seed)
+        synchronize(target.device)
+        seconds.append(time.perf_counter() - started)
+    drafter.train()
+    return median(seconds[1:]) / config.on_policy_every
 
 
 def _count_due(steps: int, steps_done: int, every: int) -> int:
@@ -233,7 +258,7 @@ def _time_decoding(target: HFTarget, prompts: list[torch.Tensor], *, max_new_tok
     return time.perf_counter() - started
 
 
-def _draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads, index: int) -> DrafterBatch:
+def draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads, index: int) -> DrafterBatch:
     """Return a micro batch; the sample is used again and again."""
     start = index * config.batch_size
     batch = [examples[(start + offset) % len(examples)] for offset in range(config.batch_size)]
@@ -253,7 +278,7 @@ def _draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads
     )
 
 
-def _count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> torch.Tensor:
+def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> torch.Tensor:
     labels = torch.cat([example.continuations.flatten() for example in examples])
     return labels[labels != UNKNOWN].bincount(minlength=vocab_size)
 

@@ -73,13 +73,18 @@ class Meter:
         self.measured: Loss | None = None
         self._measure_from = measure_from
         self._window: Loss | None = None
-        self._seen = torch.zeros(2, dtype=torch.long, device=device)  # positions and tokens of the whole run
+        # Positions, tokens and on-policy positions of the whole run.
+        self._seen = torch.zeros(3, dtype=torch.long, device=device)
+        self.on_policy_seconds = 0.0
+        """Seconds that this process has spent on choosing positions since it started."""
         self._first_bad_step = torch.tensor(NO_STEP, device=device)
         self._seconds = 0.0
         self._started = time.perf_counter()
         self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run at the last record
         self.pause_seconds = 0.0
         """Length of the last pause."""
+        self.latest: dict[str, Any] | None = None
+        """The last record of the run, as its file has it."""
 
     @property
     def seconds(self) -> float:
@@ -96,8 +101,11 @@ class Meter:
             self.pause_seconds = time.perf_counter() - started
             self._started += self.pause_seconds
 
-    def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
-        """Add one optimizer step: its loss, and its positions and tokens, over all processes."""
+    def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 3"]) -> None:
+        """Add one optimizer step: its loss, and its positions, tokens and on-policy positions.
+
+        All are sums over all processes.
+        """
         self._window = add_losses(self._window, loss)
         if step >= self._measure_from:
             self.measured = add_losses(self.measured, loss)
@@ -121,7 +129,7 @@ class Meter:
         assert self._window is not None, "a record covers at least one step"
         means = summarize(self._window)
         self._window = None
-        (positions, tokens), seconds = self._seen.tolist(), self.seconds
+        (positions, tokens, on_policy), seconds = self._seen.tolist(), self.seconds
         last_positions, last_tokens, last_seconds = self._last_record
         self._last_record = (positions, tokens, seconds)
         seconds_since = max(seconds - last_seconds, 1e-9)
@@ -129,6 +137,7 @@ class Meter:
             **means,
             "positions_seen": positions,
             "tokens_seen": tokens,
+            **({"on_policy_positions_seen": on_policy} if on_policy else {}),
             "seconds": seconds,
             "positions_per_second": (positions - last_positions) / seconds_since,
             "tokens_per_second": (tokens - last_tokens) / seconds_since,
@@ -142,15 +151,18 @@ class Meter:
             "seen": self._seen.tolist(),
             "seconds": self.seconds,
             "last_record": list(self._last_record),
+            "latest": self.latest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
-        self._seen = torch.tensor(state["seen"], device=device)
+        # An earlier version counted no on-policy positions.
+        self._seen = torch.tensor([*state["seen"], 0][:3], device=device)
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)
+        self.latest = state["latest"]
         self._seconds = state["seconds"]
         self._started = time.perf_counter()
 

@@ -2,7 +2,7 @@
 
 At each position to train, the other drafter proposes a tree as in decoding: it reads the text up to
 there, and then the token that the target has chosen. `num_covered` is the number of draft tokens of
-the continuation in this tree. It decides the weights of the labels: see `objective.missed_share`.
+the continuation in this tree. It decides the weights of the labels: see `label_weights.missed_share`.
 """
 
 import time

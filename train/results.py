@@ -1,6 +1,7 @@
 """What decides a run, and what it leaves: the drafter's folder and the summary."""
 
 import hashlib
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,14 @@ from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.calibration import CALIBRATION_FILE
 from ..models.drafters.saved.build import DrafterSpec, starting_weights
-from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
+from ..models.drafters.saved.folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TrainingFacts,
+    read_training_facts,
+    require_recorded_weights,
+    write_training_facts,
+)
 from ..models.drafters.saved.loading import change_options
 from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
@@ -69,7 +77,7 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
     if config.missed_by is not None:
         options["label_weights"] = {"missed_by": describe_other(config.missed_by)}  # its folder may move
     return {
-        "train": options,
+        "train": json.loads(json.dumps(options)),  # names of losses as plain texts, as in a file
         "drafter": {
             "kind": spec.kind,
             **{key: value for key, value in asdict(spec.config).items() if key not in spec.config.RUNTIME_FIELDS},
@@ -100,7 +108,7 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
     remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
     checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
     if checkpoint is not None:
-        _require_same_run(read_marker(checkpoint)["run"], run, checkpoint, remedy)
+        _require_same_run(read_marker(checkpoint).state["run"], run, checkpoint, remedy)
     summary_path = output_dir / SUMMARY_FILE
     if not summary_path.exists():
         return False
@@ -114,7 +122,17 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
             )
         return False
     # If options of the end changed, the last checkpoint and the best drafter give the new results.
-    return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
+    is_there = summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
+    return is_there and (checkpoint is None or _facts_are_those_of(summary, drafter_dir))
+
+
+def _facts_are_those_of(summary: Summary, drafter_dir: Path) -> bool:
+    """Whether `training.json`, if it is there, has the figures of the summary."""
+    try:
+        facts = read_training_facts(drafter_dir)
+    except ValueError:
+        return False
+    return facts is None or all(getattr(summary, name) == value for name, value in asdict(facts).items())
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
@@ -139,31 +157,27 @@ def save_results(
     *,
     target: TargetIdentity,
     run: Mapping[str, Any],
-    seconds: float,
     hardware: str,
     config: TrainConfig,
     best: Best,
+    latest: Mapping[str, Any] | None,
 ) -> None:
     """Save the drafter that `config.export` names, and then the summary.
 
-    The summary shows that the drafter is complete. `drafter` is the drafter after the last step.
-    Raises ValueError where the records of the training are missing.
+    The summary shows that the drafter is complete. `drafter` is the drafter after the last step,
+    and `latest` the last record of the loss. All facts are those of that record, so that a finished
+    training that is resumed writes the same files. Raises ValueError where the records of the training
+    are missing, or end in another one.
     """
-    records = read_records(output_dir / METRICS_FILE)
-    if not records:
-        raise ValueError(
-            f"{output_dir / METRICS_FILE} holds no record of the training, so there is nothing to sum up; delete {output_dir} "
-            "and train again"
-        )
+    metrics = _last_record(output_dir / METRICS_FILE, latest)
     if bad := [name for name, weight in drafter.state_dict().items() if not weight.isfinite().all()]:
         raise ValueError(
             f"the trained drafter's {bad[0]} isn't finite, so it isn't saved; delete the newest checkpoint in {output_dir} and "
             "give the same command again, or train anew at a lower train.learning_rate"
         )
-    metrics = next(record for record in reversed(records) if "loss" in record)
     facts = TrainingFacts(
         steps=metrics["step"],
-        seconds=seconds,
+        seconds=metrics["seconds"],
         positions_seen=metrics["positions_seen"],
         tokens_seen=metrics["tokens_seen"],
         parameters=sum(parameter.numel() for parameter in drafter.parameters()),
@@ -181,7 +195,7 @@ def save_results(
         else:
             _copy_best(best, folder, drafter)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
-        write_json(folder / TRAINING_FILE, asdict(facts))
+        write_training_facts(folder, facts)
     summary = Summary(
         **asdict(facts),
         metrics=metrics,
@@ -194,11 +208,27 @@ def save_results(
     write_json(output_dir / SUMMARY_FILE, asdict(summary))
 
 
+def _last_record(path: Path, latest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the last record of the loss, whose figures go into the summary.
+
+    Raises ValueError where the file has none, or another one than `latest`.
+    """
+    records = [record for record in read_records(path) if "loss" in record]
+    if not records:
+        problem = "holds no record of the training, so there is nothing to sum up"
+    elif records[-1] != latest:
+        problem = "was altered: its last record of the loss is not the one that the training wrote"
+    else:
+        return records[-1]
+    raise ValueError(f"{path} {problem}; restore it, or delete {path.parent} and train again")
+
+
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
     """Copy the best drafter, with the options for decoding of `drafter`.
 
-    They may have changed since the measurement.
+    They may have changed since the measurement. Raises ValueError for a damaged drafter.
     """
+    require_recorded_weights(best.directory)
     for name in DRAFTER_FILES:
         shutil.copyfile(best.directory / name, folder / name)
     change_options(folder, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})

@@ -39,16 +39,17 @@ def resume(training: Training) -> int:
             training.best.clear()
         return 0
     marker = training.checkpoints.load(checkpoint)
-    training.scheduler.load_state_dict(marker["scheduler"])
-    training.meter.load_state_dict(marker["meter"])
-    training.spikes.load_state_dict(marker["spikes"])
-    training.best.load_state_dict(marker["best"])
-    step, position = int(marker["step"]), int(marker["examples_read"])
+    state, step = marker.state, marker.step
+    training.scheduler.load_state_dict(state["scheduler"])
+    training.meter.load_state_dict(state["meter"])
+    training.spikes.load_state_dict(state["spikes"])
+    training.best.load_state_dict(state["best"])
+    position = int(state["examples_read"])
     training.stream.go_on(step, position)
     logger.info("resuming from %s", checkpoint)
-    if steps_of(marker["run"]) != training.config.steps:
-        _take_over_steps(training, marker["scheduler"], steps_of(marker["run"]), step)
-    _take_over_division(training, Division.of(marker["run"]), step, position)
+    if steps_of(state["run"]) != training.config.steps:
+        _take_over_steps(training, state["scheduler"], steps_of(state["run"]), step)
+    _take_over_division(training, Division.of(state["run"]), step, position)
     return step
 
 

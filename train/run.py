@@ -72,12 +72,14 @@ def train(
                 output_dir,
                 target=target.identity,
                 run=run,
-                seconds=training.meter.seconds,
                 hardware=hardware(accelerator.device, accelerator.num_processes),
                 config=config,
                 best=training.best,
+                latest=training.meter.latest,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
+            if config.on_policy_every is not None:
+                logger.info("train.on_policy_every=%d took %.0f s", config.on_policy_every, training.meter.on_policy_seconds)
             if training.other is not None:
                 logger.info("train.label_weights=%s took %.0f s of it", config.label_weights, training.other.seconds)
     accelerator.wait_for_everyone()

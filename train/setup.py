@@ -61,6 +61,8 @@ def set_up(
         drafter.checkpoint_activations()
     objective = make_objective(config, target)
     # 2. The texts of training, and those that are held out from it.
+    if config.on_policy_every is not None:
+        require_certain_drafts(drafter)
     other = None if config.missed_by is None else open_other(config.missed_by, target)
     reads = target_reads(drafter, objective, other)
     check_shards(config, manifest, reads, target)
@@ -105,15 +107,27 @@ def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Build the objective, with the target's head if the loss compares with the target."""
     weights = config.label_weights if config.missed_by is None else "missed_by"
     objective = Objective(loss=config.loss, weights=weights, teacher=config.teacher)
-    if not objective.loss.needs_teacher:
+    if not objective.needs_teacher:
         return objective
     target.require_plain_head()
     return replace(objective, head=target.head)
 
 
+def require_certain_drafts(drafter: TrainableDrafter) -> None:
+    """Raise ValueError for a drafter whose drafts are drawn at random, so that its steps are too."""
+    if temperature := getattr(drafter.config, "temperature", 0):
+        raise ValueError(
+            f"train.on_policy_every needs drafts that follow from the text, and drafter.temperature is {temperature:g}: they "
+            "are drawn at random. Train with drafter.temperature=0 and give a temperature in eval.settings, or set "
+            "train.on_policy_every=null"
+        )
+
+
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
     """Raise ValueError if the shards lack the top tokens, or the target can't pack texts."""
     manifest.require_top(reads)
+    if config.mixes_teacher_and_labels:
+        manifest.require_teacher_temperature()
     log_recomputed(manifest, reads)
     if config.packing and manifest.stored(reads) != reads:
         require_packing(target)
@@ -126,6 +140,12 @@ def hold_out_texts(
 
     Raises ValueError if no room is left for a prompt.
     """
+    room = validation_room(config, drafter, target)
+    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+
+
+def validation_room(config: TrainConfig, drafter: TrainableDrafter, target: HFTarget) -> int:
+    """Return the most tokens of a prompt that validation decodes. Raises ValueError if none fits."""
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
     if config.validation_texts and room < 1:
@@ -133,7 +153,7 @@ def hold_out_texts(
             f"train.validation_tokens is {config.validation_tokens}, and target and drafter can read at most {context_length} "
             "tokens, which leaves no room for a prompt; lower train.validation_tokens"
         )
-    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+    return room
 
 
 def open_stream(

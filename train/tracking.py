@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from uuid import uuid4
 
 from ..data.files import atomic_write_text
@@ -99,18 +99,26 @@ class Tracker:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file, or none without the file.
 
-    An incomplete last line is ignored.
+    An incomplete last line is ignored. Raises ValueError for a line that is no JSON object with a
+    `step`, and names it.
     """
     if not path.exists():
         return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
+            record = json.loads(line, parse_constant=_not_finite)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+        except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deeply
             raise ValueError(f"{path}, line {number} is not a record ({error}); delete the line") from error
+        records.append(record)
     return records
+
+
+def _not_finite(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of a record")
 
 
 def _names(config: TrainConfig) -> list[str]:

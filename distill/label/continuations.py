@@ -1,4 +1,4 @@
-"""The target's greedy continuation of every position of a text, in one pass per token.
+"""The target's continuation of every position of a text, greedy or sampled, in a pass per token.
 
 Decoding the next `horizon` tokens after each of n positions one by one takes n * horizon passes.
 Here pass 1 is the usual prefill, which gives the first token after all positions. Pass k reads, for
@@ -10,11 +10,17 @@ target's first token equals the text's next token, nothing is decoded at all:
 
 With an agreement rate a at the wanted positions, the work is about 1 + (1 - a)(horizon - 1)
 prefills.
+
+The same holds for sampled continuations, because the random number of a token belongs to its place
+in the text (`SampledLabels`). After the same tokens, the same place gets the same token: position 0
+would sample what position 1 has sampled. Within a continuation the random numbers are independent,
+so each continuation is a sample from the target's distribution after its position.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -22,7 +28,9 @@ from jaxtyping import Bool, Float, Int
 from transformers import DynamicCache, PreTrainedModel
 
 from ...data.types import UNKNOWN
+from ...models.decoding.sampling import Sampling, warp
 from ...models.target.hf_target import HFTarget
+from ...models.target.hidden_states import without_head
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 
@@ -54,6 +62,36 @@ class LabelStats:
         return self.num_agreeing / max(1, self.num_positions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledLabels:
+    """How continuations are sampled; the tokens don't depend on batch, order or device.
+
+    The uniform number `uniforms[b, j]` chooses token j of text b, in every continuation that
+    reaches it: the first token whose cumulated probability exceeds it.
+    """
+
+    temperature: float
+    uniforms: Float[torch.Tensor, "batch column"]
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[str], num_columns: int, *, temperature: float, seed: int, device: torch.device
+    ) -> "SampledLabels":
+        """Draw the numbers of these texts; they depend on the seed, a text's id, and the column."""
+        sources = [Random(f"labels/{seed}/{id}") for id in ids]
+        uniforms = [[source.random() for _ in range(num_columns)] for source in sources]
+        return cls(temperature=temperature, uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device))
+
+    def choose(
+        self, logits: Float[torch.Tensor, "position vocab"], uniforms: Float[torch.Tensor, " position"]
+    ) -> Int[torch.Tensor, " position"]:
+        """Return the tokens that these numbers choose."""
+        # In float32 the sum over a large vocabulary would be off by more than rare tokens have.
+        cumulated = warp(logits, Sampling(temperature=self.temperature)).double().cumsum(-1)
+        chosen = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
+        return chosen.clamp(max=logits.shape[-1] - 1)
+
+
 @torch.inference_mode()
 def label_continuations(
     target: HFTarget,
@@ -65,8 +103,9 @@ def label_continuations(
     prune: bool = True,
     feature_layers: tuple[int, ...] = (),
     top_k: int | None = None,
+    sampled: SampledLabels | None = None,
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
-    """Return the target's greedy next `horizon` tokens after every wanted position.
+    """Return the target's next `horizon` tokens after every wanted position: greedy, or `sampled`.
 
     Texts are right-padded. Entry [b, i, k] is the target's token k + 1 tokens after position i. It
     is UNKNOWN at positions that aren't wanted, and after a stop token, which is itself a label.
@@ -77,34 +116,19 @@ def label_continuations(
     # 1. Prefill: the first token after each position that a label may need.
     assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
     needed = _within(wanted, attention_mask, horizon)
-    first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers)
+    first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
-    stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
-    stopped = torch.isin(first, stop_ids)
+    stopped = torch.isin(first, torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device))
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     agrees = torch.zeros_like(wanted)
     agrees[:, :-1] = (first[:, :-1] == input_ids[:, 1:]) & attention_mask[:, 1:]
     borrows = agrees & ~stopped if prune else torch.zeros_like(wanted)
     depth = _needed_depth(wanted, borrows, horizon)
 
-    # 3. Decode the other positions as branches, one token per pass, and fill in borrowed tokens.
-    continuations = torch.full((*input_ids.shape, horizon), UNKNOWN, dtype=torch.long, device=input_ids.device)
-    continuations[:, :, 0] = first
+    # 3. Decode the other positions as branches, and fill in borrowed tokens.
     rows, positions = ((depth > 1) & ~borrows).nonzero(as_tuple=True)
-    tokens, num_branch_tokens = first[rows, positions], 0
     branches = _make_branches(cache, rows, positions)
-    with branch_attention(target.model):
-        for step in range(1, horizon):
-            live = (depth[branches.rows, branches.positions] > step) & ~torch.isin(tokens, stop_ids)
-            if not live.all():
-                branches.keep(live.nonzero()[:, 0])
-                tokens = tokens[live]
-            if len(tokens):
-                tokens = _greedy(target.model, _branch_hidden_states(target.model, branches, tokens, step))
-                continuations[branches.rows, branches.positions, step] = tokens
-                num_branch_tokens += len(tokens)
-            borrowed = continuations[:, 1:, step - 1]
-            continuations[:, :-1, step] = torch.where(borrows[:, :-1], borrowed, continuations[:, :-1, step])
+    continuations, num_branch_tokens = _decode_branches(target, branches, first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
     continuations[~wanted] = UNKNOWN
     stats = LabelStats(
@@ -115,6 +139,42 @@ def label_continuations(
     )
     features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
     return continuations, features, stats
+
+
+def _decode_branches(
+    target: HFTarget,
+    branches: BranchCache,
+    first: Int[torch.Tensor, "batch seq"],
+    depth: Int[torch.Tensor, "batch seq"],
+    borrows: Bool[torch.Tensor, "batch seq"],
+    horizon: int,
+    sampled: SampledLabels | None,
+) -> tuple[Int[torch.Tensor, "batch seq horizon"], int]:
+    """Return the continuations of `first`, and the number of tokens that were decoded for them.
+
+    A branch gets one token per pass, until its `depth` or a stop token. A position that `borrows`
+    has the next position's continuation after its first token.
+    """
+    stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=first.device)
+    continuations = torch.full((*first.shape, horizon), UNKNOWN, dtype=torch.long, device=first.device)
+    continuations[:, :, 0] = first
+    tokens, num_branch_tokens = first[branches.rows, branches.positions], 0
+    with branch_attention(target.model):
+        for step in range(1, horizon):
+            # 1. Drop the branches that are complete.
+            live = (depth[branches.rows, branches.positions] > step) & ~torch.isin(tokens, stop_ids)
+            if not live.all():
+                branches.keep(live.nonzero()[:, 0])
+                tokens = tokens[live]
+            # 2. Decode a token of all others in one pass, and fill in borrowed ones.
+            if len(tokens):
+                states = _branch_hidden_states(target.model, branches, tokens, step)
+                tokens = _next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
+                continuations[branches.rows, branches.positions, step] = tokens
+                num_branch_tokens += len(tokens)
+            borrowed = continuations[:, 1:, step - 1]
+            continuations[:, :-1, step] = torch.where(borrows[:, :-1], borrowed, continuations[:, :-1, step])
+    return continuations, num_branch_tokens
 
 
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
@@ -173,8 +233,9 @@ def _prefill(
     input_ids: Int[torch.Tensor, "batch seq"],
     labelled: Bool[torch.Tensor, "batch seq"],
     feature_layers: tuple[int, ...] = (),
+    sampled: SampledLabels | None = None,
 ) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
-    """Prefill texts, and choose the first greedy token where `labelled` (UNKNOWN elsewhere).
+    """Prefill texts, and choose the next token where `labelled` (UNKNOWN elsewhere).
 
     Also returns the last hidden states, the inputs of layers, and all keys and values.
     """
@@ -183,7 +244,8 @@ def _prefill(
     hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
     inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
     first = torch.full_like(input_ids, UNKNOWN)
-    first[labelled] = _greedy(target.model, hidden_states[labelled])
+    rows, positions = labelled.nonzero(as_tuple=True)
+    first[labelled] = _next_tokens(target.model, hidden_states[labelled], rows, positions + 1, sampled)
     return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
 
 
@@ -222,10 +284,28 @@ def _branch_hidden_states(
     # All tokens are in one row, so linear layers see no padding; the attention separates the
     # branches.
     positions = branches.positions + step
-    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
-    assert branches.num_steps == step
+    output = without_head(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
+    if branches.num_steps != step:
+        raise ValueError(BYPASSED)
     hidden_states: torch.Tensor = output.last_hidden_state[0]
     return hidden_states
+
+
+def _next_tokens(
+    model: PreTrainedModel,
+    hidden_states: Float[torch.Tensor, "position hidden"],
+    rows: Int[torch.Tensor, " position"],
+    columns: Int[torch.Tensor, " position"],
+    sampled: SampledLabels | None,
+) -> Int[torch.Tensor, " position"]:
+    """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them."""
+    if sampled is None:
+        return _greedy(model, hidden_states)
+    chunks, first = [], 0
+    for logits in _logit_chunks(model, hidden_states):
+        taken = slice(first, first := first + len(logits))
+        chunks.append(sampled.choose(logits, sampled.uniforms[rows[taken], columns[taken]]))
+    return torch.cat(chunks)
 
 
 def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:

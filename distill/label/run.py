@@ -23,7 +23,8 @@ from ...data.config import DataConfig
 from ...data.data_facts import describe_data
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
-from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
+from ...data.label_stats import STATS_FILE, LabelTotals
+from ...data.manifest import FORMAT_VERSION, LabelSampling, Manifest, ShardEntry, examples_sha256
 from ...data.preview import MARKS, preview
 from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
@@ -33,12 +34,11 @@ from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
-from .continuations import LabelStats, label_continuations, require_branch_attention
+from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 
 logger = logging.getLogger(__name__)
 
-STATS_FILE = "stats.json"
 
 SUSPICIOUS_AGREEMENT = 0.15
 """Lower agreement is suspicious.
@@ -85,6 +85,8 @@ def distill(
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
+    if config.label_temperature:
+        target.require_plain_head("leave distill.label_temperature out")
     # 2. Label them, shard by shard.
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
@@ -123,6 +125,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
         feature_layers=sorted(config.feature_layers),
         features_dtype=config.features_dtype,
         top_logprobs=config.top_logprobs,
+        sampling=LabelSampling(temperature=config.label_temperature, seed=config.seed) if config.label_temperature else None,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         max_length=data.max_length,
@@ -186,6 +189,15 @@ def label_shard(
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
         # 2. Compute labels and features.
+        sampled = None
+        if config.label_temperature:
+            sampled = SampledLabels.of(
+                [examples[index].id for index in batch],
+                input_ids.shape[1] + config.horizon,
+                temperature=config.label_temperature,
+                seed=config.seed,
+                device=target.device,
+            )
         continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
@@ -194,6 +206,7 @@ def label_shard(
             horizon=config.horizon,
             feature_layers=tuple(config.feature_layers),
             top_k=config.top_logprobs,
+            sampled=sampled,
         )
         # 3. Keep what is stored, by the example's index in the shard.
         continuations = continuations.cpu()
@@ -229,32 +242,33 @@ def _write_statistics(
     shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
     sums = total(LabellingStats, shards)
     # 2. Write them.
-    statistics = {
-        "num_examples": sum(len(entry.ids) for entry in entries),
-        "num_text_tokens": sums.num_text_tokens,
-        "num_positions": sums.num_positions,
-        "agreement": sums.agreement,
-        "num_branch_tokens": sums.num_branch_tokens,
-        "process_seconds": sums.seconds,
-        "positions_per_process_second": sums.num_positions / max(1e-9, sums.seconds),
-        "peak_memory_bytes": peak_memory_bytes(target.device),
-        "dropped": dict(dropped.most_common()),
-    }
-    write_json(output_dir / STATS_FILE, statistics)
+    statistics = LabelTotals(
+        num_examples=sum(len(entry.ids) for entry in entries),
+        num_text_tokens=sums.num_text_tokens,
+        num_positions=sums.num_positions,
+        agreement=sums.agreement,
+        num_branch_tokens=sums.num_branch_tokens,
+        process_seconds=sums.seconds,
+        positions_per_process_second=sums.num_positions / max(1e-9, sums.seconds),
+        peak_memory_bytes=peak_memory_bytes(target.device),
+        dropped=dict(dropped.most_common()),
+    )
+    write_json(output_dir / STATS_FILE, asdict(statistics))
     # 3. Report them, with warnings.
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         sums.num_positions,
-        statistics["num_examples"],
-        statistics["positions_per_process_second"],
+        statistics.num_examples,
+        statistics.positions_per_process_second,
         100 * sums.agreement,
     )
-    if shards and sums.agreement < SUSPICIOUS_AGREEMENT:
+    # Sampled labels agree with the text only as often as two samples of the target do.
+    if shards and not config.label_temperature and sums.agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may belong to another model: "
             "check them before you train"
         )
-    elif shards and config.mode == "regenerate" and config.temperature == 0 and sums.agreement < GREEDY_AGREEMENT:
+    elif shards and config.is_greedy and sums.agreement < GREEDY_AGREEMENT:
         logger.warning(
             "the answers should be the target's greedy ones, and it often disagrees: does the engine run another model, "
             "in another precision, or sample? Check it before you train"

@@ -7,8 +7,9 @@ same conversations, answered by the same engine with the same seeds, give the sa
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from ...data.files import parse_json, read_json
 from ...data.manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 from ...data.store import ShardStore
 from ...data.types import Conversation, Example
+from .lengths.lessons import Round
 
 FORMAT_VERSION = 1
 
@@ -61,6 +63,10 @@ class AnswerCounts:
     dropped: dict[str, int]
     """Number of turns without an answer, by reason."""
 
+    def __post_init__(self) -> None:
+        if self.num_turns != self.num_answers + sum(self.dropped.values()) or not self.num_cut <= self.num_answers:
+            raise ValueError("num_turns: must be num_answers and all dropped turns, and num_cut at most num_answers")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersEntry(BaseEntry):
@@ -87,13 +93,20 @@ class AnswersManifest(BaseManifest):
     """All answers of one regeneration.
 
     `max_tokens` bounds prompt and answer together. `data_sha256` is `conversations_sha256` of all
-    conversations in order.
+    conversations in order. `rounds` are those that began, for engines that schedule by length; they
+    decide the schedule, not the answers. Folders of earlier versions have none.
     """
 
     chat_template_sha256: str
     sampling: SamplingFacts
     max_tokens: int
     shards: list[AnswersEntry]
+    rounds: list[Round] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        facts = BaseManifest.facts(self)  # `super()` fails in a class with slots that a decorator makes
+        del facts["rounds"]
+        return facts
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -104,14 +117,19 @@ class AnswersManifest(BaseManifest):
 
 def answer_store(directory: Path) -> ShardStore[AnswersEntry, AnswersManifest]:
     """Return the store of the answer shards in a folder."""
-    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest)
+    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest, _entry_facts)
+
+
+def _entry_facts(path: Path) -> dict[str, Any]:
+    """Compute the number of examples in a shard of answers."""
+    return {"num_examples": path.read_bytes().count(b"\n")}
 
 
 def is_answers(directory: Path) -> bool:
     """Return whether a folder holds shards of answers, not of labels."""
     path = directory / MANIFEST_FILE
     content = read_json(path) if path.exists() else None
-    return "sampling" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
+    return "chat_template_sha256" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
 
 
 def conversations_sha256(conversations: Iterable[Conversation]) -> str:

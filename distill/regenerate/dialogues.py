@@ -20,10 +20,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import encode_prompt
+from ...data.chat import RejectedPromptError, encode_prompt
 from ...data.loops import ends_in_a_loop
 from ...data.types import Conversation, Turn
 from .answers import AnsweredExample, AnswerSpan
@@ -77,8 +76,8 @@ class Dialogue:
         self._messages += self._questions[self._turn]
         try:
             prompt = encode_prompt(self._messages, self._tokenizer)[0]
-        except TemplateError as error:
-            self._end(f"rejected by the chat template ({error})")
+        except RejectedPromptError as error:
+            self._end(f"rejected by the chat template ({error.reason})")
             return None
         if self._limits.room(len(prompt)) < 1:
             self._end(NO_ROOM)

@@ -116,9 +116,11 @@ def step_distributions(
         weight, end = torch.cat(drawn) * chance.weight, 0
         for counts, size in zip(emitted, sizes, strict=True):
             rows = list(range(end, end := end + size))
-            _add_emissions(counts, tree.tokens[rows], acceptance.select(rows), weight[rows], vocab)
+            add_emissions(counts, tree.tokens[rows], acceptance.select(rows), weight[rows], vocab)
         script = chance.next_script()
-    return [_complete(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)]
+    return [
+        complete_emissions(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)
+    ]
 
 
 def sampled_tokens(
@@ -160,9 +162,10 @@ def _target_output(target: Tables, shapes: Sequence[TreeShape], tokens: Sequence
     return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
 
-def _add_emissions(
+def add_emissions(
     emitted: Sequence[torch.Tensor], tokens: torch.Tensor, acceptance: Acceptance, weight: torch.Tensor, vocab: int
 ) -> None:
+    """Add the probabilities of the emissions of a step: `emitted[n]` is by texts of n tokens."""
     drafted = tokens.gather(1, acceptance.path.clamp(min=0))
     for size in range(1, len(emitted)):
         rows = acceptance.num_accepted == size - 1
@@ -171,7 +174,8 @@ def _add_emissions(
         emitted[size].index_add_(0, (new * powers).sum(1), weight[rows])
 
 
-def _complete(emitted: Sequence[torch.Tensor], target: Tables, sampling: Sampling, length: int) -> torch.Tensor:
+def complete_emissions(emitted: Sequence[torch.Tensor], target: Tables, sampling: Sampling, length: int) -> torch.Tensor:
+    """Complete all emissions to `length` tokens with the target's own probabilities."""
     vocab = target[0].shape[-1]
     result = torch.zeros([vocab] * length, dtype=torch.float64)
     for size in range(1, length + 1):

@@ -122,6 +122,7 @@ class Job:
                     num_prompt_tokens=len(input_ids),
                     # 2. The row's tokens, and its counts over the verify steps.
                     token_ids=answer.token_ids,
+                    step_tokens=answer.step_tokens,
                     accepted_histogram=answer.accepted_histogram,
                     num_verify_tokens=len(answer.token_ids) - 1,
                     num_draft_tokens=answer.num_draft_tokens,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 
 import torch
-from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
@@ -13,7 +12,7 @@ from ...data.suites import Prompt, PromptSet
 from ...data.types import Turn
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey
-from .turns import PromptTurn, TurnBatch
+from .turns import PromptTurn, TurnBatch, has_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class Texts:
         for index, text in enumerate(prompt.turns):
             messages.append(Turn(role="user", content=text))
             input_ids = encode_prompt(messages, self.tokenizer).to(self.device) if fits else None
-            fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
+            fits = input_ids is not None and has_room(input_ids.shape[1], suite, prompt, self.config, self.context_length)
             turn = PromptTurn(
                 suite=suite,
                 prompt=prompt,
@@ -84,14 +83,3 @@ class Texts:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str)  # one answer, not a batch of them
         return text
-
-    def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
-        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
-        fits = num_tokens <= self.context_length
-        if not fits and self.config.too_long == "error":
-            raise ValueError(
-                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
-                f"{self.config.max_new_tokens} new ones exceed the context window of "
-                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
-            )
-        return fits

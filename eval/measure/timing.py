@@ -47,6 +47,7 @@ class Generation:
         accepted = [step.num_accepted[index] for step, index in row_steps if not step.is_prefill]
         return TimedAnswer(
             token_ids=[token for step, index in row_steps for token in step.tokens[index]],
+            step_tokens=[len(step.tokens[index]) for step, index in row_steps if not step.is_prefill],
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
             drawn=any(step.drawn for step, _ in row_steps),
@@ -73,6 +74,8 @@ class TimedAnswer:
     """One row's tokens, and counts over the steps it took part in."""
 
     token_ids: list[int]
+    step_tokens: list[int]
+    """Tokens that each verify step emitted."""
     accepted_histogram: list[int]
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included."""

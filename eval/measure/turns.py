@@ -7,11 +7,14 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Int
 
+from ...data.chat import encode_prompt
 from ...data.suites import Prompt, PromptSet
+from ...data.types import Turn
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
 from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
+from ..config import EvalConfig
 from ..records.digests import digest_of
 from ..records.records import RecordKey
 from ..results.attempts import PairKey
@@ -109,6 +112,39 @@ class TurnBatch:
         """Build the key of the answers to this batch, within a group."""
         turn = self.turns[0]
         return (turn.prompt.id if turn.batch_size == 1 else self.index, turn.turn, repeat)
+
+
+def has_room(num_tokens: int, suite: PromptSet, prompt: Prompt, config: EvalConfig, context_length: int) -> bool:
+    """Return whether a prompt of `num_tokens` leaves room for an answer in the context window.
+
+    Raises ValueError if it doesn't and `config.too_long` is "error".
+    """
+    fits = num_tokens + config.max_new_tokens <= context_length
+    if not fits and config.too_long == "error":
+        raise ValueError(
+            f"prompt {prompt.id!r} of {suite.name} leaves no room: {num_tokens} tokens and {config.max_new_tokens} new ones "
+            f"exceed the context window of {context_length} tokens; lower max_new_tokens, or set too_long to skip"
+        )
+    return fits
+
+
+def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any, context_length: int) -> None:
+    """Raise ValueError, before any decoding, if no prompt leaves room for an answer."""
+    fitting = []
+    for suite in suites:
+        for prompt in suite.prompts:
+            num_tokens = encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1]
+            fitting.append(has_room(num_tokens, suite, prompt, config, context_length))
+    if not any(fitting):
+        raise no_prompt_fits(suites, config.max_new_tokens, context_length)
+
+
+def no_prompt_fits(suites: Sequence[PromptSet], max_new_tokens: int, context_length: int) -> ValueError:
+    """Return the error for an evaluation that would measure nothing."""
+    return ValueError(
+        f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of {context_length} tokens together "
+        f"with {max_new_tokens} new ones; lower max_new_tokens"
+    )
 
 
 def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:

@@ -16,6 +16,7 @@ from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
 from .names import BASELINE, PIPELINED
 
 TITLES = {
+    "block": "Block",
     "draft_model": "Draft model",
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
@@ -26,7 +27,10 @@ TITLES = {
     "suffix": "Suffix",
 }
 PLAIN_DECODING = "plain decoding"
-SHAPE_OPTIONS = ("beam_width", "beam_length", "depth", "length", "top_k", "tree_nodes", "tree_paths", "share_prefixes")
+SHAPE_OPTIONS = (
+    *("beam_width", "beam_length", "candidates", "depth", "length", "share_prefixes", "top_k", "tree_nodes", "tree_paths"),
+    "width",
+)
 """Options of the draft tree. They belong to the setting, and never distinguish two drafters."""
 MAX_VALUE_CHARS = 24
 """Longest value of an option that a name quotes. An option with a longer value is left out."""
@@ -186,7 +190,7 @@ def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
         yield _counted(width, "beam") + (f" of {length}" if length is not None else "")
     elif length is not None:
         yield f"beams of {length}"
-    for name, word in (("depth", "depth"), ("length", "length"), ("top_k", "top-k")):
+    for name, word in (("depth", "depth"), ("length", "length"), ("width", "width"), ("top_k", "top-k")):
         if options.get(name) is not None:
             yield f"{word} {options[name]}"
     if isinstance(paths := options.get("tree_paths"), list | tuple):

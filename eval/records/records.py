@@ -167,6 +167,8 @@ class EvalRecord:
     """Counts of the weights that were read; None for a target that is in memory."""
     runs: Runs | None = None
     """Counts of the target's passes; None for a target without stages."""
+    step_tokens: list[int] | None = None
+    """Tokens that each verify step emitted, in order; None in records of older versions."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
@@ -180,6 +182,8 @@ class EvalRecord:
             or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
             "accepted_by has all accepted draft tokens": self.accepted_by is None
             or sum(self.accepted_by.values()) == self.num_accepted,
+            "step_tokens has the tokens of each verify step": self.step_tokens is None
+            or (len(self.step_tokens), sum(self.step_tokens)) == (self.num_steps, self.num_verify_tokens),
             "tree_tokens reads the tree or more, and num_draft_tokens in all": self.tree_tokens is None
             or (all(map(int.__le__, counts.shared, counts.read)) and sum(counts.read) == self.num_draft_tokens),
         }

@@ -1,14 +1,17 @@
 """Files of a run beside its records: how the records were measured, and facts about them."""
 
 import dataclasses
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...data.files import read_dataclass
+from ...data.files import read_dataclass, sha256_file
 from .digests import digest_of
-from .names import PIPELINED
+from .names import FACTS_FILE, PIPELINED, RECORDS_FILE, SUMMARY_FILE
 from .records import Cell, GroupKey
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[float, int]
 """Temperature and batch size."""
@@ -250,6 +253,41 @@ class Facts:
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
     budget: BudgetFacts | None = None
     """None for a target without a memory budget."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the records and the summary when the evaluation ended, by file; empty in
+    evaluations of earlier versions."""
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files in an evaluation's folder from which figures are read."""
+    return {name: sha256_file(directory / name) for name in (RECORDS_FILE, SUMMARY_FILE) if (directory / name).is_file()}
+
+
+def changed_files(directory: Path) -> list[str]:
+    """List the files that changed since the evaluation ended, by the digests in `facts.json`.
+
+    A file that isn't there hasn't changed. Raises ValueError if `facts.json` is malformed.
+    """
+    path = directory / FACTS_FILE
+    recorded = read_dataclass(Facts, path).digests if path.is_file() else {}
+    return [name for name, digest in file_digests(directory).items() if recorded.get(name, digest) != digest]
+
+
+def reopen(directory: Path) -> None:
+    """Remove the facts of an evaluation that resumes, and warn of records that changed since its end.
+
+    Records and summary have no digests until the evaluation ends again: after a kill they fit.
+    """
+    try:
+        changed = changed_files(directory)
+    except ValueError as error:
+        logger.warning("%s; it is written anew", error)
+        changed = []
+    (directory / FACTS_FILE).unlink(missing_ok=True)
+    for name in changed:
+        logger.warning(
+            "%s changed after the evaluation ended, and is read as it is; to measure anew, delete it", directory / name
+        )
 
 
 def read_info(path: Path) -> RunInfo:

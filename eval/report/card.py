@@ -5,32 +5,38 @@ comes from a file of the run that measured it, and only from runs with exactly t
 without a file are left out, or reported as unknown.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from ...data.files import read_json, sha256_file
+from ...data.fields import OPTIONS, PositiveInt, problems_of
+from ...data.files import read_dataclass, sha256_file
+from ...data.label_stats import STATS_FILE, LabelTotals
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
+from ...models.drafters.losses import LossChoice, check_loss, describe_loss
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.method_names import title_of
+from ..records.method_names import TITLES, title_of
 from ..records.names import BASELINE
+from ..results.markdown import Markdown, code_span
 from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
 from ..results.rows import Row, decoding_name, fault, is_broken, method_name
 from ..results.sources import PACE_NOTE, depends_on_clock
 from ..results.stages import stages_notes
-from ..results.tables import escape_markdown, markdown_table
-from .card_options import TAGS, CardOptions, code_names
+from ..results.tables import markdown_table
+from .card_code import recorded_quantization, render_card
+from .card_options import TAGS, CardOptions, code_names, require_plain_options
 from .card_settings import describe_setting
 from .runs import Run, cell_of, read_run
 from .training_free_card import training_free_card
@@ -41,6 +47,17 @@ DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt",
 UNSERVED = frozenset({"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"})
 """Weights of an EAGLE layer that no format supports."""
 CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
+STDLIB = "modules of Python's standard library"
+
+
+@pydantic_dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class RunData:
+    """Options of a run's data that its card shows."""
+
+    source: str
+    path: str | None
+    max_length: PositiveInt
+    chat_template: str | None = None
 
 
 def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
@@ -55,13 +72,16 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     if drafter is None:
         return training_free_card(parts, options)
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
+    if saved.kind not in TITLES:
+        raise ValueError(f"{drafter} holds a drafter of the kind {saved.kind!r}; there are: {', '.join(TITLES)}")
+    require_plain_options(saved.drafter, drafter)  # the card's commands contain some of them
     tensors = tensor_names(drafter / WEIGHTS_FILE)  # raises if the file is truncated
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
     local_name = Path(saved.target.name).name if PLAIN_NAME.fullmatch(saved.target.name) else "target"
     target = base_model or local_name
-    quantization = options.quantization or (json.loads(saved.target.quantization) if saved.target.quantization else None)
+    quantization = options.quantization or recorded_quantization(saved.target)
     title = f"{title_of(parts.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
@@ -73,7 +93,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
-    run_data = None if options.run is None else {"chat_template": None, **_run_sections(options.run / "config.yaml", "")[0]}
+    run_data = None if options.run is None else _run_sections(options.run / "config.yaml", "")[0]
     # 3. Write the page, and the metadata that the Hub reads.
     data = ModelCardData(
         base_model=base_model,
@@ -84,16 +104,16 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         model_name=(options.repo or title) if results else None,
         eval_results=results or None,
     )
-    card = ModelCard.from_template(
+    return render_card(
+        "card.md.jinja",
         data,
-        template_path=str(resources.files("outrider.eval") / "templates" / "card.md.jinja"),
         title=title,
         target=target,
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
         programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
         **code_names(options, base_model, local_name, quantization),
         merged_with=[part.name for part in parts.parts if part.folder is None],
-        has_own_template=run_data is not None and run_data["chat_template"] is None,
+        has_own_template=run_data is not None and run_data.chat_template is None,
         measurements=[_measurement(run, figures[run.directory], saved, options) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
@@ -101,13 +121,9 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         facts=facts,
         size=(drafter / WEIGHTS_FILE).stat().st_size,
         drafter_options=_options(saved.drafter),
-        hardware=escape_markdown(facts.hardware) if facts else "",
-        trained_for=escape_markdown(saved.target.name),
-        quantization=saved.target.quantization.replace("`", "'"),
         data=data_lines,
         licence=options.licence,
     )
-    return f"{card}\n"
 
 
 # --- figures
@@ -160,7 +176,7 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "table": markdown_table(
             [_line(row, run, saved, options) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")
         ),
-        "device": escape_markdown(f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device),
+        "device": f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device,
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
@@ -168,8 +184,8 @@ def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: Car
         "notes": " ".join([*([PACE_NOTE] if any(map(depends_on_clock, rows)) else []), *stages_notes(rows)]),
         "has_marks": any(map(marks, rows)),
         "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
-        "python": escape_markdown(environment.python),
-        "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in environment.packages.items())),
+        "python": environment.python,
+        "packages": ", ".join(f"{name} {number}" for name, number in environment.packages.items()),
     }
 
 
@@ -269,18 +285,13 @@ def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
 # --- the drafter, its data and its cost
 
 
-def _options(drafter: dict[str, Any]) -> str:
+def _options(drafter: dict[str, Any]) -> Markdown:
     options = {name: value for name, value in drafter.items() if value is not None and not isinstance(value, dict)}
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
-    return ", ".join(_code(f"{name}: {text}") for name, text in texts.items())
+    return Markdown(", ".join(code_span(f"{name}: {text}") for name, text in texts.items()))
 
 
-def _code(text: str) -> str:
-    """Format a text as Markdown code on one line, so that it can't contain markup or HTML."""
-    return f"`{' '.join(str(text).replace('`', '').split())}`"
-
-
-def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
+def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
     """Describe the data of a training run.
 
     Raises ValueError for a run that trained another drafter.
@@ -293,42 +304,46 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     home = next((home for home, path in weights_of_home.items() if sha256_file(path) == weights), None)
     if home is None:
         raise ValueError(f"the drafter of {run} has other weights than this one; give the run that trained it")
-    data, drafter = _run_sections(config_path, "" if home == run else home.name)
+    data, drafter, loss = _run_sections(config_path, "" if home == run else home.name)
 
     # 2. Describe the texts. A data set of the Hub is named; a path of the user's machine is not.
-    source = _public(data["path"], run)
-    form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form {_code(data['source'])}")
-    lines = [f"Data: {source or form}, cut at {data['max_length']} tokens"]
-    lines.append(f"Chat template: {_template_name(data.get('chat_template'))}")
+    source = _public(data.path, run)
+    form = STDLIB if data.source == "stdlib" else Markdown("texts in the form {}").format(code_span(data.source))
+    texts = Markdown("Data: {}, cut at {} tokens").format(source or form, data.max_length)
+    chat = "the target's own" if data.chat_template is None else Path(data.chat_template).name
+    lines = [texts, Markdown("Chat template: {}").format(chat)]
 
-    # 3. Describe the labels and the initial weights.
+    # 3. Describe the labels, the loss and the initial weights.
     if (run / "distill" / MANIFEST_FILE).is_file():
         manifest = label_store(run / "distill").load()
         manifest.require_target(saved.target)
         num_texts = sum(len(shard.ids) for shard in manifest.shards)
-        lines[0] += (
-            f": {num_texts:,} texts of {manifest.num_tokens:,} tokens, {manifest.num_labels:,} positions labelled with the "
-            f"target's next {manifest.horizon} tokens"
+        lines[0] = Markdown("{}: {:,} texts of {:,} tokens, {:,} positions labelled with the target's next {} tokens").format(
+            texts, num_texts, manifest.num_tokens, manifest.num_labels, manifest.horizon
         )
-    if (stats := run / "distill" / "stats.json").is_file():
-        seconds = read_json(stats).get("process_seconds")
-        lines += [f"Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
+    if (stats := run / "distill" / STATS_FILE).is_file():
+        seconds = read_dataclass(LabelTotals, stats).process_seconds
+        lines.append(Markdown("Labelling: {:,.0f} s, summed over processes").format(seconds))
+    if loss is not None:
+        lines.append(Markdown("Loss: {}").format(code_span(describe_loss(loss))))
     if (start := drafter.get("start_from") or drafter.get("path")) is not None:
-        lines.append(f"Started from: the weights of {_public(start, run) or 'a trained model'}, not from random ones")
+        trained = _public(str(start), run) or "a trained model"
+        lines.append(Markdown("Started from: the weights of {}, not from random ones").format(trained))
     return lines
 
 
-def _template_name(template: str | None) -> str:
-    """Name a run's chat template, without paths of the user's machine."""
-    return "the target's own" if template is None else escape_markdown(Path(template).name)
-
-
-def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the data and drafter sections of a run's configuration, or of one of its variants."""
+def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], LossChoice | None]:
+    """Read the data, the drafter and the loss of a run's configuration, or of one of its variants."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        changes = config["variants"][variant].get("drafter", {}) if variant else {}
-        return dict(config["data"]), {**config["drafter"], **changes}
+        changes = config["variants"][variant] if variant else {}
+        train = {**config.get("train", {}), **changes.get("train", {})}
+        names = [field.name for field in fields(RunData) if field.name in config["data"]]
+        data = RunData(**{name: config["data"][name] for name in names})
+        loss = check_loss(train["loss"]) if "loss" in train else None
+        return data, {**config["drafter"], **changes.get("drafter", {})}, loss
+    except ValidationError as error:
+        raise ValueError(f"{path}: {'; '.join(problems_of(error, 'data'))}; restore it") from error
     except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({type(error).__name__}: {error}); restore it") from error
 

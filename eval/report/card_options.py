@@ -1,15 +1,19 @@
 """Sources of a model card, and the names in its code."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
+from ..results.markdown import Markdown
 from .card_code import quantization_code, quantization_option
 
 LOCAL_TARGET = "path/to/target"
 """Path in a card's code that the reader must set."""
+PLAIN_WORD = re.compile(r"[\w./:+-]*")
+"""Options as words: kinds, names of layers, Hub ids and paths."""
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
 
@@ -42,13 +46,36 @@ class CardOptions:
         require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
 
 
+def require_plain_options(options: Any, source: Path, name: str = "drafter") -> None:
+    """Raise ValueError if option `name` of a drafter, or a part of it, would be code in a card.
+
+    Numbers, plain words and collections of them are safe. (Reading the kind's own types would import
+    all model libraries, and a card needs none of them.)
+    """
+    if isinstance(options, Mapping):
+        require_plain_options(list(options), source, name)
+        for key, value in options.items():
+            require_plain_options(value, source, key)
+    elif isinstance(options, list):
+        for value in options:
+            require_plain_options(value, source, name)
+    elif isinstance(options, str) and PLAIN_WORD.fullmatch(options) is None:
+        raise ValueError(
+            f"{source}: the option {name} is {options[:80]!r}, which is no plain word; a model card would contain it as a part "
+            "of a command. Correct the folder's config.json, or copy the drafter again"
+        )
+
+
 def code_names(
     options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Collect the names and lines of the card's code and commands."""
+    """Collect the names and lines of the card's code and commands.
+
+    They are checked (`require_names`), so nothing in them is escaped.
+    """
     was_named = f"; it was named {local_name} in training" if local_name else ""
     imports, argument = quantization_code(quantization)
-    return {
+    texts = {
         "target_name": base_model or LOCAL_TARGET,
         "target_note": "" if base_model else f"  # {UNNAMED_TARGET}{was_named}",
         "drafter_name": options.repo or ".",
@@ -57,3 +84,4 @@ def code_names(
         "quantization_argument": argument,
         "quantization_option": quantization_option(quantization),
     }
+    return {name: Markdown(text) for name, text in texts.items()}

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from .page_tables import Section, Table
 from .prefixes import prefixes
 from .runs import Group, decoding, read_groups
 from .sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
+from .shapes import shape_maps
 from .sources import sources
+from .types import type_tables
+from .windows import windows
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,18 @@ SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "categories": categories,
     "sources": sources,
     "batches": heat_maps,
+    "shapes": shape_maps,
     "distillation": distillation,
     "prefixes": prefixes,
     "accepted": accepted_lengths,
+    "lengths": windows,
     "time": time_split,
     "roofline": roofline,
 }
-"""Sections of a report, in order; their texts are in `templates/sections.yaml`."""
+"""Sections of a chapter, in order; their texts are in `templates/sections.yaml`."""
+
+TYPES = "types"
+"""The section before the chapters, over evaluations of one target in several types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +78,17 @@ def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool
 
     Raises ValueError for folders without a finished evaluation (see `read_groups`).
     """
-    chapters = [_chapter(group) for group in read_groups(directories)]
-    atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories]))
+    groups = read_groups(directories)
+    chapters, across = [_chapter(group) for group in groups], _section(TYPES, type_tables(groups))
+    atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories], across))
     if figures:
-        _write_figures(chapters, output_dir / FIGURES_DIR)
+        sections = [[across], *(chapter.sections for chapter in chapters)]
+        _write_figures(sections, output_dir / FIGURES_DIR)
     return output_dir / PAGE_FILE
 
 
-def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
-    """Render the page as HTML.
+def render(chapters: Sequence[Chapter], folders: Sequence[str], across: Section) -> str:
+    """Render the page as HTML. `across` is the section before the chapters.
 
     All texts from records are escaped.
     """
@@ -89,6 +100,7 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
         title=f"Speculative decoding: {titles}",
         folders=folders,
         chapters=chapters,
+        across=across,
         share=_percent,
         num_open=NUM_OPEN,
         measure_again=MEASURE_AGAIN,
@@ -100,7 +112,7 @@ def _percent(value: float, top: float) -> float:
 
 
 def _chapter(group: Group) -> Chapter:
-    texts = yaml.safe_load(files("outrider.eval").joinpath("templates/sections.yaml").read_text(encoding="utf-8"))
+    texts = _texts()
     tables = {name: tables_of(group) for name, tables_of in SECTIONS.items()}
     rows = [row for run in group.runs for row in run.rows]
     return Chapter(
@@ -110,19 +122,24 @@ def _chapter(group: Group) -> Chapter:
         is_disturbed=any(map(is_disturbed, rows)),
         commands=commands(rows),
         differs_in=group.differs_in,
-        sections=[
-            Section(
-                id=name,
-                title=texts[name]["title"],
-                intro=texts[name]["intro"].format(few_units=FEW_UNITS),
-                tables=tables[name],
-            )
-            for name in SECTIONS
-            if tables[name]
-        ],
+        sections=[_section(name, tables[name]) for name in SECTIONS if tables[name]],
         facts=_facts(group),
         absent=[texts[name]["absent"] for name in SECTIONS if not tables[name]],
     )
+
+
+def _section(name: str, tables: list[Table]) -> Section:
+    texts = _texts()[name]
+    return Section(id=name, title=texts["title"], intro=texts["intro"].format(few_units=FEW_UNITS), tables=tables)
+
+
+@cache
+def _texts() -> dict[str, dict[str, str]]:
+    """Read the texts of the sections, by their names."""
+    texts: dict[str, dict[str, str]] = yaml.safe_load(
+        files("outrider.eval").joinpath("templates/sections.yaml").read_text(encoding="utf-8")
+    )
+    return texts
 
 
 def _subtitle(group: Group) -> str:
@@ -172,11 +189,14 @@ def _left_out(row: Row) -> str:
     return ", ".join(reasons)
 
 
-def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:
-    """Write a PNG for each table that isn't folded, and delete those of an earlier report."""
+def _write_figures(chapters: Sequence[Sequence[Section]], folder: Path) -> None:
+    """Write a PNG for each table that isn't folded, and delete those of an earlier report.
+
+    Chapter 0 has the tables before the first chapter.
+    """
     written = set()
-    for chapter_number, chapter in enumerate(chapters, start=1):
-        for section in chapter.sections:
+    for chapter_number, sections in enumerate(chapters):
+        for section in sections:
             for number, table in enumerate(section.tables[:NUM_OPEN], start=1):
                 path = folder / f"{chapter_number}-{section.id}-{number}.png"
                 plot_table(table, f"{section.title}: {table.caption}", path)

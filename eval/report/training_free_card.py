@@ -1,11 +1,10 @@
 """Model card of a package without weights: training-free drafters."""
 
-from importlib import resources
-
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from ...models.drafters.saved.parts import DrafterParts
 from ..records.method_names import title_of
+from .card_code import render_card
 from .card_options import TAGS, CardOptions, code_names
 
 
@@ -21,12 +20,11 @@ def training_free_card(parts: DrafterParts, options: CardOptions) -> str:
         pipeline_tag="text-generation",
         tags=[*TAGS, *(part.name.replace("_", "-") for part in parts.parts)],
     )
-    card = ModelCard.from_template(
+    return render_card(
+        "training_free_card.md.jinja",
         data,
-        template_path=str(resources.files("outrider.eval") / "templates" / "training_free_card.md.jinja"),
         title=title_of(parts.kind),
         name=parts.name,
         licence=options.licence,
         **code_names(options, options.base_model, "", options.quantization),
     )
-    return f"{card}\n"

@@ -14,6 +14,7 @@ from ..records.records import BASELINE, EvalRecord
 from ..records.run_files import Roofline
 from . import stats
 from .attempts import Pairs, least_disturbed, num_repeated, steady_profiles
+from .lengths import Window, by_window
 from .lossless import Mismatch, Verdict, judge
 
 TOLERANCE = 1.02
@@ -85,6 +86,8 @@ class Figures(Losslessness, Speeds):
     """Tokens per verify step of one answer."""
     tokens_per_step_ci95: tuple[float, float] | None
     """Bootstrap interval over prompts; None for fewer than two prompts."""
+    by_window: NotRequired[list[Window] | None]
+    """Tokens per step over the length of the answers; None with records of older versions."""
     mean_accepted: float | None
     accepted_histogram: list[int]
     accepted_by: NotRequired[dict[str, int] | None]
@@ -186,6 +189,7 @@ def compute_figures(
         "num_tokens": sum(len(record.token_ids) for record in counted),
         "tokens_per_step": tau,
         "tokens_per_step_ci95": _steps_interval(counted),
+        "by_window": by_window(counted),
         "mean_accepted": stats.mean_accepted(histogram),
         "accepted_histogram": histogram,
         "accepted_by": stats.accepted_by(counted),

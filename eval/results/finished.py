@@ -11,9 +11,9 @@ from pathlib import Path
 from ...data.files import read_dataclass
 from ..config import EvalConfig, SuiteConfig
 from ..records.method_names import MethodFacts, method_names
-from ..records.names import BASELINE, RUN_FILE, SUMMARY_FILE
+from ..records.names import BASELINE, FACTS_FILE, RUN_FILE, SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
-from ..records.run_files import Facts, OutOfMemory, RunInfo, read_info
+from ..records.run_files import Facts, OutOfMemory, RunInfo, changed_files, read_info
 from .lossless import judged
 from .rows import Row, build_rows
 
@@ -80,7 +80,7 @@ def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) ->
 def read_rows(directory: Path) -> list[Row]:
     """Read the summary of a finished run.
 
-    Raises ValueError if the summary is missing or malformed.
+    Raises ValueError if the summary is missing or malformed, or if a file changed since the evaluation ended.
     """
     path = directory / SUMMARY_FILE
     if not path.is_file():
@@ -91,5 +91,10 @@ def read_rows(directory: Path) -> list[Row]:
     rows = read_dataclass(list[Row], path)
     if not rows:
         raise ValueError(f"{path} has no rows; run the evaluation's command again")
+    if changed := changed_files(directory):
+        raise ValueError(
+            f"{' and '.join(changed)} in {directory} changed after the evaluation ended: the SHA-256 digest is not the one in "
+            f"{FACTS_FILE}. Run the evaluation's command again, which computes {path.name} from the records"
+        )
     describe_rows(rows, read_info(directory / RUN_FILE))
     return rows

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..records.method_names import PLAIN_DECODING
 from ..records.names import BASELINE
+from .markdown import Markdown, code_span
 from .rows import Row, is_timeless, method_name
 
 ERROR = "error: above its tokens per step"
@@ -75,15 +76,15 @@ def commands(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(command for row in rows if (command := row.get("command", ""))))
 
 
-def measure_again(rows: Sequence[Row]) -> str:
+def measure_again(rows: Sequence[Row]) -> Markdown:
     """Describe in Markdown how to measure the rows' disturbed answers again."""
-    known = " and ".join(f"`{command}`" for command in commands(rows))
-    return f"To measure only these answers again: {known}." if known else MEASURE_AGAIN
+    known = " and ".join(map(code_span, commands(rows)))
+    return Markdown(f"To measure only these answers again: {known}." if known else MEASURE_AGAIN)
 
 
-def measure_again_in_public(rows: Sequence[Row]) -> str:
+def measure_again_in_public(rows: Sequence[Row]) -> Markdown:
     """Describe the same for a published page, without the user's folders."""
-    return MEASURE_AGAIN if any(map(LOCAL_PATH.search, commands(rows))) else measure_again(rows)
+    return Markdown(MEASURE_AGAIN) if any(map(LOCAL_PATH.search, commands(rows))) else measure_again(rows)
 
 
 def units(row: Row) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
+from .lengths import WINDOW_TOKENS
 from .marks import is_disturbed, is_error, marks, measure_again
 from .rows import Row, decoding_name, fault, is_lossy, method_name
 
@@ -128,6 +129,31 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
         figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
+
+
+def plot_windows(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG of tokens per step over the answer's length, a line for each method.
+
+    The rows are those of one suite, temperature and batch size. Nothing is written if no answer is
+    longer than a window.
+    """
+    windows = {method_name(row): row.get("by_window") or [] for row in rows if row["method"] != BASELINE}
+    if max(map(len, windows.values()), default=0) < 2:
+        return
+    with drawing(path, 9.0, 4.0 + LINE_INCHES * len(windows) / 2) as figure:
+        axes = figure.subplots()
+        for index, (name, of_method) in enumerate(windows.items()):
+            starts = [window["first_token"] + 1 for window in of_method]
+            steps = [window["tokens_per_step"] for window in of_method]
+            color = COLORS[index % len(COLORS)]
+            axes.plot(starts, steps, marker="o", markersize=4, color=color, label=textwrap.fill(name, LEGEND_WIDTH))
+        axes.axhline(1.0, label="plain decoding", **PARITY_LINE)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"First token of a window of {WINDOW_TOKENS} tokens of the answer")
+        axes.set_title("Tokens per step", loc="left", fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(f"{rows[0]['suite']}; {decoding_name(rows[0])}, {rows[0]['dtype']}", x=0.01, ha="left", fontsize=11)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
 
 
 def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:

@@ -1,6 +1,5 @@
 """Table of an evaluation as Markdown, and its notes."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -8,6 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..records.names import BASELINE, OOM
 from .headline import group_name, headline
 from .lossless import LOSSY
+from .markdown import Markdown, escape_markdown
 from .marks import (
     MEASURE_ANEW,
     disturbed_answers,
@@ -159,15 +159,6 @@ def loop_note(row: Row) -> str:
     )
 
 
-def escape_markdown(text: str) -> str:
-    """Escape a text for Markdown, on one line.
-
-    Underscores within a word stay, since Markdown gives them no meaning there.
-    """
-    text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
-
-
 def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
     """Format the table's lines: for each row its suite, setting, method and cells, by column."""
     return [
@@ -182,14 +173,14 @@ def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
     ]
 
 
-def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
+def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> Markdown:
     """Format lines of texts by column as a Markdown table.
 
     All columns except those of `left` are aligned to the right.
     """
     table: list[Iterable[str]] = [map(escape_markdown, lines[0]), ("---" if name in left else "---:" for name in lines[0])]
     table += [map(escape_markdown, line.values()) for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table)
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in table))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -14,6 +14,7 @@ Grid = Mapping[str, tuple[Any, ...]]
 """Values by option; tuning tries every useful combination of them."""
 
 GRIDS: dict[str, Grid] = {
+    "block": {"width": (1, 2, 4, 8, 16), "tree_nodes": (2, 4, 8, 16, 32, 60)},
     "draft_model": {"length": (2, 3, 4, 6), "top_k": (1, 2, 4), "tree_nodes": (4, 8, 16, 32)},
     "eagle": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
     "eagle3": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
@@ -110,7 +111,7 @@ def _makes_sense(setting: Mapping[str, Any], grid: Grid) -> bool:
     A chain has no more nodes than tokens. A tree has at least the nodes of a chain.
     """
     length = next((setting[name] for name in ("beam_length", "depth", "length") if name in setting), None)
-    width = next((setting[name] for name in ("beam_width", "top_k") if name in setting), None)
+    width = next((setting[name] for name in ("beam_width", "top_k", "width") if name in setting), None)
     nodes = setting.get("tree_nodes")
     if length is None or width is None:
         return True

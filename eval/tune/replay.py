@@ -146,6 +146,9 @@ class ReplayTarget:
         """Advance past the accepted path."""
         self._lengths = self._lengths + accepted.num_accepted.device + 1
 
+    def discard(self) -> None:
+        """Do nothing: a lookup writes nothing."""
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only."""
         kept = list(rows)

@@ -17,10 +17,11 @@ from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance
 from .prompts import Prompts
 from .protocols import AcceptanceRule, Drafter, State, Target
+from .reading import Emitted, accept, in_batch, read_acceptance, require_numbers
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Acceptance, AcceptedPath, Step, TargetOutput
+from .types import Step, TargetOutput
 
 
 @torch.inference_mode()
@@ -44,8 +45,9 @@ def generate(
     neither on its neighbours nor on the drafter. A torch.Generator is shared by all rows. `timed`
     measures the seconds of each phase, and synchronises an accelerator after each.
 
-    Raises ValueError for prompts that are empty or fill the context window, and for logits that are
-    NaN. Raises RuntimeError if the target begins another batch before the answers have ended.
+    Raises ValueError for prompts that are empty or fill the context window, and where plain
+    decoding would read logits that aren't numbers (see `reading`); earlier steps stay valid. Raises
+    RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
@@ -53,35 +55,36 @@ def generate(
     # 1. Prefill: the target reads the prompts and chooses the first token of each answer.
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
-    acceptance = rule(tree, output, generator=generator)
-    tokens, accepted = read_acceptance(tree, output, acceptance)
-    step = make_step(range(len(tokens)), tokens, stopping, tree, accepted, is_prefill=True)
+    emitted = read_acceptance(tree, output, rule(tree, output, generator=generator))
+    require_numbers(emitted, output, in_batch(range(len(batch.lengths)), stopping.answers))
+    step = make_step(range(len(batch.lengths)), emitted, stopping, tree, is_prefill=True)
     yield step
 
     while places := step.unfinished:
         require_same_batch(target, num_prefills)
         # 2. Drop the rows whose answers have ended.
-        kept = kept_places(places, len(tokens), few_sizes=wants_few_sizes(target, rule, generator, step))
+        rows, last_token = [step.rows[index] for index in places], emitted.last_token
+        kept = kept_places(places, len(last_token), few_sizes=wants_few_sizes(target, rule, generator, step))
         if len(places) < len(step.rows):
             target.select(kept)
-            state, acceptance = drafter.select(state, kept), acceptance.select(kept)
+            state, last_token = drafter.select(state, kept), last_token[kept]
         if isinstance(generator, RowSeeds):
             generator = generator.after([count + 1 for count in step.num_accepted], kept)
         # 3. Draft a tree after the last committed token.
         lap()
-        tree, drafted = drafter.propose(state, acceptance.bonus_token, generator=generator)
+        tree, drafted = drafter.propose(state, last_token, generator=generator)
         draft_seconds = lap()
         # 4. Verify all its nodes in one pass of the target. While it waits for weights, the drafter
         # may draft on.
-        output = target.verify(acceptance.bonus_token, tree, meanwhile=drafter.meanwhile(drafted))
+        output = target.verify(last_token, tree, meanwhile=drafter.meanwhile(drafted))
         verify_seconds = lap()
-        # 5. Accept a path and commit it. The host waits once, in `read_acceptance`.
-        acceptance = rule(tree, output, generator=generator)
-        tokens, accepted = read_acceptance(tree, output, acceptance)
-        target.commit(tree, accepted)
-        state = drafter.advance(drafted, tree, accepted, output)
+        # 5. Accept a path and commit it. The host waits once, in `accept`.
+        where = in_batch(rows, stopping.answers)
+        emitted, output = accept(target, rule, tree, output, last_token, generator=generator, where=where)
+        target.commit(tree, emitted.accepted)
+        state = drafter.advance(drafted, tree, emitted.accepted, output)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step([step.rows[index] for index in places], tokens, stopping, tree, accepted, seconds=seconds)
+        step = make_step(rows, emitted, stopping, tree, seconds=seconds)
         yield step
 
 
@@ -132,37 +135,11 @@ def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[i
     return [*places, *[places[-1]] * (size - len(places))]
 
 
-def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> tuple[list[list[int]], AcceptedPath]:
-    """Read each row's new tokens and its path, in one transfer from the device.
-
-    New tokens are the accepted draft tokens, then the bonus token.
-
-    Raises ValueError if the target's logits are NaN: every rule would choose some token from them.
-    """
-    drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    # Entry 0 is the last committed token, which no draft token influences. A NaN anywhere in the
-    # text makes all logits of this entry NaN, so one of them is enough.
-    first = output.logits[:, 0, 0]
-    columns = [acceptance.num_accepted, acceptance.bonus_token, first == first]
-    values = torch.cat([torch.stack(columns, dim=1), acceptance.path, drafts], dim=1).tolist()
-    if bad := [row for row, (_, _, is_number, *_) in enumerate(values) if not is_number]:
-        raise ValueError(
-            f"the target's logits are not numbers (NaN) in row {bad[0]} of the batch: its weights are damaged, or its type "
-            "overflows; load it in another target.dtype"
-        )
-    width = acceptance.path.shape[1]
-    nodes = [paths[:num_accepted] for num_accepted, _, _, *paths in values]
-    tokens = [paths[width : width + num_accepted] for num_accepted, _, _, *paths in values]
-    emitted = [[*drafts, bonus] for drafts, (_, bonus, *_) in zip(tokens, values, strict=True)]
-    return emitted, acceptance.accepted_path(nodes, tokens)
-
-
 def make_step(
     rows: Sequence[int],
-    tokens: Sequence[Sequence[int]],
+    emitted: Emitted,
     stopping: Stopping,
     tree: DraftTree,
-    accepted: AcceptedPath,
     *,
     is_prefill: bool = False,
     is_adopted: bool = False,
@@ -172,7 +149,7 @@ def make_step(
 
     Repeated rows come last and are left out.
     """
-    tokens = tokens[: len(rows)]
+    tokens = emitted.tokens[: len(rows)]
     kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
     return Step(
         rows=tuple(rows),
@@ -180,7 +157,7 @@ def make_step(
         finishes=tuple(finish for _, finish in kept),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
-        origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),
+        origins=None if tree.origins is None else _origins_of(tree.origins, emitted.accepted.host_nodes[: len(rows)]),
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         is_adopted=is_adopted,

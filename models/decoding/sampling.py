@@ -116,6 +116,8 @@ def draw_several(
     The clocks are those of `draw`: the second to ring is a draw from the tokens that remain. At
     least `count` tokens must have a positive probability.
     """
+    if isinstance(generator, RowSeeds):
+        return generator.draw_several(probs, count)
     if isinstance(generator, Chance):
         drawn = []
         for _ in range(count):
@@ -167,6 +169,9 @@ class RowSeeds:
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
         return _first_to_ring(probs, self._fill(probs, torch.Tensor.exponential_))
+
+    def draw_several(self, probs: Float[torch.Tensor, "batch *entry vocab"], count: int) -> Int[torch.Tensor, "..."]:
+        return (probs / self._fill(probs, torch.Tensor.exponential_)).topk(count, dim=-1).indices
 
     def flip(self, probs: Float[torch.Tensor, "batch *entry"]) -> Bool[torch.Tensor, "batch *entry"]:
         return self._fill(probs, torch.Tensor.uniform_) < probs

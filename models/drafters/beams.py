@@ -1,5 +1,6 @@
 """Beam search with a recurrent drafter (arXiv 2403.09919, sections 3.2 and 3.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -45,29 +46,36 @@ class SearchTree:
     scores: Float[torch.Tensor, "batch node"]
     level_sizes: tuple[int, ...]
 
+    @classmethod
+    def of(cls, levels: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> "SearchTree":
+        """Join the tokens, parents and scores of each depth."""
+        tokens, parents, scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
+        return cls(tokens=tokens, parents=parents, scores=scores, level_sizes=tuple(level[0].shape[1] for level in levels))
+
 
 def beam_search(
     drafter: RecurrentDrafter,
-    hidden: Float[torch.Tensor, "batch hidden"],
+    hidden: Float[torch.Tensor, "batch depth hidden"],
     last_token: Int[torch.Tensor, " batch"],
     *,
     width: int,
-    length: int,
+    top_k: int | None = None,
 ) -> SearchTree:
-    """Search for the `width` most probable continuations of `length` tokens.
+    """Search for the `width` most probable continuations, with a token for each `hidden` vector.
 
-    A vocabulary smaller than `width` gives fewer. All beams advance together: there is no loop over
+    A vocabulary smaller than `width`, or a smaller `top_k` (see `likeliest_successors`), gives fewer
+    beams. All beams advance together: there is no loop over
     beams, and the host doesn't wait.
     """
-    hidden = hidden[:, None]  # [batch, 1, hidden]
+    length = hidden.shape[1]
     state = drafter.first_state(drafter.embed(last_token))[:, None]  # [batch, beam, hidden]
     scores = torch.zeros(state.shape[:2], device=state.device)  # log-probability of each beam
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     first_node = NO_NODE  # the node of the first beam; the other beams' nodes follow it
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
-        logits = drafter.logits(hidden.expand_as(state), state)  # [batch, beam, vocab]
-        outputs, beam, scores = likeliest_successors(logits, scores, width)
+        logits = drafter.logits(hidden[:, depth, None].expand_as(state), state)  # [batch, beam, vocab]
+        outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.
         levels.append((token, beam + first_node, scores))
@@ -76,24 +84,36 @@ def beam_search(
         if depth + 1 < length:
             state = state.gather(1, beam[..., None].expand(-1, -1, state.shape[-1]))
             state = drafter.next_state(state, drafter.embed(token))
-    tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
-    sizes = tuple(level[0].shape[1] for level in levels)
-    return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
+    return SearchTree.of(levels)
 
 
 def likeliest_successors(
-    logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
+    logits: Float[torch.Tensor, "batch beam vocab"],
+    scores: Float[torch.Tensor, "batch beam"],
+    width: int,
+    top_k: int | None = None,
 ) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
     """Return the most probable successors of all beams: outputs, beams, and scores.
 
-    There are `width` of them, or fewer if the vocabulary is smaller.
+    There are `width` of them, or fewer if the vocabulary is smaller. With `top_k`, only the `top_k`
+    most probable tokens of each beam are successors, with probabilities that sum to 1.
     """
-    log_probs = logits.log_softmax(-1, dtype=torch.float32)
+    if top_k is None or top_k >= logits.shape[-1]:
+        return likeliest_steps(logits.log_softmax(-1, dtype=torch.float32), scores, width)
+    logits, kept = largest(logits, top_k)  # [batch, beam, kept]
+    step, beam, scores = likeliest_steps(logits.log_softmax(-1, dtype=torch.float32), scores, width)
+    return kept.flatten(1).gather(1, beam * top_k + step), beam, scores
+
+
+def likeliest_steps(
+    log_probs: Float[torch.Tensor, "batch path step"], scores: Float[torch.Tensor, "batch path"], width: int
+) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
+    """Return the `width` most probable steps of all paths: steps, paths, and scores."""
     # A log-probability is never above 0, so rounding can't lift a child above its parent.
     candidates = (scores[..., None] + log_probs).flatten(1)
     scores, chosen = largest(candidates, min(width, candidates.shape[1]))
-    vocab_size = logits.shape[-1]
-    return chosen % vocab_size, chosen // vocab_size, scores
+    num_steps = log_probs.shape[-1]
+    return chosen % num_steps, chosen // num_steps, scores
 
 
 def pack_survivors(search: SearchTree) -> DraftTree:

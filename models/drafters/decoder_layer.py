@@ -1,6 +1,7 @@
 """The decoder layer of EAGLE's drafters: of the target's kind, or of another named form."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..target.hidden_states import decoder_layers, decoder_of
 from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
 from ..target.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
@@ -50,7 +51,7 @@ FORM_OPTIONS = frozenset(
 
 def check_form(form: dict[str, Any]) -> dict[str, Any]:
     """Return `drafter.layer`. Raises ValueError if it is no known form."""
-    if form.get("model_type") not in FORMS:
+    if not isinstance(form.get("model_type"), str) or form["model_type"] not in FORMS:
         raise ValueError(
             f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
             "null for a layer of the target's kind"
@@ -91,6 +92,16 @@ def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
     return rotary
 
 
+def rotary_options(rotary: nn.Module, target: HFTarget) -> dict[str, str]:
+    """Return the arguments of rotary embeddings besides positions.
+
+    Some models have others for each type of layer. The type is the first layer's, as in `make_layer`.
+    """
+    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+        return {}
+    return {"layer_type": target.model.config.get_text_config().layer_types[0]}
+
+
 def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:
     """Build a fresh layer of this form, or of the target's kind if `form` is None.
 
@@ -118,7 +129,7 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
             f"the decoder layers of {type(target.model).__name__} scale their residual stream, or have norms without weights, "
             "which this drafter's layer doesn't do; choose the drafter redrafter"
         )
-    if "rotary_emb" not in dict(target.model.get_decoder().named_children()):
+    if "rotary_emb" not in dict(decoder_of(target.model).named_children()):
         raise ValueError(
             f"{type(target.model).__name__} has no rotary embeddings, which this drafter's layer needs; choose the drafter "
             "redrafter"

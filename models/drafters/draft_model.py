@@ -5,12 +5,12 @@ and branches are read in one pass, and entry c_d of a branch predicts c_{d+1}. I
 
     a chain of its arg-max tokens                          top_k 1
     a tree of its most probable continuations              top_k > 1 (as EAGLE-2, arXiv 2406.16858)
-    a chain drawn from its own warped distribution q       temperature > 0
+    a chain or tree drawn from its warped distribution q   temperature > 0, see `group_search`
 
 The first two are functions of the text. Speculative sampling accepts their children with the
 target's probability p(child). A drawn token is accepted with probability sum min(p, q) (section
 3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
-all three cases the output follows the target's distribution exactly, greedy or sampled.
+all cases the output follows the target's distribution exactly, greedy or sampled.
 
 With a `pace` other than `fixed`, one tree grows from step to step: see `growing_draft`.
 """

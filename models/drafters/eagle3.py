@@ -5,10 +5,14 @@
 
 (section 3.1). Here e is the target's frozen embedding of the next token. There is no loss on
 features. Training unrolls the drafter over its own outputs, as drafting does (section 3.2).
+
+EAGLE-3.1 has two more norms, which vLLM, SGLang and speculators know by the same names:
+
+    h = fc([norm(features of a layer), ...])    `fc_norm`: a norm for each of the layers
+    g = norm(a + MLP(norm(a))), logits = lm_head(g)    `norm_output`: deeper steps read normed outputs
 """
 
 import copy
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -20,7 +24,7 @@ from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..target.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import Labels, Loss, Objective, score
@@ -42,8 +46,21 @@ class Eagle3Config(TreeOptions):
     """`target`: layer, norm and head start with the weights of the target's last ones, but the
     layer's output projections start at zero, so the latest feature passes through unchanged.
     `random`: random weights, as in the paper."""
+    fc_norm: bool = False
+    """Whether each layer's features are normed before `fc` (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """Whether the features of all layers are normed as one vector before `fc`, as speculators 0.9
+    does by default. Not together with `fc_norm`."""
+    norm_output: bool = False
+    """Whether deeper steps read the layer's output after the final norm (EAGLE-3.1). False: before
+    it, as in the paper."""
     loss_decay: Share = 0.8
     """Factor of the loss from each depth to the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are both true; set one of them to false")
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -52,7 +69,7 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 class Eagle3(ReducedVocabulary, FeatureDrafter):
-    """EAGLE-3. Deeper steps read the layer's output before the final norm."""
+    """EAGLE-3. Deeper steps read the layer's output before the final norm, or after it."""
 
     Config = Eagle3Config
     DEPTH_OPTION = "depth"
@@ -70,6 +87,11 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         self._feature_layers = tuple(layers)
         self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm, self.norm = copy.deepcopy(self.layer.input_layernorm), copy.deepcopy(self.layer.input_layernorm)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(copy.deepcopy(self.norm) for _ in layers)
+        if config.norm_before_fc:
+            self.input_norm = copy.deepcopy(self.norm)
+            self.input_norm.weight = nn.Parameter(self.norm.weight.detach().repeat(len(layers)))
         self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
         # A reference only: in a tuple, it is neither saved nor trained with the drafter.
         self._target_head = (target.head,)
@@ -82,7 +104,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
             drafter._start_head(slice(None))
             with torch.no_grad():
                 drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
-                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+                drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
         return drafter
 
     @torch.no_grad()
@@ -108,15 +130,24 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         return source.features
 
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
-        return self.fc(features.to(self.fc.weight.dtype))
+        features = features.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        return self.fc(features)
 
     def layer_inputs(
         self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq both"], Float[torch.Tensor, "batch seq hidden"]]:
         return torch.cat([self.layer.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1), hidden
 
+    def layer_outputs(self, outputs: Float[torch.Tensor, "batch seq hidden"]) -> Float[torch.Tensor, "batch seq hidden"]:
+        return self.norm(outputs) if self.config.norm_output else outputs
+
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
-        logits: torch.Tensor = self.lm_head(self.norm(outputs))
+        logits: torch.Tensor = self.lm_head(outputs if self.config.norm_output else self.norm(outputs))
         return logits
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
@@ -130,8 +161,6 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
-        num_depths = labels.tokens.shape[1]
         outputs = self.unroll(batch, labels, self.target_features(batch))
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
-        weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
-        return replace(loss, sums=loss.sums * weights)
+        return loss.decayed(objective.decay(self.config.loss_decay))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import AfterValidator
+from pydantic import AfterValidator, NonNegativeFloat
 from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -29,13 +29,15 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_of
 from ..target.tree_cache import CacheSnapshot
 from .base import TrainableDrafter
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
-from .decoder_layer import check_form, make_layer, make_rotary
-from .feature_search import FeatureState, completed, read_committed, read_prompts, search
+from .decoder_layer import check_form, make_layer, make_rotary, rotary_options
+from .feature_search import FeatureState, completed, drawn_children, likeliest_children, read_committed, read_prompts, search
+from .group_search import GroupDrawing, level_sizes
 from .objective import Labels
 from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
@@ -58,8 +60,13 @@ class TreeOptions:
     """Nodes expanded at each depth, and children of each expanded node."""
     tree_nodes: PositiveInt = 48
     """Nodes of the tree: the most probable nodes of the search."""
+    temperature: NonNegativeFloat = 0.0
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
 
     def __post_init__(self) -> None:
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
@@ -99,7 +106,9 @@ class FeatureDrafter(TrainableDrafter):
         self.own_rotary = None if form is None else make_rotary(target, form)
         # References only: in a tuple, the target's parts are neither saved nor trained with the
         # drafter.
-        self._target_parts = target.embed_tokens, None if form else target.model.get_decoder().rotary_emb
+        self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
+        rotary: Any = self.own_rotary or self._target_parts[1]
+        self._rotary_options = rotary_options(rotary, target)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -114,6 +123,10 @@ class FeatureDrafter(TrainableDrafter):
         self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq _"], Float[torch.Tensor, "batch seq hidden"]]:
         """Return the input of the attention for the pairs, and the residual it is added to."""
+
+    def layer_outputs(self, outputs: Float[torch.Tensor, "batch seq hidden"]) -> Float[torch.Tensor, "batch seq hidden"]:
+        """Map the layer's outputs to those that `logits` and deeper steps read."""
+        return outputs
 
     @abstractmethod
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
@@ -147,7 +160,8 @@ class FeatureDrafter(TrainableDrafter):
         rotary: Any = self.own_rotary or self._target_parts[1]
         attention, _ = self.layer.self_attn(
             attended,
-            position_embeddings=rotary(attended, positions),
+            position_embeddings=rotary(attended, positions, **self._rotary_options),
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             **options,
@@ -155,7 +169,7 @@ class FeatureDrafter(TrainableDrafter):
         if mask is None:
             return hidden
         hidden = residual + attention
-        return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+        return self.layer_outputs(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)))
 
     # --- training
 
@@ -212,11 +226,11 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def max_nodes(self) -> int:
-        width = min(self.config.top_k, self.vocabulary.num_outputs)
-        sizes = [width]
-        for _ in range(self.config.depth - 1):
-            sizes.append(width * min(self.config.top_k, sizes[-1]))
-        return min(self.config.tree_nodes, sum(sizes))
+        return min(self.config.tree_nodes, sum(level_sizes(self._num_children, self.config.top_k, self.config.depth)))
+
+    @property
+    def _num_children(self) -> int:
+        return min(self.config.top_k, self.vocabulary.num_outputs)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FeatureState:
         return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
@@ -224,14 +238,34 @@ class FeatureDrafter(TrainableDrafter):
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, CacheSnapshot]:
-        """Draft the `tree_nodes` most probable nodes of a search from the last committed token."""
+        """Draft the `tree_nodes` most probable nodes of a search, or groups drawn at random."""
+        if self.config.temperature:
+            return self._draw(state, last_token, generator)
         tree_of_search, text = self.search(state, last_token)
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
     def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
         cache = state.text.writable()
-        tree_of_search = search(self, cache, read_committed(self, cache, state, last_token))
+        output = read_committed(self, cache, state, last_token)
+        tree_of_search = search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
         return tree_of_search, cache.snapshot()
+
+    def _draw(
+        self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
+    ) -> tuple[DraftTree, CacheSnapshot]:
+        """Draw a tree: see `group_search`."""
+        cache, num_children = state.text.writable(), min(self._num_children, self.config.tree_nodes)
+        drawing = GroupDrawing(
+            temperature=self.config.temperature,
+            num_children=num_children,
+            vocabulary=self.vocabulary,
+            generator=generator,
+        )
+        output = read_committed(self, cache, state, last_token)
+        num_groups = self.config.tree_nodes // num_children
+        depth = min(self.config.depth, num_groups)  # a deeper node has no room
+        tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
+        return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache.snapshot()
 
     def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | FeatureState:
         """Leave the accepted entries unread, unless there are many of them."""

@@ -1,6 +1,6 @@
 """Decoding of EAGLE-1, -2 and -3: read accepted features, then search for continuations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,10 +9,11 @@ from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
 from ..decoding.prompts import Prompts
-from ..decoding.types import NO_NODE, AcceptedPath, Counts
+from ..decoding.types import AcceptedPath, Counts
 from ..target.tree_attention import visible_columns
 from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .beams import SearchTree
+from .group_search import GroupDrawing, GroupSearch
 from .ranking import largest
 from .unread import append
 from .vocabulary import DraftVocabulary
@@ -128,54 +129,48 @@ def completed(
     )
 
 
-def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
+def search(
+    drafter: FeatureReader,
+    cache: TreeCache,
+    output: Float[torch.Tensor, "batch hidden"],
+    children: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    depth: int,
+) -> SearchTree:
     """Search for the most probable paths, and return all children of expanded nodes.
 
     At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
-    `output` is the layer's output at the last committed token.
+    `output` is the layer's output at the last committed token. `children` returns the tokens after
+    each of several outputs, and their log-probabilities.
     """
     lengths = cache.lengths.device
-    # States and scores of the nodes to expand, and their indexes.
-    hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)
-    node = torch.full_like(scores, NO_NODE, dtype=torch.long)
-    # For each of these nodes, which of the entries read so far are the node itself or its
+    hidden, result = output[:, None], GroupSearch(len(output), output.device)
+    # For each of the nodes to expand, which of the entries read so far are the node itself or its
     # ancestors.
-    related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)
-    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    num_nodes = 0
-    for depth in range(drafter.config.depth):
-        # 1. The most probable children of each node, and the scores of the paths to them.
-        tokens, log_probs = children(drafter, hidden)  # [batch, node, child]
-        width = tokens.shape[2]
-        tokens, candidates = tokens.flatten(1), (scores[..., None] + log_probs).flatten(1)
-        levels.append((tokens, node.repeat_interleave(width, dim=1), candidates))
-        if depth + 1 == drafter.config.depth:
-            break
-        # 2. The most probable paths of this depth. A stable sort, unlike `topk`, takes the first of
-        # equal scores on every device.
-        chosen = candidates.sort(dim=1, descending=True, stable=True).indices[:, : drafter.config.top_k]
-        parent = (chosen // width)[..., None]
-        itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+    related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
+    while True:
+        # 1. The children of each node.
+        result.add(*children(hidden))
+        if result.depth == depth:
+            return result.tree()
+        # 2. The most probable paths of this depth.
+        tokens, _, parent = result.expand(drafter.config.top_k)
+        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         offset = related.shape[2]
-        related = torch.cat([related.gather(1, parent.expand(-1, -1, offset)), itself], dim=2)
-        scores, node = candidates.gather(1, chosen), num_nodes + chosen
-        num_nodes += tokens.shape[1]
+        related = torch.cat([related.gather(1, parent[..., None].expand(-1, -1, offset)), itself], dim=2)
         # 3. Read these nodes.
-        cache.begin_pass(chosen.shape[1], offset=offset)
+        cache.begin_pass(tokens.shape[1], offset=offset)
         cache.locate()
         hidden = drafter.read(
-            tokens.gather(1, chosen),
-            hidden.gather(1, parent.expand(-1, -1, hidden.shape[-1])),
-            (lengths + depth)[:, None].expand_as(chosen),
+            tokens,
+            hidden.gather(1, parent[..., None].expand(-1, -1, hidden.shape[-1])),
+            (lengths + result.depth - 1)[:, None].expand_as(tokens),
             cache,
             visible_columns(related, lengths, cache.extent)[:, None],
         )
-    tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
-    sizes = tuple(level[0].shape[1] for level in levels)
-    return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
 
 
-def children(
+def likeliest_children(
     drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
 ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
     """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
@@ -183,8 +178,21 @@ def children(
     count = min(drafter.config.top_k, logits.shape[-1])
     if drafter.config.tree == "static":
         _, chosen = largest(logits, count)
-        rank = torch.arange(1, count + 1, device=chosen.device)
-        log_probs = (STATIC_FIRST_HIT / rank**2).log().expand(chosen.shape)
+        log_probs = static_log_probs(chosen)
     else:
         log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), count)
-    return chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen], log_probs
+    return drafter.vocabulary.target_tokens(chosen), log_probs
+
+
+def drawn_children(
+    drafter: FeatureReader, drawing: GroupDrawing, outputs: Float[torch.Tensor, "batch node hidden"]
+) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
+    """Draw tokens after each node. A static tree counts them by their order, as draws are tried."""
+    tokens, log_probs = drawing.children(drafter.logits(outputs))
+    return tokens, static_log_probs(tokens) if drafter.config.tree == "static" else log_probs
+
+
+def static_log_probs(tokens: Int[torch.Tensor, "batch node child"]) -> Float[torch.Tensor, "batch node child"]:
+    """Return the log-probabilities that children have by their rank alone."""
+    rank = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
+    return (STATIC_FIRST_HIT / rank**2).log().expand(tokens.shape)

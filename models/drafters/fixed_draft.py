@@ -1,22 +1,24 @@
-"""A draft model's search at each step: a tree or a chain of one depth, or a drawn chain."""
+"""A draft model's search at each step: a tree or a chain of one depth, or a drawn one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
 from ..decoding.acceptance import last_entry
-from ..decoding.sampling import Randomness, Sampling, draw, warp
-from ..decoding.tree import DraftTree, Drawn, chain_tree
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree, chain_tree, empty_tree
 from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..target.hf_target import HFTarget
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .calibration import Prior
+from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .small_models import DraftModelConfig
 from .unread import MAX_UNREAD, append
+from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,21 @@ class FixedSearch:
 
     @property
     def max_nodes(self) -> int:
-        return self.max_entries if self.config.tree_nodes is None else min(self.max_entries, self.config.tree_nodes)
+        num_nodes = self.config.length * self.config.top_k
+        if self.config.temperature:
+            num_nodes = sum(level_sizes(self._num_children, self.config.top_k, self.config.length))
+        return num_nodes if self.config.tree_nodes is None else min(num_nodes, self.config.tree_nodes)
 
     @property
     def max_entries(self) -> int:
-        """Most nodes of a search."""
-        return self.config.length * self.config.top_k
+        """Most nodes that the cache holds: those that a search reads, or those of a whole tree."""
+        return max(self.config.length * self.config.top_k, self.max_nodes)
+
+    @property
+    def _num_children(self) -> int:
+        """Children of each node of a drawn tree: the same number for all, and at most the tree."""
+        num_children = min(self.config.top_k, self.reader.vocab_size)
+        return num_children if self.config.tree_nodes is None else min(num_children, self.config.tree_nodes)
 
     def use_prior(self, prior: Prior) -> None:
         """Do nothing: the tree's size doesn't depend on how likely its nodes are."""
@@ -73,13 +84,12 @@ class FixedSearch:
     def propose(
         self, state: TextState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
     ) -> tuple[DraftTree, DraftedTree]:
-        """Draft the most probable continuations of a search, or a chain drawn at random."""
+        """Draft the most probable continuations of a search, or groups drawn at random."""
         # 1. Read the last tokens of each text: all but the last are kept, the last starts the tree.
         cache, logits = self._read_unread(state, last_token)
-        # 2. Draw a chain, or search.
+        # 2. Draw a tree, or search.
         if self.config.temperature:
-            tree = self._draw(cache, logits, last_token, generator)
-            entries = torch.arange(1, tree.num_nodes + 1, device=last_token.device).expand_as(tree.tokens)
+            tree, entries = self._draw(cache, logits, last_token, generator)
         else:
             search = self._search(cache, logits, last_token)
             nodes = likeliest_nodes(search, self.max_nodes)
@@ -140,18 +150,20 @@ class FixedSearch:
         logits: Float[torch.Tensor, "batch 1 vocab"],
         last_token: Int[torch.Tensor, " batch"],
         generator: Randomness,
-    ) -> DraftTree:
-        """Draw a chain from the model's distribution."""
-        sampling = Sampling(temperature=self.config.temperature)
-        probs, tokens = [warp(logits, sampling)], [draw(warp(logits, sampling)[:, 0], generator)]
-        while len(tokens) < self.max_nodes:
-            chain = chain_tree(torch.stack(tokens, dim=1))
-            logits = self.reader.read_tree(cache, last_token, chain, num_read=len(tokens)).logits
-            probs.append(warp(logits, sampling))
-            tokens.append(draw(probs[-1][:, 0], generator))
-        chain = chain_tree(torch.stack(tokens, dim=1))
-        drawn_from = pad(torch.cat(probs, dim=1), (0, 0, 0, 1))  # the last node has no children
-        return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
+    ) -> tuple[DraftTree, Int[torch.Tensor, "batch node"]]:
+        """Draw a tree from the model's distribution, and return the entries of its nodes."""
+        drawing = GroupDrawing(
+            temperature=self.config.temperature,
+            num_children=self._num_children,
+            vocabulary=DraftVocabulary(size=self.reader.vocab_size),
+            generator=generator,
+        )
+
+        def read(tree: DraftTree, num_read: int) -> Float[torch.Tensor, "batch node vocab"]:
+            return self.reader.read_tree(cache, last_token, tree, num_read=num_read).logits
+
+        num_groups = self.max_nodes // self._num_children
+        return draw_tree(drawing, logits, read, top_k=self.config.top_k, depth=self.config.length, num_groups=num_groups)
 
     def meanwhile(self, drafted: DraftedTree | TextState) -> None:
         """Return None: the next step searches anew."""
@@ -182,3 +194,43 @@ class FixedSearch:
     def select(self, state: TextState, rows: Sequence[int]) -> TextState:
         """Return the state of these rows of the batch only."""
         return TextState(text=state.text.select(rows), tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
+
+
+def draw_tree(
+    drawing: GroupDrawing,
+    logits: Float[torch.Tensor, "batch 1 vocab"],
+    read: Callable[[DraftTree, int], torch.Tensor],
+    *,
+    top_k: int,
+    depth: int,
+    num_groups: int,
+) -> tuple[DraftTree, Int[torch.Tensor, "batch node"]]:
+    """Draw a tree of `num_groups` groups, and return it with the cache's entries of its nodes.
+
+    `logits` are those after the last committed token. `read` reads a growing tree of the nodes that
+    get children, of which so many entries were read before, and returns the logits of the others.
+    The entries of nodes without children are arbitrary.
+    """
+    search, tree = GroupSearch(len(logits), logits.device), empty_tree(len(logits), logits.device)
+    expanded, first, width = tree.tokens, NO_NODE, 1  # `first`: the first of the nodes read last
+    while True:
+        # 1. Draw the children of the nodes read last, at first of the last token.
+        search.add(*drawing.children(logits))
+        if search.depth == min(depth, num_groups):  # a deeper node has no room
+            break
+        # 2. Read the most probable ones.
+        tokens, nodes, parent = search.expand(top_k)
+        num_read = 1 + tree.num_nodes
+        tree = DraftTree(
+            tokens=torch.cat([tree.tokens, tokens], dim=1),
+            parents=torch.cat([tree.parents, first + parent], dim=1),
+            max_depth=search.depth,
+        )
+        expanded, first, width = torch.cat([expanded, nodes], dim=1), first + width, tokens.shape[1]
+        logits = read(tree, num_read)
+    # 3. Keep whole groups, and find the entries of their nodes.
+    found = search.tree()
+    groups = drawing.kept_groups(found, num_groups)
+    entries = torch.arange(1, tree.num_nodes + 1, device=expanded.device).expand_as(expanded)
+    entries = torch.zeros_like(found.tokens).scatter(1, expanded, entries)
+    return drawing.tree(found, groups), entries.gather(1, drawing.nodes(groups))

@@ -272,14 +272,10 @@ class Medusa(LastStateDrafter):
         inputs = states[labels.known], index[labels.known]
         vocabulary = DraftVocabulary(size=self.vocab_size)
         loss = score(self._logits_of, inputs, labels, batch, objective, vocabulary=vocabulary)
-        return replace(loss, sums=loss.sums * self._head_weights().to(loss.sums))
-
-    def _head_weights(self) -> Float[torch.Tensor, " head"]:
-        num_heads = self.config.num_heads
-        weights = self.config.head_decay ** torch.arange(num_heads)
         if self.config.one_head_per_step and self.training:
-            weights = weights * num_heads * F.one_hot(torch.randint(num_heads, ()), num_heads)
-        return weights
+            chosen = F.one_hot(torch.randint(num_heads, ()), num_heads).to(loss.sums)
+            loss = replace(loss, sums=loss.sums * num_heads * chosen)
+        return loss.decayed(objective.decay(self.config.head_decay))
 
 
 def copied_head(head: nn.Linear) -> nn.Linear:

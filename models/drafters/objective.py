@@ -4,8 +4,8 @@ Losses are computed in chunks of labels and recomputed for the gradient, so memo
 labels x vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
-from .losses import LEAST_WEIGHT, LossKind
+from .label_weights import dpace_weights, missed_share
+from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -46,6 +47,10 @@ class Loss:
     hits: Int[torch.Tensor, "depth rank"]
     joint_hits: Int[torch.Tensor, " depth"]
 
+    def decayed(self, factor: float) -> "Loss":
+        """Multiply the sum of depth d by `factor` to the power of d."""
+        return replace(self, sums=self.sums * factor ** torch.arange(len(self.sums), device=self.sums.device))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -53,21 +58,39 @@ class Objective:
 
     p is known where a continuation follows the text, since the target has read that. Elsewhere p is
     taken as one-hot at the label. There `reverse_kl` would be infinite, and is -log q(label)
-    instead.
+    instead. If labels are samples from p, then the one-hot distributions are p on average, so
+    cross-entropy and `kl` have the same gradient on average as with p itself.
     """
 
-    loss: LossKind = LossKind.cross_entropy
+    loss: LossChoice = LossKind.cross_entropy
+    """A mixture is a sum, and all its losses read the same logits. Where p is one-hot, each of them
+    is a function of q(label)."""
     weights: str = "uniform"
     """`reached` counts a label only if the drafter's arg-max was right at all earlier depths:
-    decoding gets no further otherwise. `missed_by` gives each label its `missed_share`."""
+    decoding gets no further otherwise. `dpace` weights labels by `dpace_weights`, in place of a
+    drafter's own factors of depths. `missed_by` gives each label its `missed_share`."""
     head: nn.Linear | None = None
     """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
-    cross-entropy need it."""
+    cross-entropy need it, also in a mixture."""
     teacher: str = "full"
     """`full`: p of all tokens. `top_k`: p of the top-k tokens in the batch, and of "any other" as
     one more outcome. q is merged in the same way. Merging outcomes makes no divergence larger and
     no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
     vocabulary. Nothing constrains how q divides the remaining probability."""
+
+    @property
+    def terms(self) -> dict[LossKind, float]:
+        """The weights of the losses whose sum is trained."""
+        return terms_of(self.loss)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss reads p, not just the label."""
+        return needs_teacher(self.loss)
+
+    def decay(self, factor: float) -> float:
+        """Return a drafter's factor from depth to depth; 1 if `weights` already weight the depths."""
+        return 1.0 if self.weights == "dpace" else factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +153,6 @@ class Labels:
         return Labels(**values)
 
 
-def missed_share(
-    num_covered: Int[torch.Tensor, " position"], known: Bool[torch.Tensor, "position depth"]
-) -> Float[torch.Tensor, "position depth"]:
-    """Return the share that another drafter misses of each label and the labels after it.
-
-    At position n the other drafter proposes the first `num_covered[n]` draft tokens. A label that
-    it misses has weight 1, since all labels after it are missed too. A label that it proposes is a
-    part of the path to the missed ones. The trained drafter needs the whole path, because a
-    proposal starts at the last committed token. Such a label counts as much as the path helps:
-
-        labels  a b c d, the other drafter proposes a b:   weights  2/4  2/3  1  1
-        labels  a b c d, the other drafter proposes all:   weights  LEAST_WEIGHT, four times
-
-    This is the collective boost-tuning of SpecInfer (arXiv 2305.09781, section 3), which drops
-    whole texts. Here the unit is a label, and none is dropped.
-    """
-    depth = torch.arange(known.shape[1], device=known.device)
-    num_known = known.sum(1, keepdim=True)
-    share = (num_known - num_covered[:, None]) / (num_known - depth).clamp(min=1)
-    return share.clamp(min=LEAST_WEIGHT, max=1)
-
-
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
     inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
@@ -183,18 +184,22 @@ def score(
     # every parameter has a gradient.
     parts = [per_label_loss(partial(against_label, predict), rows, trained & ~has_teacher, vocabulary.num_outputs)]
     if teacher is not None:
-        evaluate = partial(against_teacher, predict, teacher, objective.loss)
+        reads = frozenset[str]().union(*(kind.reads for kind in objective.terms))
+        evaluate = partial(against_teacher, predict, teacher, reads)
         parts.append(per_label_loss(evaluate, rows, has_teacher, teacher.num_columns, in_text_order=True))
     if trained_depths is not None:
         parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
     order = torch.cat([index for index, _ in parts]).argsort()
-    divergence, overlap, rank = (torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True))
-    loss = combine(divergence, overlap, objective.loss)
-    ranks = torch.full(known.shape, HIT_RANKS, device=known.device, dtype=rank.dtype).masked_scatter(known, rank)
+    values = LabelLoss(*(torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True)))
+    loss = combine(values, objective.terms)
+    ranks = torch.full(known.shape, HIT_RANKS, device=known.device, dtype=values.rank.dtype).masked_scatter(known, values.rank)
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
         loss = loss * F.pad(right_so_far[:, :-1], (1, 0), value=1)[known]
+    elif objective.weights == "dpace":
+        log_probs = torch.zeros(known.shape, device=known.device, dtype=loss.dtype).masked_scatter(known, values.log_prob)
+        loss = loss * dpace_weights(log_probs, known)[known]
     elif objective.weights == "missed_by":
         assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
         loss = loss * labels.missed[known]
@@ -233,62 +238,84 @@ class LabelRows(NamedTuple):
 class LabelLoss(NamedTuple):
     """Parts of each label's loss, for `combine`, and the label's rank."""
 
-    divergence: Float[torch.Tensor, " label"]
-    """KL or reverse KL from the teacher; the cross-entropy if the label is the teacher."""
+    cross_entropy: Float[torch.Tensor, " label"]
+    """-log q(label). It and the next three are arbitrary where the loss doesn't read them."""
+    kl: Float[torch.Tensor, " label"]
+    """KL from the teacher; the cross-entropy if the label is the teacher."""
+    reverse_kl: Float[torch.Tensor, " label"]
+    """Reverse KL; the cross-entropy if the label is the teacher."""
     overlap: Float[torch.Tensor, " label"]
-    """sum min(p, q); 1 if the loss doesn't read it."""
+    """sum min(p, q)"""
     rank: Int[torch.Tensor, " label"]
     """Number of outputs more probable than the label; HIT_RANKS for a label outside the
     vocabulary."""
+    log_prob: Float[torch.Tensor, " label"]
+    """log q(label), without a gradient; minus infinity for a label outside the vocabulary, 0 for
+    one that isn't trained on."""
 
 
-def combine(
-    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], kind: LossKind
-) -> Float[torch.Tensor, " label"]:
-    """Return the loss of each label: see `LossKind`."""
-    if not kind.reads_overlap:
-        return divergence
-    direct = 1 - overlap if kind.is_total_variation else -overlap.clamp(min=TINY).log()
+def combine(values: LabelLoss, terms: Mapping[LossKind, float]) -> Float[torch.Tensor, " label"]:
+    """Return the loss of each label: the sum of `terms`, each times its weight."""
+    return torch.stack([weight * loss_of(values, kind) for kind, weight in terms.items()]).sum(0)
+
+
+def loss_of(values: LabelLoss, kind: LossKind) -> Float[torch.Tensor, " label"]:
+    """Return one loss of each label: see `LossKind`."""
+    if not kind.is_total_variation and not kind.is_acceptance:
+        simple: torch.Tensor = getattr(values, kind.value)
+        return simple
+    direct = 1 - values.overlap if kind.is_total_variation else -values.overlap.clamp(min=TINY).log()
     if not kind.is_blend:
         return direct
-    share = overlap.detach()
-    return share * direct + (1 - share) * divergence
+    share = values.overlap.detach()
+    return share * direct + (1 - share) * values.kl
 
 
 def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
     """Compare the drafter with the label, as if p were one-hot."""
     logits, rank = logits_and_rank(predict, rows)
-    divergence = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
+    entropy = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
     # The overlap is q(label), or 1 if the label is outside, so such a label adds nothing to any
     # loss.
-    return LabelLoss(divergence, divergence.neg().exp(), rank)
+    return LabelLoss(entropy, entropy, entropy, entropy.neg().exp(), rank, log_prob_of(entropy.detach().neg(), rows))
 
 
 def against_teacher(
-    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, kind: LossKind, rows: LabelRows
+    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, reads: frozenset[str], rows: LabelRows
 ) -> LabelLoss:
-    """Compare the drafter with the target's distribution.
+    """Compare the drafter with the target's distribution; compute the fields that are read.
 
     Divergences use p restricted to a reduced vocabulary and normalised.
     """
     logits, rank = logits_and_rank(predict, rows)
-    p, log_q = teacher.outcomes(rows.text_index, logits.log_softmax(1))
+    log_probs = logits.log_softmax(1)
+    p, log_q = teacher.outcomes(rows.text_index, log_probs)
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
-    if kind is LossKind.reverse_kl:
-        divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
-    else:
-        divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
-    overlap = torch.ones_like(divergence)
-    if kind.reads_overlap:  # costs two more tensors of all logits, and memory for their gradient
+    # Each field costs one or two more tensors of all logits, and memory for their gradient.
+    label_log_prob = (log_probs if "cross_entropy" in reads else log_probs.detach()).gather(1, rows.output[:, None])[:, 0]
+    kl = reverse_kl = overlap = torch.zeros_like(label_log_prob)
+    if "kl" in reads:
+        kl = F.kl_div(log_q, inside_p, reduction="none").sum(1)
+    if "reverse_kl" in reads:
+        reverse_kl = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
+    if "overlap" in reads:
         overlap = torch.minimum(p, log_q.exp()).sum(1)
-    return LabelLoss(divergence, overlap, rank)
+    entropy = -label_log_prob * rows.inside
+    return LabelLoss(entropy, kl, reverse_kl, overlap, rank, log_prob_of(label_log_prob.detach(), rows))
+
+
+def log_prob_of(values: Float[torch.Tensor, " label"], rows: LabelRows) -> Float[torch.Tensor, " label"]:
+    """Return the labels' log-probabilities, given those of the labels in the vocabulary."""
+    return values.where(rows.inside, -torch.inf)
 
 
 @torch.no_grad()
 def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
     """Compute only the rank, for a label that isn't trained on."""
     _, rank = logits_and_rank(predict, rows)
-    return LabelLoss(torch.zeros_like(rank, dtype=torch.float), torch.ones_like(rank, dtype=torch.float), rank)
+    zeros = torch.zeros_like(rank, dtype=torch.float)
+    # An overlap of 1 is no loss.
+    return LabelLoss(zeros, zeros, zeros, torch.ones_like(zeros), rank, zeros)
 
 
 def logits_and_rank(
@@ -338,10 +365,12 @@ def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVoc
 
     Raises ValueError for missing inputs.
     """
-    if not objective.loss.needs_teacher:
+    if not objective.needs_teacher:
         return None
     if objective.teacher == "top_k":
         return TopTeacher.of(batch, vocabulary)
     if objective.head is None or batch.hidden_states is None:
-        raise ValueError(f"the loss {objective.loss} needs the target's head and hidden states; give both, or cross_entropy")
+        raise ValueError(
+            f"the loss {describe_loss(objective.loss)} needs the target's head and hidden states; give both, or cross_entropy"
+        )
     return Teacher(states=batch.hidden_states.flatten(0, 1), head=objective.head, vocabulary=vocabulary)

@@ -76,6 +76,10 @@ class RedrafterConfig:
     beam_length: PositiveInt = 5
     """Draft tokens per beam, without the token that the target has already chosen. May be changed
     when it is loaded."""
+    top_k: PositiveInt | None = None
+    """Tokens that each beam may continue with: only the `top_k` most probable ones, whose
+    probabilities then sum to 1. None is all tokens, the paper's search. Apple's release keeps 50. May
+    be changed when the drafter is loaded."""
 
     tree_nodes: PositiveInt | None = None
     """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
@@ -94,7 +98,7 @@ class RedrafterConfig:
     loaded."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        {"beam_width", "beam_length", "tree_nodes", "share_prefixes", "tree_padding"}
+        {"beam_width", "beam_length", "top_k", "tree_nodes", "share_prefixes", "tree_padding"}
     )
 
     def __post_init__(self) -> None:
@@ -207,7 +211,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def search(
         self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[SearchTree, None]:
-        return beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length), None
+        hidden = state[:, None].expand(-1, self.config.beam_length, -1)
+        return beam_search(self, hidden, last_token, width=self.config.beam_width, top_k=self.config.top_k), None
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut padding according to `tree_padding`."""

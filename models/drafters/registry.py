@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from ...data.fields import problems_of
 from ..target.hf_target import HFTarget
 from .base import TrainableDrafter
+from .block import Block
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
@@ -23,6 +24,7 @@ from .suffix import Suffix
 from .training_free import TrainingFreeDrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "block": Block,
     "draft_model": DraftModel,
     "eagle": Eagle,
     "eagle3": Eagle3,

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
+from ..bounded_build import CANT_BE_BUILT
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
@@ -63,8 +63,10 @@ class DraftModelConfig:
     tree_nodes: PositiveInt | None = None
     """Nodes of the tree: the most probable nodes of the search; None keeps all."""
     temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature; use the target's. Trees can't be drawn:
-    `top_k` must be 1."""
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
     pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
     """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
     step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
@@ -79,14 +81,9 @@ class DraftModelConfig:
         sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
         if self.init == "target_layers" and sizes:
             problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
-        if self.temperature > 0 and self.top_k > 1:
-            problems.append(
-                f"temperature is {self.temperature} and top_k {self.top_k}; only a chain can be drawn: set temperature to 0 or "
-                "top_k to 1. A tree that isn't drawn works at every temperature of the target"
-            )
         if self.temperature > 0 and self.pace != "fixed":
             problems.append(
-                f"temperature is {self.temperature} and pace {self.pace}; a drawn chain can't grow: set temperature to 0 (a "
+                f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
                 "tree that isn't drawn works at every temperature of the target), or pace to fixed"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
@@ -95,15 +92,6 @@ class DraftModelConfig:
                 "lower one of them"
             )
         raise_problems(problems)
-
-
-CANT_BE_BUILT = (
-    # Values of wrong types, or contradictory values.
-    *(StrictDataclassError, TypeError, ValueError),
-    KeyError,  # names that transformers doesn't know
-    *(ArithmeticError, AssertionError, RuntimeError),  # impossible sizes of tensors
-)
-"""Errors of transformers and torch for a configuration that describes no valid model."""
 
 
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -130,7 +118,9 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
             trust_remote_code=False,
         )
     except CANT_BE_BUILT as error:
-        raise ValueError(f"transformers can't build the draft model ({error}); its configuration is {architecture}") from error
+        raise ValueError(
+            f"transformers can't build the draft model ({error!s:.500}); its configuration is {architecture!s:.500}"
+        ) from error
     return model
 
 
@@ -154,7 +144,9 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
     if hasattr(target_config, "num_key_value_heads"):
         sizes["num_key_value_heads"] = num_kv_heads
     if hasattr(target_config, "intermediate_size"):
-        default_width = target_config.intermediate_size * hidden // target_config.hidden_size
+        widths = target_config.intermediate_size
+        width = widths[0] if isinstance(widths, list) else widths  # some families have one for each layer
+        default_width = width * hidden // target_config.hidden_size
         sizes["intermediate_size"] = config.intermediate_size or default_width
     if config.num_heads is not None and getattr(target_config, "head_dim", None) is not None:
         sizes["head_dim"] = hidden // num_heads

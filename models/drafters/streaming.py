@@ -12,6 +12,7 @@ from ..decoding.growing_tree import GrowingTree
 from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.types import TargetOutput
+from .block import Block
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
@@ -24,6 +25,7 @@ from .streaming_models import StreamingDraftModel, StreamingRedrafter
 from .training_free import TrainingFreeDrafter
 
 REASONS: dict[type[Any], str] = {
+    Block: "a block drafter reads what enters inner layers of the target, which are in other processes",
     Eagle3: "EAGLE-3 reads what enters inner layers of the target, which are in other processes",
     Eagle: "EAGLE reads the target's hidden states of all accepted tokens, and drafts each tree anew from them",
     Medusa: "Medusa's heads draft a fixed number of tokens from one hidden state, so its tree can't grow",

@@ -24,6 +24,10 @@ class DraftVocabulary:
     def num_outputs(self) -> int:
         return self.size if self.tokens is None else len(self.tokens)
 
+    def target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
+        """Return the target's token ids of outputs."""
+        return outputs if self.tokens is None else self.tokens[outputs]
+
     def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
         """Return the output of each token, and which tokens have one.
 
@@ -67,8 +71,7 @@ class ReducedVocabulary(nn.Module):
 
     def to_target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
         """Return the target's token ids of the head's outputs."""
-        tokens = self.vocabulary.tokens
-        return outputs if tokens is None else tokens[outputs]
+        return self.vocabulary.target_tokens(outputs)
 
     @property
     def wants_token_counts(self) -> bool:

@@ -27,6 +27,7 @@ from .llama import (
     QKV_BIASES,
     SAME_NUMBER,
     describe,
+    embedding_problems,
     frequencies,
     layer_config,
     layer_problems,
@@ -57,24 +58,27 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter whose `fc` has a bias other than zero, or with another kind of
     layer.
     """
-    problems = layer_problems(drafter, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
+    problems = layer_problems(drafter.layer, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         problems.append("its fc has a bias, but vLLM's has none (train with drafter.bias=false)")
-    raise_unsupported(problems, VLLM.name)
-    return FolderContents(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
+    raise_unsupported(problems + embedding_problems(target), VLLM.name)
+    return FolderContents(
+        config={"architectures": ["LlamaForCausalLM"], **write_config(drafter.layer, target)}, tensors=tensors
+    )
 
 
 def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     """Build the contents of a folder for SGLang; `fc.bias` is zeros if the drafter has none."""
-    is_qwen2 = layer_config(drafter).model_type == "qwen2"
+    is_qwen2 = layer_config(drafter.layer).model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
-    raise_unsupported(layer_problems(drafter, engine="SGLang's EAGLE", allowed=biases, kinds=kinds), SGLANG.name)
+    problems = layer_problems(drafter.layer, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)
+    raise_unsupported(problems + embedding_problems(target), SGLANG.name)
     tensors = _tensors(drafter)
     tensors.setdefault("fc.bias", torch.zeros_like(drafter.fc.weight[:, 0]))
-    config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter, target)}
+    config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter.layer, target)}
     if is_qwen2:
         config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
         del config["attention_bias"], config["mlp_bias"]  # Qwen2's layers always have biases of q, k and v only

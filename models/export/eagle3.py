@@ -5,6 +5,7 @@
     midlayer.self_attn.{q,k,v}_proj.weight [., 2H], o_proj.weight            layer.self_attn.*
     midlayer.mlp.{gate,up,down}_proj.weight                                  layer.mlp.*
     norm.weight, lm_head.weight [draft, H]                                   the same
+    fc_norm.{0,1,2}.weight [H], input_norm.weight [3H]                       the same, where there are such norms
     d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens, of a reduced vocabulary only
     embed_tokens.weight                                                      the target's own, where it is there
 
@@ -14,26 +15,20 @@ n // 2 and n - 3. The key for other layers has different meanings in the two eng
 to its numbers, vLLM doesn't. So a drafter of other layers is exported as `speculators`.
 """
 
+from functools import partial
 from typing import Any
-
-import torch
 
 from ..drafters.eagle3 import Eagle3, Eagle3Config
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
+from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
-from .formats import FolderContents, Format, Reading, Tensors
-from .llama import (
-    LAYER_WEIGHTS,
-    layer_problems,
-    raise_unsupported,
-    read_config,
-    require_target_parts,
-    target_parts,
-    write_config,
-)
+from .formats import FolderContents, Format, Reading
+from .llama import LAYER_WEIGHTS, embedding_problems, layer_problems, raise_unsupported, read_config, write_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+"""Keys of the norms that only some drafters have. They are options of ours by the same names."""
 KEYS = frozenset(
     {
         "bias",
@@ -43,6 +38,7 @@ KEYS = frozenset(
         "norm_before_residual",
         "target_hidden_size",
         "target_model_type",
+        *NORMS,
     }
 )
 NESTED_MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -69,28 +65,20 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def names_of(prefix: str) -> dict[str, str]:
-    """Map each of our tensors to its name in the format; `prefix` is the layer's."""
+def names_of(prefix: str, config: Eagle3Config) -> dict[str, str]:
+    """Map each tensor that a drafter may have to its name in the format; `prefix` is the layer's."""
     layer = {f"layer.{name}": f"{prefix}.{name}" for name in (*LAYER_WEIGHTS, "input_layernorm.weight")}
-    unchanged = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
+    num_features = NUM_FEATURES if config.feature_layers is None else len(config.feature_layers)
+    norms = ("norm.weight", "input_norm.weight", *(f"fc_norm.{index}.weight" for index in range(num_features)))
+    unchanged = {name: name for name in ("fc.weight", "lm_head.weight", *norms)}
     return layer | unchanged | {"hidden_norm.weight": f"{prefix}.hidden_norm.weight"}
-
-
-def write_vocabulary(drafter: Eagle3) -> Tensors:
-    """Build the maps between the target's tokens and the outputs of a reduced head."""
-    outputs, tokens = torch.arange(drafter.lm_head.out_features), drafter.vocabulary.tokens
-    assert tokens is not None
-    tokens = tokens.cpu()
-    if (tokens < 0).any():
-        raise ValueError("the drafter's vocabulary hasn't been chosen, because it is not trained; export it after training")
-    drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
-    drafted[tokens] = True
-    return {"d2t": tokens - outputs, "t2d": drafted}
 
 
 def eagle3_layer_problems(drafter: Eagle3, engine: str) -> list[str]:
     """List the parts of the drafter's decoder layer that `engine` doesn't support."""
-    return layer_problems(drafter, engine=engine, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
+    return layer_problems(
+        drafter.layer, engine=engine, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral")
+    )
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
@@ -100,7 +88,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     that has another kind of layer.
     """
     # 1. What the engines don't support.
-    problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3")
+    problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3") + embedding_problems(target)
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
         is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
@@ -111,15 +99,16 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
         )
     raise_unsupported(problems, FORMAT.name)
     # 2. The tensors under the engines' names.
-    names = names_of("midlayer")
+    names = names_of("midlayer", drafter.config)
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
     if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM doesn't support maps of the whole vocabulary
-        tensors |= write_vocabulary(drafter)
+        tensors |= write_vocabulary(drafter.vocabulary)
     # 3. The configuration.
     config = {
         "architectures": [ARCHITECTURE],
-        **write_config(drafter, target),
+        **write_config(drafter.layer, target),
         "draft_vocab_size": drafter.lm_head.out_features,
+        **{name: True for name in NORMS if getattr(drafter.config, name)},
     }
     return FolderContents(config=config, tensors=tensors)
 
@@ -137,53 +126,18 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     return vocabulary_reading(
         folder,
         target,
-        options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers))},
+        options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers)), **read_norms(folder)},
         num_outputs=config.get("draft_vocab_size") or target.vocab_size,
-        prefix=_prefix(folder) or PREFIXES[0],
+        rename=partial(names_of, _prefix(folder) or PREFIXES[0]),
     )
 
 
-def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, Any], num_outputs: Any, prefix: str) -> Reading:
-    """Describe how to read a folder whose head has `num_outputs` outputs.
-
-    If that is the whole vocabulary, the maps may be missing.
-    """
-    if type(num_outputs) is not int or not 0 < num_outputs <= target.vocab_size:
-        raise ValueError(
-            f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be from 1 to the target's {target.vocab_size}"
-        )
-    tokens, drafted = torch.empty(num_outputs, dtype=torch.long), torch.empty(target.vocab_size, dtype=torch.bool)
-    is_whole = num_outputs == target.vocab_size
-    maps = {"t2d": drafted.to("meta")} if is_whole else {}
-    maps["d2t"] = tokens.to("meta")
-
-    def convert(tensors: Tensors, config: Eagle3Config) -> Tensors:
-        require_target_parts(tensors, target, head=False, folder=folder)
-        return _read_vocabulary(tensors, config, num_outputs, folder)
-
-    return Reading(
-        options={"init": "random", "draft_vocab_size": None if is_whole else num_outputs, **options},
-        rename=lambda config: names_of(prefix),
-        required_extra={} if is_whole else maps,
-        open_options=frozenset({"feature_layers"}),
-        optional=target_parts(target, head=False) | (maps if is_whole else {"t2d": drafted.to("meta")}),
-        convert=convert,
-    )
-
-
-def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, folder: Folder) -> Tensors:
-    """Compute the tokens of the head's outputs in ascending order, and the head's rows in that
-    order."""
-    outputs = torch.arange(num_outputs)
-    tokens = outputs + tensors["d2t"].long() if "d2t" in tensors else outputs
-    if "t2d" in tensors and tensors["t2d"].nonzero()[:, 0].tolist() != tokens.sort().values.tolist():
-        raise ValueError(f"{folder.path} has a d2t and a t2d with different tokens; download or export it again")
-    if config.draft_vocab_size is None:
-        if not torch.equal(tokens, outputs):
-            raise ValueError(f"{folder.path} drafts the whole vocabulary in another order than the target's; export it again")
-        return {}
-    order = tokens.argsort()
-    return {"draft_tokens": tokens[order], "lm_head.weight": tensors["lm_head.weight"][order]}
+def read_norms(folder: Folder) -> dict[str, bool]:
+    """Read the options NORMS. Raises ValueError for values that aren't true or false."""
+    norms = {name: folder.config[name] for name in NORMS if folder.config.get(name) is not None}
+    if wrong := [name for name, value in norms.items() if type(value) is not bool]:
+        raise ValueError(f"{folder.path} has {wrong[0]} {norms[wrong[0]]!r}; it must be true or false")
+    return norms
 
 
 def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:

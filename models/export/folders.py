@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems, require_counts
+from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,20 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
                 names = ", ".join(sorted(wrong)[:MOST_PROBLEMS])
                 raise ValueError(f"{file} and the index of {path} don't agree on {names}; download both again")
         shapes |= loaded
-    require_counts(config, COUNTS, len(shapes), path / CONFIG_FILE)
+    _require_counts(config, len(shapes), path / CONFIG_FILE)
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
+
+
+def _require_counts(config: Mapping[str, Any], num_tensors: int, path: Path) -> None:
+    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
+
+    It names the key, which `bounded_build` can't.
+    """
+    for name in COUNTS:
+        if isinstance(count := config.get(name), int) and count > num_tensors:
+            raise ValueError(
+                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
+            )
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:

@@ -203,7 +203,7 @@ def read_folder(
         drafter_options |= note.drafter
     kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
     # 2. Check names and shapes of the tensors before any weight is read.
-    shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
+    shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE, len(folder.shapes))
     stored_names = {name: stored for name, stored in reading.rename(config).items() if name in shapes}
     expected = {stored: shapes[name] for name, stored in stored_names.items()} | reading.required_extra
     raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import httpx
 
@@ -128,7 +128,7 @@ def _remove(api: HfApi, repo: str, branch: str) -> None:
     """
     try:
         api.delete_branch(repo, branch=branch)
-    except (HfHubHTTPError, httpx.TransportError):
+    except (HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled):
         logger.warning(
             "the branch %s of %s, created for this push, couldn't be deleted and holds the files of %s: push there with "
             "--overwrite",

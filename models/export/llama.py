@@ -1,14 +1,14 @@
-"""Common parts of the EAGLE formats: one decoder layer, described as a Llama of one layer."""
+"""Common parts of the formats with decoder layers: a layer is described as a small Llama or Qwen3."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers.activations import ACT2FN
 
 from ..drafters.decoder_layer import FORMS, form_config
-from ..drafters.feature_drafter import FeatureDrafter
 from ..target.hf_target import HFTarget
 from .folders import Folder
 from .rope import is_positive, rope_problems
@@ -57,20 +57,19 @@ GENERAL_KEYS = frozenset(
 )
 """Keys of a configuration that don't affect weights or computation, apart from values that are
 checked by name."""
+LAYER_COUNTS = frozenset({"num_hidden_layers", "layer_types"})
 MUST_BE: dict[str, tuple[Any, ...]] = {
-    "num_hidden_layers": (1,),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "sliding_window": (None,),
     "use_sliding_window": (False,),
-    "layer_types": (None, ["full_attention"]),
 }
 """Keys with the values that we support; other values describe a different layer."""
 
 
-def layer_config(drafter: FeatureDrafter) -> Any:
+def layer_config(layer: Any) -> Any:
     """Return transformers' configuration of a drafter's layer."""
-    return drafter.layer.self_attn.config
+    return layer.self_attn.config
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -86,16 +85,16 @@ def describe(config: Any) -> dict[str, Any]:
     }
 
 
-def layer_problems(drafter: FeatureDrafter, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """List the parts of the drafter's layer that `engine` doesn't support.
+def layer_problems(layer: Any, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
+    """List the parts of a drafter's layer that `engine` doesn't support.
 
     It supports the weights LAYER_WEIGHTS and `allowed`.
     """
-    config = layer_config(drafter)
+    config = layer_config(layer)
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
         return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})"]
-    names = {name for name, _ in drafter.layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
+    names = {name for name, _ in layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
     problems = [f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})"] if names else []
     if config.hidden_act != "silu":
         problems.append(f"its layer's activation is {config.hidden_act}, but {engine} supports silu only ({remedy})")
@@ -105,6 +104,25 @@ def layer_problems(drafter: FeatureDrafter, *, engine: str, allowed: frozenset[s
     if any(isinstance(value, dict) for value in (config.rope_parameters or {}).values()):
         problems.append(f"its rotary embeddings differ between kinds of layers, but {engine} has one layer ({remedy})")
     return problems
+
+
+def order_problems(feature_layers: Sequence[int], engine: str) -> list[str]:
+    """List the problem that `engine` reads the features of layers in ascending order only."""
+    if list(feature_layers) == sorted(feature_layers):
+        return []
+    remedy = f"train with drafter.feature_layers={sorted(feature_layers)}"
+    return [f"it reads the target's layers in the order {list(feature_layers)}, but {engine} in ascending order ({remedy})"]
+
+
+def embedding_problems(target: HFTarget) -> list[str]:
+    """List the problem that the target's embeddings are more than the table that engines share."""
+    embeddings = target.embed_tokens
+    if not isinstance(embeddings, nn.Embedding) or type(embeddings).forward is nn.Embedding.forward:
+        return []
+    name = type(embeddings).__name__
+    return [
+        f"the target's {name} computes more than a look-up, but the engines share its table only; such a target has no format"
+    ]
 
 
 def raise_unsupported(problems: list[str], name: str) -> None:
@@ -119,12 +137,12 @@ def frequencies(config: Any) -> torch.Tensor:
     return rotary.inv_freq.float()
 
 
-def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
-    """Describe the drafter's layer with the keys of a Llama of one layer.
+def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
+    """Describe a drafter's layer with the keys of a Llama of one layer.
 
     The names are those that transformers 4 and 5 both read.
     """
-    form = describe(layer_config(drafter))
+    form = describe(layer_config(layer))
     rope = form.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     return {
@@ -142,8 +160,10 @@ def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
     }
 
 
-def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str]) -> dict[str, Any] | None:
-    """Parse the layer that a configuration describes.
+def read_config(
+    config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str], num_layers: int = 1
+) -> dict[str, Any] | None:
+    """Parse the layers, `num_layers` of one form, that a configuration describes.
 
     Returns None for a layer of the target's own kind, else the layer's form. The caller checks the
     keys `more`. Raises ValueError for unknown keys, for the sizes of another target, and for a
@@ -152,11 +172,12 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
     # 1. List all problems of keys and values.
     if config.get("use_sliding_window") is False:  # then the window's size has no effect
         config = {name: value for name, value in config.items() if name != "sliding_window"}
-    unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - SIZES - more
+    unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - LAYER_COUNTS - SIZES - more
     problems = [f"an unknown key {name}" for name in sorted(unknown)]
     needed = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     problems += [f"no {name}" for name in needed if config.get(name) is None]
-    problems += [f"{name} {config[name]!r}" for name, right in MUST_BE.items() if name in config and config[name] not in right]
+    must_be = MUST_BE | {"num_hidden_layers": (num_layers,), "layer_types": (None, ["full_attention"] * num_layers)}
+    problems += [f"{name} {config[name]!r}" for name, right in must_be.items() if name in config and config[name] not in right]
     problems += [
         f"{name} {config[name]!r}" for name in SIZES_OF_LAYER if config.get(name) is not None and not _is_size(config[name])
     ]

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...data.files import atomic_write_text, finish_replacing, replacing_directory, write_json
-from ..drafters.calibration import CALIBRATION_FILE
+from ..drafters.calibration import CALIBRATION_FILE, read_prior
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
     CONFIG_FILE,
@@ -28,9 +28,10 @@ from ..drafters.saved.folder import (
     count_tensors,
     read_drafter_config,
     read_training_facts,
+    require_recorded_weights,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
-from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
+from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, altered_code, custom_generate_files
 from .certificate_file import read_certificate
 from .folders import NOTE_FILE
 
@@ -73,9 +74,10 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
     if drafter is not None:
-        read_drafter_config(drafter)
+        saved = read_drafter_config(drafter)
         read_training_facts(drafter)
         count_tensors(drafter / WEIGHTS_FILE)
+        read_prior(drafter, saved.target)
     if certificate is not None:
         read_certificate(certificate)
 
@@ -176,17 +178,27 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
 
 
 def _require_own(folder: Path, files: Collection[str], called: str) -> None:
-    """Raise ValueError for a package without a readable drafter, or with unknown weights or
-    code."""
+    """Raise ValueError for a package without a readable drafter, or with unknown or altered weights
+    or code."""
+    # 1. The drafter, by its configuration and its digests.
     try:
         packaged_parts(folder)
+        if CONFIG_FILE in files:
+            require_recorded_weights(folder)
+            read_training_facts(folder)
     except ValueError as error:
         raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error
+    # 2. The code: only files that the start file names, as this version writes them.
     start = (folder / FOLDER / START_FILE).read_text(encoding="utf-8", errors="replace")
     code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
     known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
     if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
         raise ValueError(f"{called} holds files of something else: {', '.join(unknown[:MOST_PROBLEMS])}. Move them out")
+    if altered := altered_code(folder / FOLDER):
+        raise ValueError(
+            f"{called} holds other code than this version of outrider writes ({', '.join(altered[:MOST_PROBLEMS])}): it was "
+            "altered. Make the folder again with `outrider package`"
+        )
 
 
 def _problem(path: Path, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""EAGLE-3 in the format of the speculators library, which vLLM loads.
+"""EAGLE-3 in the format of the speculators library, which vLLM loads. DSpark: see `dspark`.
 
 The library is github.com/vllm-project/speculators. The tensors are those of `eagle3` with
 `layers.0` in place of `midlayer`. Only a reduced vocabulary has `d2t` and `t2d`. The target's
@@ -10,20 +10,21 @@ it at random otherwise.
 form; scripts/engines/check_speculators.py checks this.
 """
 
+from functools import partial
 from typing import Any
 
 from ..drafters.eagle3 import Eagle3
 from ..target.hf_target import HFTarget
-from .eagle3 import NUM_FEATURES, eagle3_layer_problems, names_of, vocabulary_reading, write_vocabulary
+from .draft_vocabulary import vocabulary_reading, write_vocabulary
+from .eagle3 import NORMS, NUM_FEATURES, eagle3_layer_problems, names_of, read_norms
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, raise_unsupported, read_config, write_config
+from .llama import GENERAL_KEYS, embedding_problems, order_problems, raise_unsupported, read_config, write_config
+from .speculators_config import proposal_problems, raise_problems, write_proposal
 
-VERSION = "0.9.0"
-"""Version of the library that the format was checked against."""
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
-"""Keys of EAGLE-3's variants. They are always written, because the library's and vLLM's defaults
-differ for the first."""
+FLAGS = ("norm_before_residual", "embed_requires_grad")
+"""Keys of variants that drafters here don't have. They are always written, because the library's
+and vLLM's defaults differ for the first."""
 KEYS = frozenset(
     {
         "auto_map",
@@ -36,14 +37,9 @@ KEYS = frozenset(
         "target_hidden_size",
         "transformer_layer_config",
         *FLAGS,
+        *NORMS,
     }
 )
-
-
-PROPOSED_KEYS = frozenset({"algorithm", "default_proposal_method", "proposal_methods", "verifier"})
-"""Known keys of `speculators_config`."""
-METHOD_KEYS = frozenset({"accept_tolerance", "proposal_type", "speculative_tokens", "verifier_accept_k"})
-VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
@@ -58,38 +54,26 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
             f"it reads {len(drafter.feature_layers)} of the target's layers, but vLLM always provides {NUM_FEATURES} (train "
             f"with {NUM_FEATURES} layers in drafter.feature_layers)"
         )
+    problems += order_problems(drafter.feature_layers, "vLLM") + embedding_problems(target)
     raise_unsupported(problems, FORMAT.name)
-    names = names_of("layers.0")
+    names = names_of("layers.0", drafter.config)
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
     num_outputs = drafter.lm_head.out_features
     if num_outputs != drafter.vocab_size:  # the library has no maps for the whole vocabulary
-        tensors |= write_vocabulary(drafter)
+        tensors |= write_vocabulary(drafter.vocabulary)
     tensors["embed_tokens.weight"] = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
     return FolderContents(config=_config(drafter, target, num_outputs), tensors=tensors)
 
 
 def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, Any]:
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": drafter.config.depth,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    verifier = {"name_or_path": target.identity.name, "architectures": [type(target.model).__name__]}
     return {
         "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
+        **write_proposal("eagle3", drafter.config.depth, target),
         "draft_vocab_size": num_outputs,
         "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
         **dict.fromkeys(FLAGS, False),
-        "transformer_layer_config": write_config(drafter, target),
+        **{name: getattr(drafter.config, name) for name in NORMS},
+        "transformer_layer_config": write_config(drafter.layer, target),
     }
 
 
@@ -103,23 +87,12 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
     problems += [f"{name} {config[name]!r}" for name in FLAGS if config.get(name, False) is not False]
     problems += ["no transformer_layer_config"] if not isinstance(layer, dict) else []
-    if config.get("speculators_model_type") != "eagle3":
-        problems.append(f"speculators_model_type {config.get('speculators_model_type')!r} (only eagle3 is read)")
-    if config.get("target_hidden_size") not in (None, target.hidden_size):
-        problems.append(f"target_hidden_size {config['target_hidden_size']} (the target's is {target.hidden_size})")
-    proposed = config.get("speculators_config") or {}
-    if not isinstance(proposed, dict):
-        problems.append(f"speculators_config {proposed!r}")
-    else:
-        problems += _proposal_problems(proposed)
-    if problems:
-        raise ValueError(
-            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
-        )
+    raise_problems(folder, problems + proposal_problems(config, "eagle3", target))
 
     # 2. The drafter's options.
     assert isinstance(layer, dict)
     options: dict[str, Any] = {"layer": read_config(layer, folder, target, more=frozenset({"_attn_implementation"}))}
+    options |= read_norms(folder)
     layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
     if layer_ids is not None:
         options["feature_layers"] = layer_ids
@@ -130,27 +103,8 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         target,
         options=options,
         num_outputs=config.get("draft_vocab_size") or target.vocab_size,
-        prefix="layers.0",
+        rename=partial(names_of, "layers.0"),
     )
-
-
-def _proposal_problems(proposed: dict[str, Any]) -> list[str]:
-    """List the parts of `speculators_config` that are unknown or of another algorithm."""
-    problems = [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
-    if proposed.get("algorithm", "eagle3") != "eagle3":
-        problems.append(f"speculators_config.algorithm {proposed['algorithm']!r} (only eagle3 is read)")
-    methods, verifier = proposed.get("proposal_methods") or [], proposed.get("verifier") or {}
-    sections = [("verifier", verifier, VERIFIER_KEYS)]
-    if isinstance(methods, list):
-        sections += [(f"proposal_methods[{index}]", method, METHOD_KEYS) for index, method in enumerate(methods)]
-    else:
-        problems.append(f"speculators_config.proposal_methods {methods!r}")
-    for section, value, known in sections:
-        if not isinstance(value, dict):
-            problems.append(f"speculators_config.{section} {value!r}")
-        else:
-            problems += [f"an unknown key speculators_config.{section}.{name}" for name in sorted(value.keys() - known)]
-    return problems
 
 
 def _speculative_tokens(config: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...data.files import write_json
+from ..bounded_build import bounded_build, require_possible_numbers
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.saved.folder import CONFIG_FILE
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model, require_same_tokenizer
@@ -83,8 +84,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             f"{target.identity.name} has one of {target.vocab_size}; use a smaller model of the same family"
         )
     named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
+    require_possible_numbers(named, folder.path / CONFIG_FILE)
     try:
-        with torch.device("meta"):
+        with bounded_build(folder.path / CONFIG_FILE, len(folder.shapes)), torch.device("meta"):
             model = build_model(named, target)
     except ValueError as error:
         raise ValueError(f"{folder.path / CONFIG_FILE} describes no model: {error}") from error

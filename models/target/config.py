@@ -1,5 +1,6 @@
 """Configuration of the target: which model to load, and how."""
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any
 
@@ -18,6 +19,21 @@ def check_stages(value: Any) -> list[int] | None:
     if not isinstance(value, list | tuple) or not value or not all(type(number) is int and number > 0 for number in value):
         raise PydanticCustomError("stages", "must be a list with one number above 0 for each stage, such as [8, 8]")
     return [*value]
+
+
+AUTO = "auto"
+
+
+def check_device_map(value: Any) -> Any:
+    """Return None, `auto`, or a mapping of module names to devices. Raises an error for other values."""
+    if value is None or value == AUTO:
+        return value
+    is_named = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+    if is_named and all(type(device) is int or isinstance(device, str) for device in value.values()):
+        return dict(value)
+    raise PydanticCustomError(
+        "device_map", "must be auto, or a mapping of module names to devices, such as {'': 0, model.layers.20: 1}"
+    )
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -50,6 +66,12 @@ class TargetConfig:
     device: str | None = None
     """For example `cuda:1`. None: the launcher's device, else the first accelerator, else the
     CPU."""
+    # A text, a mapping or None, typed Any: Hydra can't put a mapping into an optional field.
+    device_map: Annotated[Any, AfterValidator(check_device_map)] = None
+    """Divide the layers over several devices of this process, for a target that doesn't fit on one:
+    `auto` divides them among all accelerators by free memory. A mapping names the devices, as in
+    transformers: {'': 0, model.layers.20: 1}. Embeddings, norm and head share a device. Evaluation
+    supports this; labelling and training have `tensor_parallel`."""
     # A mapping or None, typed Any: Hydra can't put a mapping into an optional field.
     quantization: Annotated[Any, AfterValidator(check_method)] = None
     """Quantise the weights while loading: a `method` (bitsandbytes, torchao, gptq or awq) and its
@@ -60,7 +82,7 @@ class TargetConfig:
     tensor_parallel: bool = False
     """Slice one copy of the target over all processes of the launch, if it doesn't fit on one
     device. Labelling and training support this (see `tensor_parallel`). Evaluation runs in one
-    process, and needs the whole target there."""
+    process, which can hold such a target with `device_map`."""
     memory_budget_gib: PositiveFloat | None = None
     """Most memory for weights, and for keys and values, in GiB. Layers that don't fit are read from
     the safetensors files in every pass, ahead of their turn. None loads all weights."""
@@ -85,6 +107,12 @@ class TargetConfig:
     true}`."""
 
     def __post_init__(self) -> None:
+        placements = ("compiled", "cuda_graphs", "device", "tensor_parallel", "memory_budget_gib", "stage_layers")
+        clashing = [name for name in placements if getattr(self, name)]
+        if self.device_map is not None and clashing:
+            raise ValueError(
+                f"device_map is {self.device_map}, which doesn't work together with {' and '.join(clashing)}; leave one out"
+            )
         names = ("compiled", "cuda_graphs", "quantization", "tensor_parallel", "memory_budget_gib")
         clashing = [name for name in names if getattr(self, name)]
         if self.stage_layers is not None and clashing:

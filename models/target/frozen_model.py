@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.manifest import TargetIdentity
-from .hidden_states import CapturedHiddenStates, decoder_layers
+from .hidden_states import CapturedHiddenStates, decoder_layers, without_head
 
 ROUNDING, NARROW_ROUNDING = 0.001, 0.1
 """Largest relative errors of logits and states that rounding explains.
@@ -155,7 +155,7 @@ class FrozenModel:
     @torch.no_grad()
     def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
         """Return the inputs of `feature_layers`, side by side. Later layers are not computed."""
-        return self._captured.inputs_of(feature_layers, partial(self.model.base_model, **inputs, use_cache=False))
+        return self._captured.inputs_of(feature_layers, partial(without_head(self.model), **inputs, use_cache=False))
 
     def read_texts(
         self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
@@ -166,7 +166,7 @@ class FrozenModel:
         """
         cached = {} if cache is None else {"past_key_values": cache}
         with self._captured.states_of_pass(feature_layers) as states:
-            self.model.base_model(**inputs, **cached, use_cache=cache is not None)
+            without_head(self.model)(**inputs, **cached, use_cache=cache is not None)
         self._captured.layers = ()  # later passes then don't keep references to layers' inputs
         return states.last, states.layer_inputs
 

@@ -1,6 +1,7 @@
 """The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,13 +50,16 @@ class HFTarget(FrozenModel):
         recorder: Recorder | None = None,
         stream: "WeightStream | None" = None,
         budget_tokens: int | None = None,
+        layer_devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
         self.stream = stream
         """Source of the weights that don't stay in memory (`memory_budget_gib`); None if all do."""
         self.budget_tokens = budget_tokens
         """Tokens whose keys and values a memory budget has room for; None without a budget."""
-        self.fast_linears = fast_linears and not (compiled or tensor_parallel)
+        self.layer_devices = tuple(layer_devices)
+        """Device of each layer of a target with a `device_map`; empty without one."""
+        self.fast_linears = fast_linears and not (compiled or tensor_parallel or layer_devices)
         self.linears = ""
         """How linear layers are computed; empty if all are computed as transformers does."""
         self.choose_linears()
@@ -64,7 +68,7 @@ class HFTarget(FrozenModel):
         self._feature_layers: tuple[int, ...] = ()
         self.compiled, self.cuda_graphs = compiled, cuda_graphs
         self._decoding_model = torch.compile(model) if compiled else model
-        self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes)
+        self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes, layer_devices=self.layer_devices)
         self._logits = SharedBuffer()
         self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
 
@@ -77,12 +81,14 @@ class HFTarget(FrozenModel):
 
     @property
     def form(self) -> str:
-        """How passes over draft trees run: compiled, in graphs, streamed or eager.
+        """How passes over draft trees run: compiled, in graphs, streamed, over devices, or eager.
 
         Speed depends on it.
         """
         names = [name for name in ("compiled", "cuda_graphs") if getattr(self, name)]
-        return " ".join([*names, *["streamed"] * (self.stream is not None)]) or "eager"
+        names += ["streamed"] * (self.stream is not None)
+        names += [f"over {count} devices"] if (count := len({*self.layer_devices, self.device})) > 1 else []
+        return " ".join(names) or "eager"
 
     @property
     def weight_bytes(self) -> int:
@@ -123,19 +129,33 @@ class HFTarget(FrozenModel):
         """Read prompts into an empty cache."""
         return self._prefill(prompts, self._empty_cache(len(prompts.lengths), capacity))
 
-    def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
+    def resume(
+        self,
+        prompts: Prompts | None,
+        texts: Sequence[KeptText],
+        *,
+        capacity: int,
+        moving: AbstractContextManager[None] | None = None,
+    ) -> TargetOutput | None:
         """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
 
-        `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
-        each row. Returns the output of the prompts, or None.
+        `take` has saved the keys and values of `texts` earlier; they return within `moving`.
+        `capacity` is the room in tokens of each row. Returns the output of the prompts, or None.
+        Raises ValueError for a target over several devices.
         """
+        if len({*self.layer_devices}) > 1:
+            raise ValueError(
+                "a target over several devices (target.device_map) can't resume texts that left the batch; choose another "
+                "engine (distill.engine=decoder or batch), or leave device_map out"
+            )
         if prompts is not None:
             self._require_readable(prompts)
         self._feature_layers = ()
         self._require_room(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         output = None if prompts is None else self._prefill(prompts, cache)
-        cache.put(texts)
+        with moving or nullcontext():
+            cache.put(texts)
         return output
 
     def take(self, row: int) -> KeptText:
@@ -272,6 +292,10 @@ class HFTarget(FrozenModel):
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
         keep_path(self._require_cache(), accepted)
+
+    def discard(self) -> None:
+        """Drop what the last pass wrote."""
+        self._require_cache().discard()
 
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row from the KV cache."""

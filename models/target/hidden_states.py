@@ -50,7 +50,7 @@ class CapturedHiddenStates:
         return captured
 
     def _attach(self, model: PreTrainedModel) -> None:
-        decoder = model.get_decoder()  # some models call the decoder directly, not their base model
+        decoder = decoder_of(model)  # some models call the decoder directly, not their base model
         self._hooks.append(decoder.register_forward_hook(self._capture))
         for index, layer in enumerate(decoder_layers(model)):
             hook = partial(self._capture_input, index)
@@ -104,7 +104,24 @@ class CapturedHiddenStates:
         raise AssertionError("the model has not run all of its layers")
 
     def _side_by_side(self) -> torch.Tensor:
-        return torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1)
+        inputs = [self._inputs.pop(index) for index in self.layers]
+        # A target's layers may be on several devices. The final norm is on the first one.
+        device = inputs[0].device if self._hidden_states is None else self._hidden_states.device
+        return torch.cat([states.to(device) for states in inputs], dim=-1)
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the part of a model with its layers and its final norm."""
+    decoder = model.get_decoder()
+    if decoder is not model:
+        return decoder
+    # transformers finds no part by the name that Llama 4 gives for it.
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+
+
+def without_head(model: PreTrainedModel) -> Any:
+    """Return a model without its head."""
+    return decoder_of(model) if model.base_model is model else model.base_model
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
@@ -115,5 +132,5 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 def layer_list(model: PreTrainedModel) -> nn.ModuleList:
     """Return the model's own list of its layers; a new empty list if its decoder has none."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    lists = (module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == num_layers), nn.ModuleList())

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.hub import use_hub, why_offline
+from ...data.hub import use_hub
 from ...data.manifest import TargetIdentity
+from ...data.offline import why_offline
 from ...data.paths import looks_like_path
-from ..machine import turn_off_cudnn_attention
+from ..bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
+from ..machine import parse_device, turn_off_cudnn_attention
 from .config import TargetConfig
+from .device_map import devices_of_layers, resolve
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
@@ -44,7 +47,8 @@ def load_target(
 ) -> HFTarget:
     """Load the frozen target of a configuration, or of a directory or Hub id.
 
-    The device is `config.device`, else `device`, else the first accelerator, else the CPU. With
+    The device is `config.device`, else `device`, else the first accelerator, else the CPU; a
+    `device_map` names several. With
     `safetensors_only` no pickled weights are read. Without `needs_tokenizer` a target that has no
     tokenizer is loaded too; its identity then has no digest of a tokenizer. On CUDA this turns off
     cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
@@ -55,7 +59,7 @@ def load_target(
     Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
-    device = _parse_device(config.device) if config.device else device or default_device()
+    device = parse_device(config.device) if config.device else device or default_device()
     # 1. A process that is a stage of the target ends here. The tokenizer takes a second, so its errors
     # come before the weights are loaded.
     head = None if config.stage_layers is None else head_or_stage(config, device)
@@ -87,6 +91,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
         model, stream = _load_model(config, device, safetensors_only), None
     else:
         model, stream = _load_within_budget(config, device)
+    layer_devices = () if config.device_map is None else devices_of_layers(model)
     digest = weights_digest(
         config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
     )
@@ -101,6 +106,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
         fast_linears=config.fast_linears and (config.memory_budget_gib is None or stream is not None),
         stream=stream,
         budget_tokens=None if config.memory_budget_gib is None else config.budget_tokens,
+        layer_devices=layer_devices,
     )
 
 
@@ -173,7 +179,7 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
             trust_remote_code=config.trust_remote_code,
             **config.tokenizer_options,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, *CANT_BE_BUILT) as error:  # transformers reads the model's configuration, too
         if not Path(config.name_or_path).is_dir() and not use_hub():
             raise ValueError(
                 f"target.name_or_path is {config.name_or_path!r}: there is no such directory, nor is it in the cache, and "
@@ -182,7 +188,7 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
             ) from error
         raise ValueError(
             f"no tokenizer could be loaded from target.name_or_path, which is {config.name_or_path!r}: {error}. "
-            "Is it a Hub id that you can reach, or a directory with tokenizer.json?"
+            "Is it a Hub id that you can reach, or a directory with tokenizer.json and a correct config.json?"
         ) from error
     return tokenizer
 
@@ -225,10 +231,14 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
         placement = {"quantization_config": make_config(config.quantization)}
     if placement or stored:
         placement["device_map"] = {"": device}
+    if config.device_map is not None:
+        with loading_errors(config.name_or_path):
+            empty = _build_empty(config)
+        placement["device_map"] = resolve(config.device_map, empty)
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
-    with loading_errors(config.name_or_path):
+    with loading_errors(config.name_or_path), bounded_build(config.name_or_path, *stored_size(Path(config.name_or_path))):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
             revision=config.revision,
@@ -246,6 +256,16 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if not placement:
         model.to(device=device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
+
+
+def _build_empty(config: TargetConfig) -> PreTrainedModel:
+    """Build the model without memory for its weights, to read its structure."""
+    described = AutoConfig.from_pretrained(
+        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    with torch.device("meta"):
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+    return empty
 
 
 def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
@@ -266,9 +286,12 @@ def _check_directory(name_or_path: str) -> None:
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")
     try:
-        json.loads((directory / "config.json").read_text())
-    except ValueError as error:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{directory / 'config.json'} is not a JSON file ({error}); complete the download") from error
+    if not isinstance(config, dict) or not isinstance(config.get("quantization_config", {}), dict | None):
+        raise ValueError(f"{directory / 'config.json'} is not the configuration of a model; complete the download")
+    require_possible_numbers(config, directory / "config.json")
     if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
 
@@ -280,16 +303,6 @@ def _public_name(name_or_path: str) -> str:
     """
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
-
-
-def _parse_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        # The name may be valid, but the device absent or unusable (meta).
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
-    return device
 
 
 def default_device() -> torch.device:

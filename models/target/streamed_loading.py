@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from ..bounded_build import CANT_BE_BUILT, bounded_build
 from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
@@ -98,7 +99,7 @@ def loading_errors(name_or_path: str) -> Iterator[None]:
     """Raise errors of the libraries in the block as ValueErrors that name the target."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, ImportError, SafetensorError, pickle.UnpicklingError, *CANT_BE_BUILT) as error:
         raise ValueError(
             f"the target {name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
             "is the download complete?"
@@ -136,7 +137,7 @@ def _build(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton
             "them out, or take the model's weights in 16 bits"
         )
     options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
-    with torch.device("meta"):
+    with bounded_build(config.name_or_path, len(stored)), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code, **options)
     # 2. The model with stand-ins.
     stand_ins = {

@@ -11,6 +11,7 @@ Committed columns are never written again, except by `rewind`, `select` and `res
 `CacheSnapshot` only records how many columns were committed at its time.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decoding.types import Counts
+from .cache_columns import move_columns, write_columns
 
 EXTENT_STEP = 256
 """`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
@@ -91,7 +93,7 @@ class TreeCache(Cache):
     Passes with a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over the
     same number of tokens reads and writes the same memory with the same shapes, whatever the rows'
     lengths: compiled code and CUDA graphs need this. `num_present` is the number of layers that
-    write; others are in other processes.
+    write; others are in other processes. `layer_devices` are those of the keys and values.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class TreeCache(Cache):
         extent_step: int = 1,
         is_fixed: bool = False,
         num_present: int | None = None,
+        layer_devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self._num_layers_on = Counter(layer_devices)
         self._num_present = num_layers if num_present is None else num_present
         self.extent_step, self.is_fixed = extent_step, is_fixed
         self.capacity = self._rounded(capacity)
@@ -115,12 +119,13 @@ class TreeCache(Cache):
         self.extent = 0
         self.num_written = 0
         self._offset = 0
-        # All memory is allocated outside inference mode, so it can be written in any mode.
+        # Memory that is allocated outside inference mode can be written in any mode.
         with torch.inference_mode(False):
             self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self._buffers: list[torch.Tensor] = []
         self._used: list[int] = []
         self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
+        self._copied_columns: dict[torch.device, torch.Tensor] = {}
 
     @property
     def lengths(self) -> Counts:
@@ -153,14 +158,15 @@ class TreeCache(Cache):
         """Return a free slot for tensors like `states`, in the buffer of their shape."""
         _, num_heads, _, head_dim = states.shape
         for index, buffer in enumerate(self._buffers):
-            if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
+            is_alike = (*buffer.shape[2::2], buffer.device) == (num_heads, head_dim, states.device)
+            if is_alike and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
-        # Most layers are alike: room for all that follow.
-        num_missing = 2 * self._num_present - sum(self._used)
-        # Zeros: columns between a short row and the longest one are masked, and NaN times 0 would
-        # be NaN.
-        self._buffers.append(states.new_zeros(num_missing, self.max_batch, num_heads, self.capacity, head_dim))
+        # Most layers are alike: room for all that follow on this device.
+        num_layers = self._num_layers_on[states.device] if self._num_layers_on else self._num_present
+        here = (used for used, buffer in zip(self._used, self._buffers, strict=True) if buffer.device == states.device)
+        shape = (2 * num_layers - sum(here), self.max_batch, num_heads, self.capacity, head_dim)
+        self._buffers.append(states.new_zeros(shape))  # masked columns must be finite: NaN times 0 is NaN
         self._used.append(1)
         return len(self._buffers) - 1, 0
 
@@ -199,7 +205,9 @@ class TreeCache(Cache):
 
     def locate(self) -> None:
         """Compute the columns that the pass writes. A CUDA graph must repeat this each time."""
-        self._columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
+        self._columns = columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
+        if self._num_layers_on and not isinstance(columns, slice):
+            self._copied_columns = {device: columns.to(device) for device in self._num_layers_on}
 
     def write(self, slot: Slot, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all columns that the pass sees."""
@@ -211,7 +219,7 @@ class TreeCache(Cache):
         elif torch.compiler.is_compiling():
             torch.ops.outrider.write_columns(buffer, slot_index, self._columns, states)
         else:
-            _write_columns(buffer, slot_index, self._columns, states)
+            write_columns(buffer, slot_index, self._copied_columns.get(buffer.device, self._columns), states)
         return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
@@ -223,12 +231,19 @@ class TreeCache(Cache):
         others lists arbitrary ones there. None lists the entries as they are, in the right columns.
         """
         if entries is not None:
-            columns = self._behind(entries.shape[1])
+            source, columns = self._lengths[: self.batch, None] + entries, self._behind(entries.shape[1])
             for buffer in self._buffers:
-                _move(buffer[:, : self.batch], self._lengths[: self.batch, None] + entries, columns)
+                move_columns(buffer[:, : self.batch], source, columns)
         self._version += 1
         self._lengths[: self.batch].add_(counts.device)
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
+
+    def discard(self) -> None:
+        """Drop all entries after the texts, and their values: hidden columns must be finite."""
+        self._version += 1
+        rest = torch.arange(self.capacity, device=self._lengths.device) >= self._lengths[: self.batch, None]
+        for buffer in self._buffers:
+            buffer[:, : self.batch].masked_fill_(rest[None, :, None, :, None].to(buffer.device), 0)
 
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row."""
@@ -273,7 +288,7 @@ class TreeCache(Cache):
         for buffer in self._buffers:
             num_slots, _, num_heads, capacity, head_dim = buffer.shape
             other._buffers.append(buffer.new_zeros(num_slots, len(rows), num_heads, capacity, head_dim))
-            other._buffers[-1][:, :, :, :end] = buffer[:, :, :, :end].index_select(1, index)
+            other._buffers[-1][:, :, :, :end] = buffer[:, :, :, :end].index_select(1, index.to(buffer.device))
         return other
 
     def take(self, row: int) -> KeptText:
@@ -282,8 +297,7 @@ class TreeCache(Cache):
         texts = [buffer[:, row, :, :length] for buffer in self._buffers]
         if self._lengths.device.type == "cpu":
             return [text.clone() for text in texts]
-        # Copy into pinned memory, so that all copies run at once. Copies into ordinary memory are
-        # staged, and the host waits for each.
+        # Copies into pinned memory run at once. For others, which are staged, the host waits for each.
         copies = [torch.empty(text.shape, dtype=text.dtype, pin_memory=True).copy_(text, non_blocking=True) for text in texts]
         torch.accelerator.current_stream(self._lengths.device).synchronize()
         return copies
@@ -292,8 +306,7 @@ class TreeCache(Cache):
     def put(self, texts: Sequence[KeptText]) -> None:
         """Append rows with texts that `take` copied from a cache of the same model."""
         self._version += 1
-        # If nothing was read yet, allocate the buffers. The layers will reserve their slots in the
-        # same order as before.
+        # If nothing was read yet, allocate the buffers. Layers reserve slots in the same order as before.
         if not self._buffers:
             for kept in texts[0]:
                 num_slots, num_heads, _, head_dim = kept.shape
@@ -367,28 +380,3 @@ class CacheSnapshot:
                 "target.cuda_graphs off"
             )
         return self.cache.copy_rows(rows, [self.lengths[row] for row in rows])
-
-
-def _write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, states: torch.Tensor) -> None:
-    """Write [batch, head, entry, head_dim] to the columns [batch, entry] of a slot."""
-    buffer[slot, : len(states)].scatter_(2, columns[:, None, :, None].expand(states.shape), states)
-
-
-# An opaque operator for the compiler, which turns a scatter into a part of a buffer into a copy of
-# the whole buffer.
-torch.library.custom_op("outrider::write_columns", _write_columns, mutates_args={"buffer"})
-
-
-def _move(
-    buffer: torch.Tensor, source: Int[torch.Tensor, "batch kept"], target: slice | Int[torch.Tensor, "batch kept"]
-) -> None:
-    """Copy columns of a [slot, batch, head, column, head_dim] buffer, row by row of the batch."""
-    if len(source) == 1:
-        kept = buffer.index_select(3, source[0])
-    else:
-        shape = (*buffer.shape[:3], source.shape[1], buffer.shape[4])
-        kept = buffer.gather(3, source[None, :, None, :, None].expand(shape))
-    if isinstance(target, slice):
-        buffer[:, :, :, target] = kept
-    else:
-        buffer.scatter_(3, target[None, :, None, :, None].expand(kept.shape), kept)

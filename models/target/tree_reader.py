@@ -25,8 +25,17 @@ class TreeReader:
     The caller passes the caches in, and decides with `TreeCache.keep` which entries a cache keeps.
     """
 
-    def __init__(self, model: PreTrainedModel, *, is_fixed: bool, num_present: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        is_fixed: bool,
+        num_present: int | None = None,
+        layer_devices: Sequence[torch.device] = (),
+    ) -> None:
         self.model, self.is_fixed = model, is_fixed
+        self.layer_devices = layer_devices
+        """Device of each layer; empty if all are on one device."""
         self.num_present = num_present
         """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
@@ -47,6 +56,7 @@ class TreeReader:
             extent_step=extent_step(device, is_fixed=self.is_fixed),
             is_fixed=self.is_fixed,
             num_present=self.num_present,
+            layer_devices=self.layer_devices,
         )
 
     def read_prompts(

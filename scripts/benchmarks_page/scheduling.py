@@ -32,9 +32,17 @@ def scheduling(records: Records, name: str, max_new_tokens: int) -> str:
             values = [row.get(key) for row in (idle, leaving)]
             pairs.append(" / ".join("-" if value is None else number(value["median"], 2, "x") for value in values))
         rows.append(
-            [POLICIES[policy], *pairs, leaving["num_steps"], leaving["num_evictions"], number(leaving["padding_share"])]
+            [
+                POLICIES[policy],
+                *pairs,
+                leaving["num_steps"],
+                number(leaving["num_tokens"] / leaving["num_steps"], 1),
+                leaving["num_evictions"],
+                number(leaving["padding_share"]),
+            ]
         )
-    columns = ["policy", "sequences/s, rows idle / leave", "over (a)", "over (b)", "over (d)", "steps", "evictions", "padding"]
+    ratios = ["over (a)", "over (b)", "over (d)"]
+    columns = ["policy", "sequences/s, rows idle / leave", *ratios, "steps", "mean rows", "evictions", "padding"]
     return table(columns, rows)
 
 
@@ -87,9 +95,35 @@ def requests(records: Records, name: str) -> str:
     )
 
 
+def encoder(records: Records, name: str) -> str:
+    """Return how an encoder predicts lengths beside the other predictors, and what schedules gain."""
+    record = records.read(name)
+    rows = [
+        [
+            f"encoder, {record['encoder_parameters'] / 1e6:.0f} million parameters"
+            if row["predictor"] == "encoder"
+            else f"`{row['predictor']}`",
+            number(row["bucket_accuracy"]),
+            number(row["mean_bucket_distance"]),
+            number(row["nats"]),
+            number(row["learning_cpu_seconds"], 1),
+            *(number(row[f"{schedule}_mean_rows"], 1) for schedule in ("shortest", "s3")),
+        ]
+        for row in record["rows"]
+    ]
+    text = (
+        f"{count(record['num_lessons'], 'lesson')}, {count(record['num_held_out'], 'held-out request')}, a memory of "
+        f"{record['settings']['budget_tokens']:,} tokens. With known lengths S3's schedule has "
+        f"{number(record['oracle_mean_rows'], 1)} rows in a step."
+    )
+    columns = ["predictor", "bucket right", "distance", "nats", "processor seconds to learn", "mean rows, `shortest`", "`s3`"]
+    return f"{text}\n\n" + table(columns, rows)
+
+
 SCHEDULING: dict[str, Callable[..., str]] = {
     "scheduling": scheduling,
     "predictors": predictors,
     "counted_steps": counted_steps,
     "requests": requests,
+    "encoder": encoder,
 }

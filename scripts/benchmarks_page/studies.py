@@ -8,7 +8,9 @@ from typing import Any
 from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
+from .attack_counts import attack_counts
 from .pace import growth_rules
+from .sampling import SAMPLING
 from .scheduling import SCHEDULING
 from .suffix import suffix_index
 from .tables import Records, count, method_name, number, table, with_interval
@@ -361,6 +363,7 @@ def kernels(records: Records, name: str) -> str:
 
 
 STUDIES: dict[str, Callable[..., str]] = {
+    **SAMPLING,
     **SCHEDULING,
     **{
         function.__name__: function
@@ -377,6 +380,7 @@ STUDIES: dict[str, Callable[..., str]] = {
             plain_decoding,
             sizes,
             step_parts,
+            attack_counts,
             suffix_index,
             batches,
             overhead,

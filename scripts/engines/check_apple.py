@@ -1,10 +1,11 @@
-"""Check that Apple's code and outrider compute equal log-probabilities of a ReDrafter.
+"""Check that Apple's code and outrider find equal beams of a ReDrafter, equally probable.
 
 Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and needs older
 versions of other packages. So two Pythons run this script in turns. 1. outrider's Python makes a
-target, drafters, their exports, and log-probabilities along the beams of a search. 2. A Python with
-Apple's code loads the exports, compares its own search, and writes drafters. 3. outrider's Python
-imports these drafters and compares.
+target, drafters, their exports, and the results of two searches: the one that outrider drafts with,
+with `top_k` as Apple's, and a plain search of this script, which keeps the log-probabilities along
+the beams. 2. A Python with Apple's code loads the exports, compares its own search with both, and
+writes drafters. 3. outrider's Python imports these drafters and compares.
 
     python3 -m venv apple-env                                               # torch's CPU build
     apple-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'numpy<2' safetensors
@@ -13,8 +14,16 @@ imports these drafters and compares.
     PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py compare /tmp/apple
     .venv/bin/python scripts/engines/check_apple.py import /tmp/apple
 
-It prints the largest difference of the log-probabilities at each depth, and exits with 1 if a
-difference is above rounding errors.
+Apple's code for MLX is in a later commit. MLX computes on a CPU too, so this runs on Linux. The
+fourth step loads the exports of the first one with MLX, and compares its search:
+
+    apple-env/bin/pip install 'mlx[cpu]==0.32.4' mlx-lm==0.32.2 --no-deps mlx-cpu==0.32.4
+    git -C ml-recurrent-drafter checkout bd8586b
+    PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py mlx /tmp/apple
+
+It prints the largest difference of the log-probabilities at each depth, and how many beams are equal
+with the filter and without it. It exits with 1 if a difference is above rounding errors, or a beam
+differs with the filter.
 """
 
 import importlib.util
@@ -53,7 +62,7 @@ def make(directory: Path) -> bool:
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="redrafter", initial_state="zero", **options)
         write_folder(FORMAT, drafter, directory / name, target)
-        torch.save(our_search(drafter), directory / name / RESULTS_FILE)
+        torch.save(our_results(drafter), directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -65,7 +74,23 @@ def make_prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def our_search(drafter: Any) -> dict[str, torch.Tensor]:
+def our_results(drafter: Any) -> dict[str, torch.Tensor]:
+    """Run both searches with outrider's drafter; `filtered` and `unfiltered` are outrider's own."""
+    beams = {"filtered": drafted_beams(drafter, KEPT), "unfiltered": drafted_beams(drafter, None)}
+    return plain_search(drafter) | beams
+
+
+def drafted_beams(drafter: Any, top_k: int | None) -> torch.Tensor:
+    """Return the final beams of outrider's search, with the target's token: [prompt, beam, token]."""
+    from outrider.models.drafters.beams import beam_search, final_beams
+
+    contexts, first = make_prompts()
+    search = beam_search(drafter, contexts, first, width=WIDTH, length=DEPTHS, top_k=top_k)
+    tokens = search.tokens.gather(1, final_beams(search)).unflatten(1, (DEPTHS, WIDTH)).transpose(1, 2)
+    return torch.cat([first[:, None, None].expand(-1, WIDTH, 1), tokens], dim=2)
+
+
+def plain_search(drafter: Any) -> dict[str, torch.Tensor]:
     """Run a plain beam search with outrider's drafter.
 
     Returns the beams [prompt, beam, token] and the log-probabilities on their way, of the KEPT
@@ -90,19 +115,22 @@ def our_search(drafter: Any) -> dict[str, torch.Tensor]:
     return {"beams": beam, "log_probs": kept_log_probs}
 
 
-def skip_package_file() -> None:
-    """Import Apple's modules without the package's `__init__`, which needs many packages."""
+def skip_package_files() -> None:
+    """Import Apple's modules without the packages' `__init__`, which need many other packages."""
     spec = importlib.util.find_spec("recurrent_drafting")
     if spec is None or spec.submodule_search_locations is None:
         sys.exit("there is no recurrent_drafting: name the clone of Apple's repository in PYTHONPATH")
     package = ModuleType("recurrent_drafting")
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["recurrent_drafting"] = package
+    mlx = ModuleType("recurrent_drafting.mlx")
+    mlx.__path__ = [f"{folder}/mlx" for folder in package.__path__]
+    sys.modules["recurrent_drafting.mlx"] = mlx
 
 
 @torch.no_grad()
 def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """Run Apple's own search; returns the same values as `our_search`."""
+    """Run Apple's own search; returns the same values as `plain_search`."""
     from recurrent_drafting.modeling_drafter import BeamShape
 
     embeddings = torch.nn.Embedding.from_pretrained(torch.load(directory / "embeddings.pt", weights_only=True))
@@ -113,7 +141,7 @@ def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def compare_searches(name: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Return whether beams, kept tokens and log-probabilities of both searches are equal."""
+    """Return whether beams, kept tokens and log-probabilities of two searches are equal."""
     kept = expected["log_probs"] > LEAST
     assert int(kept.sum()) == KEPT * NUM_PROMPTS * WIDTH * DEPTHS
     same = torch.equal(actual["beams"], expected["beams"]) and torch.equal(actual["log_probs"] > LEAST, kept)
@@ -121,12 +149,23 @@ def compare_searches(name: str, actual: dict[str, torch.Tensor], expected: dict[
     return compare(name if same else f"{name}, with OTHER BEAMS", *by_depth) and same
 
 
+def compare_beams(name: str, theirs: torch.Tensor, ours: dict[str, torch.Tensor]) -> bool:
+    """Return whether outrider's filtered search finds the beams of Apple's, in the same order.
+
+    Without the filter it may find others, so these are only counted.
+    """
+    equal = {search: int((ours[search] == theirs).all(dim=2).sum()) for search in ("filtered", "unfiltered")}
+    num_beams = theirs.shape[0] * theirs.shape[1]
+    print(f"{name}: of {num_beams} beams, {equal['filtered']} equal with top_k {KEPT}, {equal['unfiltered']} without")
+    return equal["filtered"] == num_beams
+
+
 def compare_and_write(directory: Path) -> bool:
     """Load and compare each export, then write drafters as Apple's training does.
 
     This runs in the Python with Apple's code.
     """
-    skip_package_file()
+    skip_package_files()
     from recurrent_drafting.configuration_drafter import DrafterConfig
     from recurrent_drafting.modeling_drafter import Drafter
 
@@ -135,13 +174,41 @@ def compare_and_write(directory: Path) -> bool:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
         results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
-        alike &= compare_searches(name, their_search(model.eval(), directory), results)
+        theirs = their_search(model.eval(), directory)
+        alike &= compare_searches(name, theirs, results)
+        alike &= compare_beams(name, theirs["beams"], results)
     for name, options in THEIRS.items():
         torch.manual_seed(7)
         model = Drafter(DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **options)).eval()
         randomise(model)
         model.save_pretrained(directory / name)
         torch.save(their_search(model, directory), directory / name / RESULTS_FILE)
+    return alike
+
+
+def compare_mlx(directory: Path) -> bool:
+    """Load and compare each export with Apple's code for MLX."""
+    skip_package_files()
+    import mlx.core as mx
+    from mlx import nn
+    from recurrent_drafting.mlx import modeling_drafter
+
+    embeddings = torch.load(directory / "embeddings.pt", weights_only=True)
+    embed = nn.Embedding(*embeddings.shape)
+    embed.weight = mx.array(embeddings.numpy())
+    contexts, first = (mx.array(values.numpy()) for values in make_prompts())
+    alike = True
+    for name in OURS:
+        model = modeling_drafter.load_model(str(directory / name))  # raises for missing and unknown names
+        shape = modeling_drafter.BeamShape(WIDTH, DEPTHS + 1)
+        beams, logits = (torch.tensor(v.tolist()) for v in model.beam_search_candidates(contexts, first, embed, shape))
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        # MLX returns a prompt's beams in any order. Beams that ours lack stay first, and are reported.
+        same = (results["filtered"][:, :, None] == beams[:, None]).all(-1).long()  # [prompt, our beam, its beam]
+        rows, order = torch.arange(NUM_PROMPTS)[:, None], same.argmax(2)
+        theirs = {"beams": beams[rows, order], "log_probs": logits.log_softmax(-1)[rows, order]}
+        alike &= compare_searches(name, theirs, results)
+        alike &= compare_beams(name, theirs["beams"], results)
     return alike
 
 
@@ -153,9 +220,11 @@ def import_theirs(directory: Path) -> bool:
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
         results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
-        alike &= compare_searches(name, our_search(import_drafter(directory / name, target)), results)
+        ours = our_results(import_drafter(directory / name, target))
+        alike &= compare_searches(name, ours, results)
+        alike &= compare_beams(name, results["beams"], ours)
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})
+    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs, "mlx": compare_mlx})

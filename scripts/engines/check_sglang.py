@@ -36,6 +36,7 @@ from engine_targets import (
 EAGLE3: dict[str, dict[str, Any]] = {
     "whole_vocabulary": {},
     "reduced_vocabulary": {"draft_vocab_size": 50},
+    "eagle3_1": {"fc_norm": True, "norm_output": True},
     "layer_of_its_own": {
         "init": "random",
         "layer": {

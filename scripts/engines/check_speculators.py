@@ -41,6 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
         "layer": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 40},
         "feature_layers": [1, 4, 6],
     },
+    "eagle3_1": {"fc_norm": True, "norm_output": True},
+    "one_norm_of_all_features": {"norm_before_fc": True, "norm_output": True},
 }
 RESULTS_FILE = "results.pt"
 

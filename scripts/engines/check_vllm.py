@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
     "eagle3_layer_of_its_own": {"kind": "eagle3", "init": "random", "layer": OWN_LAYER},
+    "eagle3_1": {"kind": "eagle3", "fc_norm": True, "norm_output": True},
+    "speculators_norm_before_fc": {"kind": "eagle3", "norm_before_fc": True, "norm_output": True},
     "speculators": {"kind": "eagle3"},
     "speculators_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
     "eagle1": {"kind": "eagle", "bias": False},

@@ -20,7 +20,10 @@ from torch.nn import functional as F
 
 OWN = {
     "sglang.srt.models": ("llama", "llama_eagle", "llama_eagle3"),
-    "vllm.model_executor.models": ("utils", "llama", "llama_eagle", "llama_eagle3"),
+    "vllm.model_executor.models": (
+        *("utils", "llama", "llama_eagle", "llama_eagle3"),
+        *("qwen2", "qwen3", "qwen3_dflash", "qwen3_dspark"),
+    ),
 }
 """Files that are imported from the engines, by package."""
 
@@ -79,7 +82,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.weight, self.eps, self.variance_epsilon = nn.Parameter(torch.empty(size)), eps, eps
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is None:

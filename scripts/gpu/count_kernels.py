@@ -133,6 +133,8 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "eagle-1": ({"kind": "eagle", "tree": "static"}, GREEDY),
     "eagle-2": ({"kind": "eagle"}, GREEDY),
     "eagle-3": ({"kind": "eagle3", "depth": 6, "top_k": 8, "tree_nodes": 48}, GREEDY),
+    "block": ({"kind": "block", "block": 7, "width": 16, "tree_nodes": 48}, GREEDY),
+    "block, bilinear": ({"kind": "block", "correction": "bilinear", "block": 7, "tree_nodes": 48}, GREEDY),
     "draft model": ({"kind": "draft_model", "length": 4}, GREEDY),
     "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
     "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),

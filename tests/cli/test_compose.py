@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from outrider.cli import keys
 from outrider.cli.arguments import parse_arguments
 from outrider.cli.compose import LIST_OPTIONS, compose, main
-from outrider.cli.config import to_run_config
+from outrider.cli.config import RunConfig, to_run_config
 from outrider.cli.describe import drafter_sections, sections
 
 
@@ -349,3 +349,22 @@ def test_missing_paths_are_an_error_before_torch_is_loaded(tmp_path: Path) -> No
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.split() == ["2", "False"]
     assert "data.path is './no.jsonl'" in result.stderr
+
+
+def test_a_mixture_of_losses_replaces_the_recipes_and_is_not_merged_with_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.yaml"
+    variants = "variants: {a: {train: {loss: {kl: 1, cross_entropy: 2}}}, b: {train: {loss: kl}}, c: {train: {seed: 3}}}"
+    recipe.write_text(f"defaults: [demo]\ntrain: {{loss: {{cross_entropy: 0.1, tv: 0.9}}}}\n{variants}\n")
+
+    def run_config(*arguments: str) -> RunConfig:
+        return to_run_config(compose(parse_arguments(list(arguments))))
+
+    config = run_config(str(recipe))
+    assert config.train.loss == {"cross_entropy": 0.1, "tv": 0.9}
+    losses = [{"cross_entropy": 2, "kl": 1}, "kl", {"cross_entropy": 0.1, "tv": 0.9}]
+    assert [run.train.loss for run in config.drafter_runs()] == losses
+    for override in ("train.loss={kl: 3, tv: 1}", "+train.loss={kl: 3, tv: 1}"):
+        assert run_config(str(recipe), override).train.loss == {"kl": 3, "tv": 1}
+    assert run_config(str(recipe), "train.loss.tv=2").train.loss == {"cross_entropy": 0.1, "tv": 2}
+    with pytest.raises(ValueError, match=r'variants\.a\.train\.loss=\{"kll": 1\}: has \'kll\', which is no loss'):
+        run_config("demo", "++variants={a: {train: {loss: {kll: 1}}}}")

@@ -276,6 +276,12 @@ def test_a_target_in_slices_is_not_evaluated() -> None:
     assert run_config("conf=demo", "target.tensor_parallel=true", "stages=[distill,train]").target.tensor_parallel
 
 
+def test_a_target_over_several_devices_is_only_evaluated() -> None:
+    with raises(r"device_map is auto, for evaluation only, and stages has .*: set stages=\[eval\]"):
+        run_config("conf=demo", "target.device_map=auto", "stages=[distill,eval]")
+    assert run_config("conf=demo", "target.device_map=auto", "stages=[eval]").target.device_map == "auto"
+
+
 @pytest.mark.parametrize("stages", ["[distill]", "[train,eval]", "[eval,export]"])
 def test_a_target_in_stages_is_only_evaluated(stages: str) -> None:
     options = ("conf=demo", "target.stage_layers=[4,4]", "eval.batch_sizes=[1]")
@@ -439,6 +445,14 @@ def test_variants_differ_only_in_the_options_that_they_set() -> None:
 def test_without_variants_the_folders_are_those_of_the_run() -> None:
     (only,) = run_config("output_dir=here").drafter_runs()
     assert (only.train_dir, only.drafter_dir) == (Path("here/train"), Path("here/drafter"))
+
+
+def test_a_teacher_of_another_temperature_than_the_labels_is_an_error_before_the_distillation() -> None:
+    with raises(r"distill\.label_temperature is 0\.7, and train\.loss compares"):
+        run_config("distill.label_temperature=0.7", "train.loss=kl")
+    for others in (("train.loss=cross_entropy",), ("train.loss=kl", "train.labels=text")):
+        run_config("distill.label_temperature=0.7", *others)
+    run_config("distill.label_temperature=1", "train.loss=kl")
 
 
 def test_a_teacher_that_the_distillation_does_not_store_is_an_error_before_it() -> None:

@@ -125,3 +125,16 @@ def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:
     assert describe_kept(config).endswith(": 1 shard of labels.")
     (tmp_path / "distill/shard-00001.json").touch()
     assert describe_kept(config).endswith(": 2 shards of labels.")
+
+
+def test_a_strangers_text_cant_change_the_terminal_or_flood_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError(
+            "the Hub answers: \x1b[31mred\x1b]0;title\x07\x9b31m\r, half a pair \ud800, ü 你好\n\tnext " + "x" * 10**6
+        )
+    printed = capsys.readouterr().err
+    assert r"\x1b[31mred\x1b]0;title\x07\x9b31m\r, half a pair \ud800, ü 你好" in printed
+    assert "\n\tnext" in printed
+    assert set(printed) & set("\x1b\x07\x9b\r\ud800") == set()
+    assert len(printed) < 21_000
+    assert "more characters)" in printed

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
 from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
 from outrider.models.target.loading import load_target
 
@@ -99,6 +100,7 @@ def test_numbers_that_a_narrower_type_cannot_hold_are_refused(drafter, tiny_targ
     weights = load_file(drafter / "model.safetensors")
     weights["blocks.0.0.linear.weight"][0, 0] = 1e6
     save_file(weights, drafter / "model.safetensors")
+    record_weights(drafter)
     arguments = ("export", drafter, "--target", tiny_target_dir, "--to", "tensorrt-llm", "--output", tmp_path / "theirs")
     with pytest.raises(ValueError, match="0.0.linear.weight of the drafter doesn't fit into torch.float16"):
         call(*arguments, "--dtype", "float16")

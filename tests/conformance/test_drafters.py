@@ -43,6 +43,9 @@ from ..host_reads import HostReads, ScalarReads
 # Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind needs a row here.
 # A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {"block": 4, "width": 3, "tree_nodes": 8},
+    "block-lattice": {"kind": "block", "block": 4, "correction": "bilinear", "rank": 8, "tree_nodes": 8},
+    "block-one-slot": {"kind": "block", "block": 4, "num_slots": 1, "train_head": True, "width": 3, "tree_nodes": 8},
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
@@ -52,9 +55,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle-static": {"kind": "eagle", "unroll": 4, "tree": "static", "depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
+ROW_KINDS: dict[str, str] = {name: options.get("kind", name) for name, options in OPTIONS.items()}
+"""The kind of each row."""
+FROM_RANDOM: dict[str, dict[str, Any]] = {
+    name: options | ({"init": "random"} if ROW_KINDS[name] in {"block", "draft_model", "eagle", "eagle3"} else {})
+    for name, options in OPTIONS.items()
+}
+"""The same for a target whose layers a drafter can't copy."""
 FREE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"tree_nodes": 5},
     "recycling": {"tree_nodes": 12, "top_k": 3},
@@ -65,9 +76,21 @@ MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"
 """The pace of each merge of a trained drafter and training-free ones."""
 PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
+DRAWN_TREES: dict[str, str] = {"draft_model_drawn": "draft_model", "eagle_drawn": "eagle", "eagle3_drawn": "eagle3"}
+"""The row of OPTIONS that drafts each drawn tree."""
+DRAWN = {"top_k": 2, "tree_nodes": 8, "temperature": 1.0}
 GROWING = {"draft_confidence", "draft_expected"}
 """Rows whose trees grow: they depend on earlier steps and on measured seconds."""
-VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
+VARIANTS = {
+    "block-lattice",
+    "block-one-slot",
+    "blockwise",
+    "draft_model_drawn",
+    "draft_tree",
+    "eagle-static",
+    "eagle3.1",
+    "eagle3_drawn",
+}
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
 STEPS = 150
@@ -207,28 +230,34 @@ def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) ->
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE, **MERGED})
+        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else [])
+        for name in sorted({**OPTIONS, **FREE, **MERGED, **DRAWN_TREES})
     ],
 )
 def name(request) -> str:
-    """Return a trainable kind, the name of a training-free drafter, or that of a merge."""
+    """Return a trainable kind, or the name of a training-free drafter, a merge or a drawn tree."""
     return request.param
 
 
 @pytest.fixture
 def drafter(name, train, target) -> Any:
-    """Return a training-free drafter, one trained on the memorised prompts, or a merge of both."""
+    """Return a training-free drafter, one trained on the memorised prompts, or a merge of both.
+
+    Drawn trees are drafted by a trained drafter, with other options.
+    """
     if name in MERGED:
         parts = "+".join([str(train("redrafter").folder), *PARTS])
         options = {part: FREE[part] for part in PARTS}
         return load_drafter(parts, target, pace=MERGED[name], tree_nodes=12, **options)
+    if name in DRAWN_TREES:
+        return load_drafter(train(DRAWN_TREES[name]).folder, target, **DRAWN)
     return make_training_free(name, FREE[name], target) if name in FREE else train(name).load(target)
 
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])
 def either(request, name, target, batch) -> Any:
     """Return a fresh drafter, mostly wrong, or the one of `drafter`."""
-    if request.param == "ready" or name in FREE or name in MERGED:
+    if request.param == "ready" or name in {**FREE, **MERGED, **DRAWN_TREES}:
         return request.getfixturevalue("drafter")
     return make(name, target, batch)[0].to(target.dtype).eval()
 
@@ -316,7 +345,7 @@ def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, nam
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
     plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
     actual = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
-    drawn = OPTIONS.get(name, {}).get("temperature", 0.0) > 0
+    drawn = name in DRAWN_TREES or OPTIONS.get(name, {}).get("temperature", 0.0) > 0
     assert (actual.tokens == plain.tokens) != drawn, "only sampled drafts change the sample"
 
 
@@ -389,6 +418,8 @@ def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(trained, target):
 
 QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))
 """Each loss once; the weightings alternate."""
+MIXTURE = {LossKind.cross_entropy: 0.1, LossKind.reverse_kl: 0.5, LossKind.kl_tv: 1.8}
+"""A mixture that needs all that a loss may read."""
 
 
 @pytest.mark.parametrize(
@@ -396,7 +427,8 @@ QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))
     [
         pytest.param(*pair, marks=[] if pair in QUICK_OBJECTIVES else pytest.mark.slow)
         for pair in itertools.product(LossKind, WEIGHTS)
-    ],
+    ]
+    + [(MIXTURE, "uniform")],
 )
 def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
     drafter, batch = make(kind, target, batch)

@@ -21,7 +21,7 @@ from outrider.models.target.stages.inline import in_stages
 from outrider.models.target.stages.staged_target import StagedTarget
 
 from .test_architectures import CASES, EVERY_CASE, SMALL, VOCAB, adapt, make_model
-from .test_drafters import FREE, OPTIONS
+from .test_drafters import FREE, FROM_RANDOM, OPTIONS, ROW_KINDS
 
 NUM_NEW = 14
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 50, 51, 52, 50], [97, 3, 14, 15, 92, 65, 35, 89]]
@@ -35,7 +35,7 @@ TUPLES = {
 ALL_CASES = [*EVERY_CASE, *[(case, kind) for case, (_, _, kinds) in TUPLES.items() for kind in kinds]]
 QUICK_DRAFTERS = ["plain", "redrafter", "suffix", "draft_model", "eagle"]
 SLOW_DRAFTERS = [kind for kind in [*OPTIONS, *FREE, *MERGES] if kind not in QUICK_DRAFTERS]
-DRAWN, WITH_FEATURES = "draft_drawn", "eagle3"
+DRAWN, WITH_FEATURES = "draft_drawn", {name for name, kind in ROW_KINDS.items() if kind in {"block", "eagle3"}}
 
 
 def outputs(target: HFTarget) -> list[torch.Tensor]:
@@ -83,8 +83,7 @@ def make_drafter(kind: str, whole: HFTarget) -> Any:
     if kind in MERGES:
         return load_drafter(MERGES[kind], whole, pace=kind, tree_nodes=12)
     # Layers of the target can't be copied where it is in stages.
-    options = OPTIONS[kind] | ({"init": "random"} if kind.startswith(("draft_", "eagle")) else {})
-    return build_drafter(parse_drafter({"kind": kind, **options}), whole).to(whole.dtype).eval()
+    return build_drafter(parse_drafter({"kind": kind, **FROM_RANDOM[kind]}), whole).to(whole.dtype).eval()
 
 
 def answers(target: HFTarget, drafter: Any, rule: str) -> tuple[list[list[int]], int]:
@@ -101,7 +100,7 @@ def answers(target: HFTarget, drafter: Any, rule: str) -> tuple[list[list[int]],
 @pytest.mark.parametrize("kind", [*QUICK_DRAFTERS, *[pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_DRAFTERS]])
 def test_a_target_in_stages_decodes_the_text_of_the_whole_target(kind, whole, staged):
     drafter = make_drafter(kind, staged)
-    if kind == WITH_FEATURES:
+    if kind in WITH_FEATURES:
         with pytest.raises(ValueError, match=r"reads the inputs of the target's layers \[.*target\.stage_layers"):
             answers(staged, drafter, "greedy")
         return

@@ -34,7 +34,7 @@ from outrider.train.run import train
 from ..streamed_targets import load_in_memory, load_streamed, stream_of
 from ..tiny_models import save_tiny_target
 from .test_architectures import CASES, make_model
-from .test_drafters import FREE, OPTIONS
+from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS
 
 NUM_LAYERS = 6
 NUM_NEW = 14
@@ -82,11 +82,6 @@ QUICK = {
 """The placing of each architecture's quick test; the others are slow tests."""
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 50, 51, 52, 50], [97, 3, 14, 15, 92, 65, 35, 89], [7, 7, 7]]
 RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=Sampling(temperature=1.2, top_p=0.95))}
-KINDS = {
-    name: {**options, **({"init": "random"} if name.startswith(("draft_", "eagle")) else {})}
-    for name, options in OPTIONS.items()
-}
-"""Draft models and EAGLE can't start with weights that aren't in memory."""
 MERGES = {"fixed": "suffix+recycling", "expected": "prompt_lookup+suffix+recycling"}
 ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
     "itself": ("", {"tree_nodes": 8}),
@@ -95,15 +90,17 @@ ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
     "itself growing by confidence": ("", {"tree_nodes": 12, "pace": "confidence"}),
 }
 """The target in memory drafts for itself: nearly all of its tokens are accepted."""
-DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *KINDS]
+DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *FROM_RANDOM]
 QUICK_DRAFTERS = ["recycling", "itself"]
 CLOCKED = {"expected", "draft_expected", "draft_confidence", "itself growing by gain", "itself growing by confidence"}
 """Their trees depend on measured seconds."""
 DRAWN = "draft_drawn"
-WITH_HEAD = {"blockwise", "medusa", "eagle", "eagle-static", "eagle3"}
-"""Kinds that use the target's head outside passes."""
+WITH_HEAD = {name for name, kind in ROW_KINDS.items() if kind in {"block", "medusa", "eagle", "eagle3"}}
+"""Rows that use the target's head outside passes."""
 LLAMA_LIKE = {"llama-gqa", "qwen3"}
-"""Architectures whose layers EAGLE can copy."""
+"""Architectures whose layers EAGLE and the block drafter can copy."""
+WITH_LAYERS = {name for name, kind in ROW_KINDS.items() if kind in {"block", "eagle", "eagle3"}}
+"""Rows with layers of the target's form."""
 
 
 @dataclass
@@ -128,7 +125,7 @@ class Pair:
         if kind in ITSELF:
             suffix, options = ITSELF[kind]
             return load_drafter(f"draft_model:{self.folder}{suffix}", target, **options)
-        return build_drafter(parse_drafter({"kind": kind, **KINDS[kind]}), target).to(target.dtype).eval()
+        return build_drafter(parse_drafter({"kind": kind, **FROM_RANDOM[kind]}), target).to(target.dtype).eval()
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +232,7 @@ EVERY_PAIR = [
     for y, placing in enumerate(PLACINGS)
     for z, kind in enumerate(DRAFTERS)
     if (x + y + z) % SHARE == 0
-    if architecture in LLAMA_LIKE or not kind.startswith("eagle")
+    if architecture in LLAMA_LIKE or kind not in WITH_LAYERS
     if not (architecture == "gpt2" and placing == "head streamed")  # its head is tied
     if not (architecture == "gemma3" and placing == "head streamed")
     if not (placing == "bf16 passes" and kind in CLOCKED)

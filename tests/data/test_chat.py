@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import encode_conversations, encode_prompt, use_chat_template
+from outrider.data.chat import MAX_TURNS, encode_conversations, encode_prompt, use_chat_template
 from outrider.data.types import Conversation, Example, Turn
 
 VICUNA = (
@@ -289,3 +289,12 @@ def test_a_prompt_ends_where_the_assistants_answer_starts(tiny_tokenizer: PreTra
     turns = conversation("Hi", "Yes.", "And?").turns
     prompt = encode_prompt(turns, tiny_tokenizer)
     assert tiny_tokenizer.decode(prompt[0]) == "<|user|>Hi<|assistant|>Yes.<|end|><|user|>And?<|assistant|>"
+
+
+def test_a_conversation_of_very_many_turns_is_dropped_at_once(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Each answer renders the text before it: 50,000 answers took hours."""
+    tokenizer = with_template(tiny_tokenizer, CHATML)
+    endless = conversation(*["Hi", "Yes."] * 50_000, id="endless")
+    examples, dropped = encode_conversations([conversation("Hi", "Yes.", id="good"), endless], tokenizer, 64)
+    assert [example.id for example in examples] == ["good"]
+    assert dropped == {f"more than {MAX_TURNS} turns": 1}

@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 
 from outrider.data.files import (
+    LOCK_FILE,
     atomic_write_bytes,
     atomic_write_text,
     finish_replacing,
+    guarded,
     locked,
     parse_json,
     read_dataclass,
     read_json,
+    read_sealed,
     replacing,
     replacing_directory,
     sha256_file,
     write_json,
+    write_sealed,
 )
 
 
@@ -141,9 +145,9 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
 def test_a_reader_keeps_a_folder_that_only_has_the_name_of_a_replaced_one(tmp_path: Path) -> None:
     """Readers also open folders of users, and such a folder may be the user's."""
     replace_folder(tmp_path / "folder", NEW)
-    replace_folder(tmp_path / ".folder.old", OLD)
+    replace_folder(tmp_path / ".folder.outrider-old", OLD)
     finish_replacing(tmp_path / "folder")
-    assert contents(tmp_path / ".folder.old") == OLD
+    assert contents(tmp_path / ".folder.outrider-old") == OLD
 
 
 @pytest.mark.parametrize(
@@ -261,3 +265,89 @@ def test_only_one_process_at_a_time_holds_the_lock_of_a_folder(tmp_path: Path) -
     assert held.returncode != 0
     assert "another process is at work in" in held.stderr
     subprocess.run(command, check=True)
+
+
+def make(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    return path
+
+
+def test_the_next_holder_of_the_lock_removes_only_what_killed_processes_of_its_run_have_left(tmp_path: Path) -> None:
+    kept = [make(tmp_path / name) for name in ("a.json", "drafter/model.safetensors", ".hidden", "notes.tmp", "deep/.x.tmp")]
+    users = (".settings.old/a", ".venv.partial/a", ".a.json.77.tmp", "run/.outrider.lock", "run/.b.json.7.outrider-tmp")
+    kept += [make(tmp_path / name) for name in users]
+    for name in (
+        ".config.yaml.123.outrider-tmp",
+        "eval/.summary.json.9.outrider-tmp",
+        ".drafter.outrider-partial/model.safetensors",
+        "train/checkpoints/.step-00000003.outrider-partial/state.pt",
+        "train/.best.outrider-old/best.json",
+        ".package.ab12_x.outrider-tmp/new/README.md",
+    ):
+        make(tmp_path / name)
+    make(tmp_path / "train/best/best.json")
+    with locked(tmp_path):
+        left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, tmp_path / LOCK_FILE, tmp_path / "train/best/best.json"}
+
+
+def test_leftovers_of_a_kill_between_two_renames_are_completed_and_not_lost(tmp_path: Path) -> None:
+    make(tmp_path / "train/.best.outrider-partial/best.json").write_text("new")
+    make(tmp_path / "train/.best.outrider-old/best.json").write_text("old")
+    with locked(tmp_path):
+        assert [path.name for path in (tmp_path / "train").iterdir()] == ["best"]
+        assert (tmp_path / "train/best/best.json").read_text() == "new"
+
+
+def test_leftovers_behind_a_link_are_not_the_runs(tmp_path: Path) -> None:
+    elsewhere = make(tmp_path / "elsewhere/.a.1.outrider-tmp")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / ".link.outrider-old").symlink_to(tmp_path / "elsewhere")
+    with locked(tmp_path / "run"):
+        pass
+    assert elsewhere.exists()
+
+
+def test_a_path_in_a_runs_folder_is_guarded_by_the_runs_lock(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    drafter = run / "variants" / "a" / "drafter"
+    drafter.mkdir(parents=True)
+    with locked(run):
+        for path in (drafter, run / "new", run):
+            with pytest.raises(ValueError, match=f"another process is at work in {run}"), guarded(path):
+                pass
+        with guarded(tmp_path / "other"):
+            pass
+    assert not (tmp_path / "other").exists(), "a path outside of a run needs no lock, and no folder"
+    held = guarded(drafter, run, folders=[run, tmp_path / "out"])
+    with held, pytest.raises(ValueError, match="at work in"), guarded(drafter):
+        pass
+    assert (tmp_path / "out" / LOCK_FILE).is_file()
+    assert not (drafter / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other"}, "was altered: its SHA-256 digest is not the one that it records. Restore it"),
+        ({"inner": {"size": 2}}, "was altered"),
+        ({"sha256": "0" * 64}, "was altered"),
+        ({"sha256": None}, "was altered"),
+        ({"name": 3}, "name=3: must be a text"),
+        ({"extra": 1}, "extra: there is no such key"),
+    ],
+)
+def test_a_sealed_file_that_was_edited_is_an_error(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "f.json"
+    write_sealed(path, GOOD)
+    assert read_sealed(Outer, path) == parse_json(Outer, json.dumps(GOOD), path)
+    write_json(path, {**read_json(path), **change})
+    with pytest.raises(ValueError, match=message):
+        read_sealed(Outer, path)
+
+
+def test_a_file_that_an_earlier_version_wrote_without_a_seal_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "f.json", GOOD)
+    assert read_sealed(Outer, tmp_path / "f.json") == parse_json(Outer, json.dumps(GOOD), tmp_path / "f.json")

@@ -1,4 +1,5 @@
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
         feature_layers=[],
         features_dtype="bfloat16",
         top_logprobs=None,
+        sampling=None,
         data_sha256="cc",
         plan_sha256="dd",
         max_length=64,
@@ -169,7 +171,7 @@ def test_the_sidecar_is_written_after_the_shard(tmp_path: Path, monkeypatch: pyt
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.data.store.write_json", killed)
+    monkeypatch.setattr("outrider.data.store.write_sealed", killed)
     with pytest.raises(KeyboardInterrupt):
         write_shard(tmp_path, 0, make_examples())
     assert [path.name for path in tmp_path.iterdir()] == ["shard-00000.safetensors"]
@@ -339,3 +341,45 @@ def test_the_digest_of_the_data_depends_on_ids_tokens_masks_and_order() -> None:
     ]
     assert len({examples_sha256(variant) for variant in variants}) == len(variants)
     assert examples_sha256(variants[0]) == examples_sha256(iter(variants[0]))
+
+
+def edited(path: Path, **changes: Any) -> None:
+    write_json(path, {**read_json(path), **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_tokens": 1}, {"num_labels": 1}, {"num_bytes": 1}, {"ids": ["a", "b", "c"]}, {"file": "shard-00001.safetensors"}],
+)
+def test_an_entry_that_does_not_describe_its_shard_is_an_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Counts of entries reach the log, the estimates and the model card."""
+    store, entry = label_store(tmp_path), write_shard(tmp_path, 0, make_examples())
+    if "file" in changes:
+        shutil.copyfile(store.path(0, ".safetensors"), tmp_path / changes["file"])
+    store.save(make_manifest([entry]))
+    verify_shards(tmp_path, store.load())
+    edited(tmp_path / "shard-00000.json", **changes)
+    with pytest.raises(ValueError, match="shard-00000.json was altered.*recomputes only this shard"):
+        store.entries(1)
+    write_json(tmp_path / "shard-00000.json", {**asdict(entry), **changes})  # as earlier versions wrote it, without a digest
+    with pytest.raises(ValueError, match=rf"doesn't describe it \({next(iter(changes))}\).*recomputes only this shard"):
+        store.require_described(store.entries(1)[0])
+    edited(tmp_path / MANIFEST_FILE, shards=[{**asdict(entry), **changes}])
+    with pytest.raises(ValueError, match="doesn't describe it"):
+        verify_shards(tmp_path, store.load())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "last_hidden"}, "have features of none, and manifest.json has features last_hidden"),
+        ({"feature_layers": [3]}, r"have feature_layers of \[\], and manifest.json has feature_layers \[3\]"),
+        ({"top_logprobs": 5}, "have top_logprobs of None, and manifest.json has top_logprobs 5"),
+    ],
+)
+def test_a_manifest_that_promises_other_tensors_is_an_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    entry = write_shard(tmp_path, 0, [replace(example, hidden_states=None, layers={}, top=None) for example in make_examples()])
+    manifest = replace(make_manifest([entry]), features="none", feature_layers=[], top_logprobs=None)
+    verify_shards(tmp_path, manifest)
+    with pytest.raises(ValueError, match=message):
+        verify_shards(tmp_path, replace(manifest, **changes))

@@ -46,7 +46,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was truncated or altered"),
     "a missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     "a missing sidecar": (lambda folder: (folder / SIDECAR).unlink(), f"{SIDECAR} is missing"),
-    "a sidecar of another shard": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or differs"),
+    "an altered sidecar": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} was altered"),
+    "a sidecar of another shard": (
+        lambda folder: shutil.copy(folder / "shard-00000.json", folder / SIDECAR) and None,
+        f"{SIDECAR} is missing, or differs",
+    ),
     "a cut sidecar": (lambda folder: cut(folder / SIDECAR), f"{SIDECAR} is not a JSON file"),
     "a stray shard": (
         lambda folder: shutil.copy(folder / SHARD, folder / "shard-00002.safetensors") and None,

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from outrider.distill.config import DistillConfig
+from outrider.distill.config import SCHEDULES, DistillConfig
+from outrider.distill.regenerate.lengths.policies import POLICIES
 
 from ..wrong_values import problems
 
@@ -74,6 +75,23 @@ def test_a_predictor_needs_an_engine_that_uses_it() -> None:
         regenerating(predictor="light")
     with pytest.raises(ValueError, match="decode_batch_size is 8, and the engine batch"):
         regenerating(engine="batch", decode_batch_size=8)
+
+
+def test_schedules_and_lessons_need_an_engine_that_predicts_lengths() -> None:
+    regenerating(engine="batch", schedule="s3", lessons="outputs/demo/answers")
+    regenerating(engine="continuous", predictor="light", lessons="outputs/demo/answers")
+    with pytest.raises(ValueError, match="schedule is 's3' and engine 'continuous'; only the engine batch"):
+        regenerating(engine="continuous", predictor="light", schedule="s3")
+    with pytest.raises(ValueError, match="lessons is 'answers', and the engine 'continuous' predicts no lengths"):
+        regenerating(engine="continuous", lessons="answers")
+    assert problems(DistillConfig, mode="regenerate", engine="batch", schedule="longest", lessons="") == [
+        'schedule="longest": must be one of shortest, s3',
+        'lessons="": must not be empty',
+    ]
+
+
+def test_every_schedule_has_a_policy() -> None:
+    assert tuple(POLICIES) == SCHEDULES
 
 
 def test_unused_options_of_regeneration_are_an_error() -> None:

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from outrider.data.chat import encode_prompt
+from outrider.data.files import write_json
 from outrider.data.types import Turn
 from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
@@ -27,6 +29,7 @@ from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results import lossless
+from outrider.eval.results.finished import read_rows
 from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
@@ -100,7 +103,60 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
     assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(rows))
     assert "2 turns were SKIPPED" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "mt_bench.png").stat().st_size > 0
-    assert len(read(tmp_path)) == 3 * (NUM_TURNS + NUM_PROFILED)
+    records = read(tmp_path)
+    assert len(records) == 3 * (NUM_TURNS + NUM_PROFILED)
+    assert all(record.step_tokens is not None for record in records), "tokens per step over the length need the steps"
+
+
+def change_a_time(folder: Path) -> None:
+    first, *others = (folder / "records.jsonl").read_text().splitlines()
+    record = json.loads(first)
+    lines = [json.dumps({**record, "decode_seconds": record["decode_seconds"] + 1e-9}), *others]
+    (folder / "records.jsonl").write_text("".join(line + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("damage", "warning"),
+    [
+        (change_a_time, r"records\.jsonl changed after the evaluation ended, and is read as it is; to measure anew, delete it"),
+        (lambda folder: (folder / "facts.json").write_text("{}"), r"facts\.json: .*num_turns: is missing.*written anew"),
+        (lambda folder: (folder / "facts.json").write_text("["), r"facts\.json is not a JSON file.*; it is written anew"),
+    ],
+    ids=["records", "facts", "no JSON"],
+)
+def test_an_evaluation_that_resumes_warns_of_changed_files_and_then_cards_read_it_again(
+    run_tiny: Evaluate, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], warning: str
+) -> None:
+    run_tiny(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=r"changed after the evaluation ended|facts\.json"):
+        read_rows(tmp_path)
+    rows = run_tiny(tmp_path)
+    assert re.search(warning, caplog.text)
+    assert read_rows(tmp_path) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_at", ["summary.json", "facts.json"])
+def test_a_kill_while_results_are_written_leaves_files_that_fit(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, killed_at: str
+) -> None:
+    """The digests in the facts are of the records and the summary; all three change when settings are added."""
+
+    def kill(path: Path, value: Any) -> None:
+        if path.name == killed_at:
+            raise KeyboardInterrupt
+        write_json(path, value)
+
+    before = run_tiny(tmp_path)
+    monkeypatch.setattr(run, "write_json", kill)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny(tmp_path, temperatures=[0.0, 1.0])
+    assert len(read_rows(tmp_path)) == len(before) * (1 if killed_at == "summary.json" else 2)
+    monkeypatch.undo()
+    rows = run_tiny(tmp_path, temperatures=[0.0, 1.0])
+    assert read_rows(tmp_path) == rows
+    assert "changed after the evaluation ended" not in caplog.text
 
 
 def test_another_program_takes_turns_and_has_neither_profile_nor_bound(

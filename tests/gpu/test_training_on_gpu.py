@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "eagle": {"unroll": 3, "feature_noise": 0.0},
     "eagle3": {"feature_layers": [0, 1]},
+    "block": {"feature_layers": [0, 1], "block": 3},
     "draft_model": {"init": "target_layers", "num_layers": 1},
 }
 

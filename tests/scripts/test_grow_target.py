@@ -254,12 +254,12 @@ def test_a_full_disk_is_an_error_before_and_during_writing(
 def test_a_killed_run_leaves_no_folder_that_loads(grow: Callable[..., None], demo_target_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, tmp_path / "grown", "--target", demo_target_dir, "--parameters", "600M"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob(".grown.partial/model-00003*")):
+    while not list(tmp_path.glob(".grown.outrider-partial/model-00003*")):
         assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "grown").exists()
-    assert not (tmp_path / ".grown.partial" / "config.json").exists()
+    assert not (tmp_path / ".grown.outrider-partial" / "config.json").exists()
     grow(tmp_path / "grown", "--target", demo_target_dir, "--layers", 9)
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
 

@@ -1,5 +1,6 @@
 """Fixtures of tiny shards with texts that a drafter can learn in a second."""
 
+import json
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from outrider.data.files import sha256_json
 from outrider.data.manifest import FORMAT_VERSION, Manifest, TargetIdentity
 from outrider.data.shards import label_store, write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
@@ -59,6 +61,7 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
         features_dtype="bfloat16",
         top_logprobs=None if first is None or first.top is None else first.top.tokens.shape[1],
         target_dtype="torch.float32",
+        sampling=None,
         data_sha256="0" * 64,
         plan_sha256="1" * 64,
         max_length=64,
@@ -120,6 +123,14 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
         return folders
 
     return run
+
+
+def edit_marker(checkpoint: Path, **changes: Any) -> None:
+    """Change fields of a checkpoint's marker, and its digest with them."""
+    path = checkpoint / "complete.json"
+    content = {**json.loads(path.read_text()), **changes}
+    del content["sha256"]
+    path.write_text(json.dumps({**content, "sha256": sha256_json(content)}))
 
 
 @contextmanager

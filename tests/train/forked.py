@@ -1,9 +1,10 @@
-"""Shared code of the scripts that kill training runs: forked processes, and a drafter.
+"""Shared code of the scripts that launch and kill training runs: forked processes, FSDP2, and a drafter.
 
 Processes are forked from one with all slow imports. The drafter's training uses random numbers.
 """
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from threading import RLock
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tqdm import tqdm
 
 from outrider.data.types import DrafterBatch
@@ -67,3 +71,34 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
 def ends(pids: list[int]) -> list[int]:
     """Wait for processes; return their exit codes (a negative one is the signal)."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
+    """Kill this process at call `number` of `owner.name`, before or after the call."""
+    original, calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            kill()
+        result = original(*args, **kwargs)
+        if calls == number:
+            kill()
+        return result
+
+    setattr(owner, name, counted)
+
+
+def with_fsdp2(accelerator: Accelerator) -> Accelerator:
+    """Enable FSDP2 on a CPU: accelerate allows FSDP only on accelerators, but its code works."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
+    )
+    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator

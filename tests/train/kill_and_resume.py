@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from forked import DropoutDrafter
+from forked import DropoutDrafter, kill_on_call
 
 from outrider.models.drafters import DRAFTERS, parse_drafter
 from outrider.models.target.config import TargetConfig
@@ -31,27 +31,6 @@ from outrider.train.config import TrainConfig
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
 CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
-    """Kill this process at call `number` of `owner.name`, before or after the call."""
-    original, calls = getattr(owner, name), 0
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and not after:
-            kill()
-        result = original(*args, **kwargs)
-        if calls == number:
-            kill()
-        return result
-
-    setattr(owner, name, counted)
 
 
 # All moments at which a kill may leave incomplete files, from the outer to the inner code.

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from forked import with_fsdp2
 
 from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
@@ -38,16 +38,6 @@ def relaunched(training: dict[str, Any]) -> Accelerator:
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(training.get("zero_stage", 2))
     return make_accelerator(training.get("mixed_precision"))
-
-
-def with_fsdp2(accelerator: Accelerator) -> Accelerator:
-    """Enable FSDP2 on a CPU: accelerate allows FSDP only on accelerators, but its code works."""
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
-    )
-    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    return accelerator
 
 
 accelerator, way = make_accelerator(), None

@@ -52,7 +52,7 @@ def main() -> None:
     pids = fork(2, train_slowly)
     checkpoints = OUTPUT / "train" / "checkpoints"
     deadline = time.perf_counter() + 60
-    while not (checkpoints / ".step-00000002.partial").exists():
+    while not (checkpoints / ".step-00000002.outrider-partial").exists():
         assert time.perf_counter() < deadline, "the training doesn't begin"
         time.sleep(0.001)
     for pid in pids:

@@ -94,7 +94,7 @@ def main() -> None:
             {
                 "after_seconds": delay,
                 "checkpoint": int(last.name.removeprefix("step-")) if last else 0,
-                "half_written": bool(list(checkpoints.glob(".*.partial"))),
+                "half_written": bool(list(checkpoints.glob(".*.outrider-partial"))),
             }
         )
         assert ends(start(name, target)) == [0] * PROCESSES, name

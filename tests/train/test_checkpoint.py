@@ -2,19 +2,28 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from outrider.data.files import sha256_file
 from outrider.train import checkpoint as checkpoint_module
-from outrider.train.checkpoint import Checkpoints, complete_checkpoints, latest_checkpoint, remove_incomplete
+from outrider.train.checkpoint import (
+    Checkpoints,
+    complete_checkpoints,
+    latest_checkpoint,
+    read_marker,
+    remove_incomplete,
+    require_unchanged,
+)
 
-from .conftest import no_file_above
+from .conftest import edit_marker, no_file_above
 
 
 @contextmanager
@@ -59,7 +68,7 @@ def test_only_the_newest_checkpoints_are_kept_and_the_last_is_loaded(
         latest = latest_checkpoint(tmp_path)
         assert latest is not None
         marker = saver.load(latest)
-    assert (marker["step"], marker["extra"]) == (11, 110)
+    assert (marker.step, marker.state) == (11, {"extra": 110})
     assert torch.equal(model.weight, torch.full((2, 2), 11.0))
 
 
@@ -150,7 +159,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
     (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')
     weights = tmp_path / "step-00000003" / "state.pt"
     weights.write_bytes(weights.read_bytes()[:-1])  # a power cut truncated the weights
-    half = tmp_path / ".step-00000006.partial"
+    half = tmp_path / ".step-00000006.outrider-partial"
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
@@ -159,7 +168,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
 
 
 def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_path: Path) -> None:
-    half = tmp_path / ".step-00000001.partial"
+    half = tmp_path / ".step-00000001.outrider-partial"
     half.mkdir()
     (half / "leftover").write_bytes(b"")
     saved(accelerator, tmp_path, 1)
@@ -170,7 +179,7 @@ def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_p
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format_version": 1}, "has format 1, and this version .* reads format 2"),
+        ({"format_version": 1}, "has format 1, and this version .* reads format 3"),
         ({"sharded_by": "DEEPSPEED"}, "was written by DEEPSPEED, and this launch uses neither"),
     ],
 )
@@ -178,10 +187,10 @@ def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(
     accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     saved(accelerator, tmp_path, 1)
-    path = tmp_path / "step-00000001" / "complete.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    checkpoint = tmp_path / "step-00000001"
+    edit_marker(checkpoint, **change)
     with checkpoints(accelerator, tmp_path) as (_, saver), pytest.raises(ValueError, match=words):
-        saver.load(path.parent)
+        saver.load(checkpoint)
 
 
 def test_a_sharded_state_needs_the_same_number_of_processes(
@@ -201,14 +210,81 @@ def test_a_sharded_state_needs_the_same_number_of_processes(
             saver.save(step, {"extra": step})
             assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step:08d}", "it is there when save returns"
         (kept,) = tmp_path.iterdir()
-        assert saver.load(kept)["extra"] == 2
+        assert saver.load(kept).state == {"extra": 2}
         assert loaded == [str(kept)]
         (kept / "pytorch_model" / "rank_0.pt").write_bytes(b"torn")
         assert latest_checkpoint(tmp_path) is None, "files in folders count too"
-        marker = json.loads((kept / "complete.json").read_text())
-        (kept / "complete.json").write_text(json.dumps({**marker, "num_processes": 4}))
+        edit_marker(kept, num_processes=4)
         with pytest.raises(ValueError, match="is in 4 parts by DEEPSPEED, and there are 1 processes now"):
             saver.load(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("an edited value", lambda marker: marker["state"].update(examples_read=100)),
+        ("an edited float in a list", lambda marker: marker["state"]["meter"].__setitem__(1, 0.25)),
+        ("an edited step", lambda marker: marker.update(step=2)),
+        ("a null", lambda marker: marker["state"].update(run=None)),
+        ("a missing key of the state", lambda marker: marker["state"].pop("run")),
+        ("a missing key", lambda marker: marker.pop("state")),
+        ("a wrong type", lambda marker: marker.update(num_processes="one")),
+        ("an unknown key", lambda marker: marker.update(extra=1)),
+        ("another digest of a file", lambda marker: marker["files"]["state.pt"].update(sha256="0" * 64)),
+        ("no digest", lambda marker: marker.pop("sha256")),
+    ],
+)
+def test_an_edited_marker_is_an_error_with_the_remedy_and_not_another_training(
+    accelerator: Accelerator, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    with checkpoints(accelerator, tmp_path) as (_, saver):
+        saver.save(1, {"examples_read": 156, "run": {"steps": 3}, "meter": [0.1, 1 / 3]})
+    checkpoint = tmp_path / "step-00000001"
+    marker = json.loads((checkpoint / "complete.json").read_text())
+    change(marker)
+    (checkpoint / "complete.json").write_text(json.dumps(marker))
+    with checkpoints(accelerator, tmp_path) as (_, saver), pytest.raises(ValueError, match=r"is damaged .*; delete it"):
+        saver.load(checkpoint)
+
+
+def test_a_marker_of_another_layout_and_the_same_values_is_read(accelerator: Accelerator, tmp_path: Path) -> None:
+    saved(accelerator, tmp_path, 1)
+    path = tmp_path / "step-00000001" / "complete.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert read_marker(path.parent).state == {"extra": 10}
+
+
+def test_a_checkpoint_of_an_earlier_format_is_kept_and_named(accelerator: Accelerator, tmp_path: Path) -> None:
+    saved(accelerator, tmp_path, 1)
+    earlier = {"step": 1, "format_version": 2, "files": {"state.pt": 5}, "run": {}}
+    (tmp_path / "step-00000001" / "complete.json").write_text(json.dumps(earlier))
+    remove_incomplete(tmp_path)
+    with pytest.raises(ValueError, match=r"has format 2, and this version .* reads format 3\. Resume .* or delete"):
+        read_marker(tmp_path / "step-00000001")
+
+
+def test_each_process_reads_a_share_of_the_files_and_all_raise(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, one after the other: what the first one finds reaches the second one."""
+    saved(accelerator, tmp_path, 1)
+    checkpoint, read = tmp_path / "step-00000001", []
+    for name in ("a", "b", "c"):
+        (checkpoint / name).write_bytes(b"x")
+    files = {
+        path.name: {"num_bytes": 1, "sha256": sha256_file(path)} for path in sorted(checkpoint.iterdir()) if len(path.name) == 1
+    }
+    edit_marker(checkpoint, files=files)
+    (checkpoint / "c").write_bytes(b"y")
+    digest = checkpoint_module.sha256_file
+    monkeypatch.setattr(checkpoint_module, "sha256_file", lambda path: read.append(path.name) or digest(path))
+    monkeypatch.setattr(checkpoint_module, "gather_object", lambda names: names or ["c"])
+    for index, share in enumerate((["a", "c"], ["b"])):
+        processes = Mock(spec=Accelerator, process_index=index, num_processes=2)
+        with pytest.raises(ValueError, match="c has another checksum"):
+            require_unchanged(checkpoint, read_marker(checkpoint), processes)
+        assert read == share
+        read.clear()
 
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:

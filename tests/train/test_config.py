@@ -3,6 +3,7 @@ from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from outrider.models.drafters.losses import LossKind
 from outrider.train.config import MAY_CHANGE_ON_RESUME, TrainConfig
@@ -58,5 +59,19 @@ def test_a_loss_is_given_by_name_and_a_wrong_name_lists_all() -> None:
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "loss": "kl_tv"}))
     assert config == TrainConfig(steps=5, loss=LossKind.kl_tv)
     assert json.dumps(asdict(config)["loss"]) == '"kl_tv"'
-    with pytest.raises(Exception, match="'guess'.*" + ".*".join(LossKind)):
-        OmegaConf.merge(schema, {"loss": "guess"})
+    with pytest.raises(ValidationError, match=".*".join(LossKind) + "(.|\n)*'guess'"):
+        OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "loss": "guess"}))
+
+
+def test_a_mixture_of_losses_is_a_mapping_and_a_typo_in_it_is_an_error() -> None:
+    schema = OmegaConf.structured(TrainConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "loss": {"tv": 1.8, "cross_entropy": 0.1}}))
+    assert config.loss == {LossKind.cross_entropy: 0.1, LossKind.tv: 1.8}
+    assert config.mixes_teacher_and_labels, "the mixture compares with the target, like tv"
+    assert json.dumps(asdict(config)["loss"]) == '{"cross_entropy": 0.1, "tv": 1.8}'
+    assert TrainConfig(steps=5, loss={"kl": 1}) == TrainConfig(steps=5, loss="kl")
+    for loss, problem in (
+        ({"tvv": 1.0}, "has 'tvv', which is no loss; did you mean tv? There are " + ", ".join(LossKind)),
+        ({"tv": 0}, "gives tv the weight 0; a weight must be a number above 0, at most 1e+06 (leave out what has no weight)"),
+    ):
+        assert problems(TrainConfig, steps=5, loss=loss) == [f"loss={json.dumps(loss)}: {problem}"]

@@ -24,13 +24,13 @@ BURSTS = {0: 100.0, 1: 50.0, 4: 70.0}
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock by which each micro-batch takes a second, bursts aside."""
-    now, draw = [0.0], estimate._draw_batch
+    now, draw = [0.0], estimate.draw_batch
 
     def slow_draw(config: TrainConfig, examples: Any, reads: Any, index: int) -> Any:
         now[0] += BURSTS.get(index, 1.0)
         return draw(config, examples, reads, index)
 
-    monkeypatch.setattr(estimate, "_draw_batch", slow_draw)
+    monkeypatch.setattr(estimate, "draw_batch", slow_draw)
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
@@ -47,6 +47,18 @@ def test_neither_warm_up_nor_a_burst_of_another_program_counts(target: HFTarget,
     accumulated = plan(target, accelerator, gradient_accumulation=3, steps_done=2)
     assert accumulated.seconds_per_step == 3.0
     assert accumulated.seconds == (TRAIN["steps"] - 2) * 3.0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, 3 * (1.0 + 8.0)), (4, 3 * (1.0 + 2.0))])
+def test_the_choice_of_positions_counts(
+    every: int, expected: float, target: HFTarget, accelerator: Accelerator, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_choice(*_: Any) -> None:
+        clock[0] += 8.0
+
+    monkeypatch.setattr(estimate, "step_starts", slow_choice)
+    planned = plan(target, accelerator, max_positions=9, on_policy_every=every, gradient_accumulation=3)
+    assert planned.seconds_per_step == expected
 
 
 def test_the_logits_are_those_of_a_micro_batch_or_of_a_chunk(

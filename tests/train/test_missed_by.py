@@ -219,7 +219,7 @@ def test_validation_measures_the_weighted_loss(run_train: RunTrain, other: Path,
 
 @pytest.mark.parametrize("value", ["missed_by:", "missed", "reached:x"])
 def test_weights_that_do_not_exist_are_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=r"uniform, reached, missed_by:DRAFTER"):
+    with pytest.raises(ValueError, match=r"uniform, reached, dpace, missed_by:DRAFTER"):
         TrainConfig(steps=1, label_weights=value)
 
 

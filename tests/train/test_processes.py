@@ -25,6 +25,7 @@ KINDS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "draft model": "draft model",
+    "block": "block",
     "few labels": "redrafter",  # in many steps one process has none
     "few labels for eagle": "eagle",
     "sliced redrafter": "redrafter",
@@ -37,7 +38,11 @@ LAUNCHES = {"quick": QUICK, "slow": [name for name in KINDS if name not in QUICK
 """Training runs of each launch of two processes; starting processes takes most of the time."""
 
 
-DRAFTERS = {**DRAFTERS, "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"}}
+DRAFTERS = {
+    **DRAFTERS,
+    "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"},
+    "block": {"kind": "block", "feature_layers": [0, 1], "block": 3},
+}
 
 
 def test_every_registered_kind_is_trained_by_ddp() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from outrider.models.drafters.saved.folder import record_weights
 from outrider.train.tracking import read_records
 
 from .conftest import Run
@@ -61,5 +62,6 @@ def test_labels_of_new_data_do_not_change_the_draft_vocabulary(run_train: RunTra
     # like a vocabulary from other data
     tokens = weights["draft_tokens"].flip(0).neg() + weights["draft_tokens"].max()
     save_file({**weights, "draft_tokens": tokens}, path)
+    record_weights(before.drafter_dir)
     warm = run_train("warm", replace_drafter=start_from(before))
     assert load_file(warm.drafter_dir / "model.safetensors")["draft_tokens"].equal(tokens)

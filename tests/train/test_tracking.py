@@ -32,6 +32,18 @@ def test_a_resumed_run_repeats_no_record_and_drops_a_line_cut_by_a_kill(tmp_path
     assert write(tmp_path, 3, 4, resume=2) == [1, 2, 3, 4]
 
 
+DAMAGED_LINES = (b"{", b"7", b'[["step", 1]]', b"{}", b'{"step": "1"}', b'{"step": 1, "loss": NaN}', b'{"step": "\xff"}')
+
+
+@pytest.mark.parametrize("line", [*DAMAGED_LINES, b"[" * 10**5], ids=range(8))
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
+    write(tmp_path, 1)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not a record .*; delete the line"):
+        write(tmp_path, 2, resume=1)
+
+
 def test_a_run_from_the_start_begins_a_new_file(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     assert write(tmp_path, 1) == [1]

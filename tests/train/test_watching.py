@@ -19,11 +19,11 @@ from outrider.models.drafters.objective import Loss
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import spikes as spikes_module
 from outrider.train.batches import BatchStream
-from outrider.train.checkpoint import complete_checkpoints
+from outrider.train.checkpoint import complete_checkpoints, read_marker
 from outrider.train.tracking import read_records
 from outrider.train.validation import Validation, Validator
 
-from .conftest import Run
+from .conftest import Run, edit_marker
 from .resumed import TIMING
 from .test_run import assert_close, records, spy, weights
 
@@ -208,10 +208,8 @@ def test_another_number_of_texts_per_step_resumes_at_the_same_text(
         run_train(drafter={"kind": "spy"}, batch_size=4)
     # Like three steps of two processes: 24 texts, the 22 of the first epoch and two of the second.
     (*_, last) = complete_checkpoints(tmp_path / "run/train/checkpoints")
-    marker = json.loads((last / "complete.json").read_text())
-    marker["num_processes"] = marker["run"]["num_processes"] = 2
-    marker["examples_read"] = 24
-    (last / "complete.json").write_text(json.dumps(marker))
+    state = read_marker(last).state
+    edit_marker(last, num_processes=2, state={**state, "run": {**state["run"], "num_processes": 2}, "examples_read": 24})
     read: list[int] = []
     rows = BatchStream._rows
     monkeypatch.setattr(BatchStream, "_rows", lambda self, start, count: read.append(start) or rows(self, start, count))

@@ -6,7 +6,6 @@ values wait on the host, and its decoding resumes where it stopped.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,64 +13,42 @@ from dataclasses import dataclass, field
 import torch
 
 from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
-from ....models.decoding.loop import read_acceptance
+from ....models.decoding.reading import accept, read_acceptance, require_numbers
 from ....models.decoding.tree import empty_tree
 from ....models.target.hf_target import HFTarget
 from ....models.target.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths.buckets import LengthPredictor, Predicted
+from ..lengths.buckets import Experience
+from ..lengths.policies import POLICIES, Schedule
 from ..lengths.schedule import (
     BatchReport,
     Decoded,
-    Policy,
-    Rectangle,
     ScheduleStatistics,
     Waiting,
     kv_bytes_per_token,
-    shortest_text_first,
     summarise,
     supervise,
 )
+from ..lengths.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
-
-RESERVED_SHARE = 0.5
-"""Probability that an answer fits into its predicted length."""
-
-FIRST_PART = 0.5
-"""Share of the predicted length that is reserved at first.
-
-An answer that needs more is cheap, since nothing is read again. Unused room makes batches
-narrow."""
-
-LEAST_SHARE = 0.5
-"""Share of unfinished rows below which a batch ends, see `Policy.least_share`.
-
-A greater share means fewer steps but more evictions, each of which moves a row's keys and values to
-the host and back."""
-
-MOST_HELD = 4
-"""Most memory of evicted rows on the host before no new request begins, in KV-memory budgets (see
-`Policy.most_held`)."""
-
-UNKNOWN_SHARE = 0.25
-"""Share of the maximum length that is reserved before any length is known."""
 
 
 @dataclass(slots=True)
 class BatchEngine:
     """Answers requests in padded batches by predicted length (see `Engine`).
 
-    Every call starts with a fresh predictor, which learns from the call's answers. So batches and
-    answers depend on the requests alone. In narrow types, a row's logits may differ in their last
-    bits with the size of its batch; that size is the same in every run, too.
+    Every call starts from the same `experience`, and learns from its own answers too. So batches
+    and answers depend on the requests and the experience alone. In narrow types, a row's logits may
+    differ in their last bits with the size of its batch; that size is the same in every run, too.
     """
 
     target: HFTarget
     sampling: Sampling
     limits: Limits
     kv_budget_bytes: int
-    make_predictor: Callable[[], LengthPredictor]
+    experience: Experience
+    schedule: Schedule = POLICIES["shortest"]
     statistics: list[ScheduleStatistics] = field(default_factory=list)
     """Statistics of each completed call; the caller may clear the list."""
 
@@ -83,25 +60,15 @@ class BatchEngine:
         """
         if not requests:
             return
-        # 1. The policy: short texts first, with half of their predicted length.
+        # 1. The policy.
         started = time.perf_counter()
         budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
         decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
-        reservation = Predicted(
-            self.make_predictor(),
-            requests,
-            share=RESERVED_SHARE,
-            part=FIRST_PART,
-            unknown=math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens),
+        learning = Stopwatch(self.target.device)
+        reservation = self.schedule.reserve(
+            self.experience, requests, max_new_tokens=self.limits.max_new_tokens, learning=learning
         )
-        policy = Policy(
-            reservation=reservation,
-            order=shortest_text_first,
-            memory=Rectangle(),
-            may_overtake=True,
-            least_share=LEAST_SHARE,
-            most_held=MOST_HELD * budget,
-        )
+        policy = self.schedule.policy(reservation, budget)
         # 2. Decode batch after batch.
         reports: list[BatchReport] = []
         lengths = [len(request.prompt_ids) for request in requests]
@@ -112,7 +79,14 @@ class BatchEngine:
                     yield decoder.answer_of(row.index)
         # 3. Compare predicted and actual lengths.
         predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
-        statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
+        statistics = summarise(
+            reports,
+            predicted,
+            actual,
+            time.perf_counter() - started,
+            moving_seconds=decoder.moving.seconds,
+            learning_seconds=learning.seconds,
+        )
         self.statistics.append(statistics)
         logger.debug("answered by length: %s", statistics)
 
@@ -133,6 +107,8 @@ class BatchDecoder:
                 f"{limits.max_tokens}; leave it out"
             )
         self.tokens: list[list[int]] = [[] for _ in requests]
+        self.moving = Stopwatch(target.device)
+        """Time in which keys and values of evicted rows move to the host and back."""
         self._kept: dict[int, KeptText] = {}
 
     def answer_of(self, index: int) -> Answer:
@@ -164,12 +140,12 @@ class BatchDecoder:
         prompts = [self.requests[index].prompt_ids.long().to(self.target.device) for index in fresh]
         capacity = max(len(self.requests[index].prompt_ids) + full[index] for index in full)
         texts = [self._kept.pop(index) for index in evicted]
-        output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
+        output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity, moving=self.moving)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
-            acceptance = self.rule(tree, output, generator=self._seeds(fresh))
-            tokens, _ = read_acceptance(tree, output, acceptance)
-            for index, new in zip(fresh, tokens, strict=True):
+            emitted = read_acceptance(tree, output, self.rule(tree, output, generator=self._seeds(fresh)))
+            require_numbers(emitted, output, self._where(fresh))
+            for index, new in zip(fresh, emitted.tokens, strict=True):
                 self.tokens[index] += new
         return fresh + evicted
 
@@ -178,10 +154,10 @@ class BatchDecoder:
         last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
-        acceptance = self.rule(tree, output, generator=self._seeds(rows))
-        tokens, accepted = read_acceptance(tree, output, acceptance)
-        self.target.commit(tree, accepted)
-        for index, new in zip(rows, tokens, strict=True):
+        seeds, where = self._seeds(rows), self._where(rows)
+        emitted, _ = accept(self.target, self.rule, tree, output, last, generator=seeds, where=where)
+        self.target.commit(tree, emitted.accepted)
+        for index, new in zip(rows, emitted.tokens, strict=True):
             self.tokens[index] += new
 
     def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
@@ -195,7 +171,13 @@ class BatchDecoder:
         return unfinished
 
     def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
-        self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
+        if indices:
+            with self.moving:
+                self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
 
     def _seeds(self, rows: Sequence[int]) -> RowSeeds:
         return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])
+
+    def _where(self, rows: Sequence[int]) -> Callable[[int], str]:
+        """Return a function that names a row's next token."""
+        return lambda row: f"token {len(self.tokens[rows[row]]) + 1} of the answer to {self.requests[rows[row]].id}"

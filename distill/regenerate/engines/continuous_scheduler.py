@@ -8,7 +8,7 @@ doubled.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from ..engine import Request
-from ..lengths.buckets import LengthPredictor, Predicted
+from ..lengths.buckets import Experience, Predicted
 
 RESERVED_SHARE = 0.5
 """Probability that an answer fits into its promised length. A sum of many is more certain than
@@ -30,8 +30,8 @@ class LengthAwareScheduler(FIFOScheduler):
     """Scheduler that admits waiting requests by length, after those that decode.
 
     It learns lengths as requests end. Pass `functools.partial(LengthAwareScheduler,
-    make_predictor=...)` to `ContinuousEngine`, which adds the `requests` of a call. `reset` forgets
-    the learned lengths.
+    experience=...)` to `ContinuousEngine`, which adds the `requests` of a call. `reset` forgets
+    the lengths of this call.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class LengthAwareScheduler(FIFOScheduler):
         safety_margin: float | None,
         max_requests_per_batch: int,
         *,
-        make_predictor: Callable[[], LengthPredictor],
+        experience: Experience,
         requests: Sequence[Request],
     ) -> None:
-        self._make_predictor = make_predictor
+        self._experience = experience
         self._requests = requests
         self._index = {request.id: index for index, request in enumerate(requests)}
         super().__init__(cache, safety_margin, max_requests_per_batch)
@@ -99,7 +99,15 @@ class LengthAwareScheduler(FIFOScheduler):
     def _reservation(self, state: RequestState) -> Predicted:
         if self._predicted is None:
             unknown = math.ceil(UNKNOWN_SHARE * (state.max_new_tokens or 1))
-            self._predicted = Predicted(self._make_predictor(), self._requests, share=RESERVED_SHARE, unknown=unknown)
+            predictor, buckets = self._experience.recall()
+            self._predicted = Predicted(
+                predictor,
+                self._requests,
+                share=RESERVED_SHARE,
+                unknown=unknown,
+                lessons=self._experience.lessons,
+                buckets=buckets,
+            )
         return self._predicted
 
 

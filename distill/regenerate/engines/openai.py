@@ -38,12 +38,17 @@ DEFAULT_IN_FLIGHT = 64
 MAX_RETRIES = 20
 """Retries of the client, which waits up to 8 s between them: a server has two minutes to come
 back."""
-CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 1800.0
-"""Timeouts. An answer may wait long in the server's queue."""
+CONNECT_SECONDS, LIST_SECONDS, ANSWER_SECONDS = 10.0, 180.0, 1800.0
+"""Timeouts of a connection, of the list of models and of an answer, the last two with all retries. An
+answer may wait long in the server's queue. A server that sends a byte now and then must not hold the
+run up for ever."""
+MOST_REPLY_BYTES = 16 << 20
+"""Most bytes of a reply, which has a few dozen bytes per token."""
 RETRIED_STATUS = {408, 409, 429, *range(500, 600)}
 """Status codes that the client retries. Any other error status means that the server rejected the
 request."""
 MOST_BODY_CHARS = 300
+RESUME = "Start the server again and run the same command: finished shards are kept"
 
 # Servers fill in missing parameters, some of them from the model's generation config. So every
 # filter and penalty is switched off explicitly.
@@ -99,17 +104,23 @@ class CompletionsServer:
         overloaded.
 
         Raises ValueError if the server rejects the request or its reply is invalid, and
-        ConnectionError if it doesn't come back.
+        ConnectionError if it doesn't come back or takes too long.
         """
         # 1. Send the request. The client has retried all errors that it can.
         from openai import APIConnectionError, APIStatusError
 
+        seconds = LIST_SECONDS if body is None else ANSWER_SECONDS
         try:
-            if body is None:
-                text = await self._client.get(path, cast_to=str)
-            else:
-                text = await self._client.post(path, cast_to=str, body=body)
+            async with asyncio.timeout(seconds):
+                if body is None:
+                    text = await self._client.get(path, cast_to=str)
+                else:
+                    text = await self._client.post(path, cast_to=str, body=body)
             return kind.model_validate_json(text, strict=True)
+        except TimeoutError:
+            raise ConnectionError(
+                f"{self.url}{path} gave no complete reply within {seconds:.0f} s, with all retries. {RESUME}"
+            ) from None
         except APIConnectionError as error:
             problem = f"can't be reached ({type(error.__cause__).__name__}: {_shown(str(error.__cause__))})"
         except APIStatusError as error:
@@ -133,10 +144,7 @@ class CompletionsServer:
                 "completions server?"
             ) from None
         # 2. The retries are used up.
-        raise ConnectionError(
-            f"{self.url}{path} failed {MAX_RETRIES + 1} times; at last it {problem}. Start the server again and run the same "
-            "command: finished shards are kept"
-        )
+        raise ConnectionError(f"{self.url}{path} failed {MAX_RETRIES + 1} times; at last it {problem}. {RESUME}")
 
     async def close(self) -> None:
         """Cancel the remaining requests, and close their connections."""
@@ -168,6 +176,15 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
 
     if not is_address(base_url):
         raise ValueError(f"distill.{NO_ADDRESS}")
+
+    class BoundedClient(DefaultAsyncHttpxClient):
+        """HTTP client that reads at most MOST_REPLY_BYTES of a reply."""
+
+        async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
+            """Send a request, and read the reply part by part."""
+            response = await super().send(request, stream=True, **options)
+            return response if stream else await _read(response)
+
     timeout = Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
     client = AsyncOpenAI(
         base_url=base_url,
@@ -176,7 +193,7 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
         timeout=timeout,
         # A redirected POST may become a GET, and the client would retry endless redirects; `ask`
         # reports them.
-        http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
+        http_client=BoundedClient(timeout=timeout, follow_redirects=False),
     )
     # Use another thread, because the caller's thread may run an event loop already, as a notebook
     # does.
@@ -193,19 +210,38 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
         loop.close()
 
 
+async def _read(response: Any) -> Any:
+    """Return a response with its whole body. Raises ValueError for an endless or huge one."""
+    body = bytearray()
+    try:
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > MOST_REPLY_BYTES:
+                raise ValueError(
+                    f"{response.url} answers with more than {MOST_REPLY_BYTES:,} bytes, which no reply of this protocol has; "
+                    "is distill.base_url the address of a completions server?"
+                )
+    finally:
+        await response.aclose()
+    decoded = {"content-encoding", "content-length", "transfer-encoding"}
+    headers = [(name, value) for name, value in response.headers.multi_items() if name.lower() not in decoded]
+    return type(response)(response.status_code, headers=headers, content=bytes(body), request=response.request)
+
+
 def find_model(server: CompletionsServer, wanted: str | None, target_name: str) -> str:
     """Return the server's name of the target: `wanted`, the target's name, or its only model's.
 
     Raises ValueError, with the served names, if there is none of these.
     """
     served = [model.id for model in server.submit(server.ask("models", _Models)).result().data]
+    names = _shown(", ".join(served)) or "nothing"
     if wanted is not None and wanted not in served:
-        raise ValueError(f"distill.served_model is {wanted!r}, and {server.url} serves {', '.join(served) or 'nothing'}")
+        raise ValueError(f"distill.served_model is {wanted!r}, and {server.url} serves {names}")
     if wanted is not None or target_name in served:
         return wanted or target_name
     if len(served) != 1:
         raise ValueError(
-            f"{server.url} serves {', '.join(served) or 'nothing'}, and the target is {target_name!r}; set "
+            f"{server.url} serves {names}, and the target is {target_name!r}; set "
             "distill.served_model to the target's name there"
         )
     return served[0]
@@ -291,6 +327,12 @@ class OpenAIEngine:
                     f"{url} answers with {len(choice.token_ids)} tokens, more than max_tokens={max_tokens}: it "
                     "ignores that limit; use a server that respects it, such as vLLM"
                 )
+            if not self._is_text_of(choice):
+                self._log_once(
+                    "%s answers with token ids whose text here differs from its own text: is its tokenizer the target's? "
+                    "Labelling reports how often the target agrees with the answers",
+                    url,
+                )
             return choice.token_ids
         self._log_once(
             "%s answers with text, not with token ids: it is tokenized again, and may differ from the model's tokens "
@@ -308,6 +350,16 @@ class OpenAIEngine:
             )
         return tokens
 
+    def _is_text_of(self, choice: _Choice) -> bool:
+        """Whether the reply's ids and text agree, but for spaces, special tokens and unfinished characters."""
+        if choice.text is None or not choice.token_ids:
+            return True
+        ids = [token for token in choice.token_ids if 0 <= token < self.vocab_size]
+        texts: Iterator[Any] = (
+            self.tokenizer.decode(ids[: len(ids) - cut], skip_special_tokens=skip) for skip in (True, False) for cut in (0, 1)
+        )
+        return _comparable(choice.text) in map(_comparable, texts)
+
     def _log_once(self, message: str, *args: object) -> None:
         if message not in self._logged:
             self._logged.add(message)
@@ -319,7 +371,12 @@ class OpenAIEngine:
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
 
 
+def _comparable(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
+
+
 def _shown(text: str) -> str:
-    """Return the start of a server's message, without the key, which some servers repeat."""
+    """Return the start of a server's message, without terminal escapes and the key, which some servers repeat."""
     key = os.environ.get(KEY_VARIABLE)
-    return (text.replace(key, "***") if key else text)[:MOST_BODY_CHARS]
+    start = (text.replace(key, "***") if key else text)[:MOST_BODY_CHARS]
+    return "".join(character if character.isprintable() else " " for character in start)

@@ -6,11 +6,7 @@ memory a batch takes (`Memory`). `supervise` forms batches until all requests ar
 fit. Filling one batch after another with the first requests that fit is the same as putting each
 request into the first batch that has room.
 
-S3 considers the longest requests first (decreasing first fit). This is right if a batch stays
-together until its longest row ends. Here an evicted row resumes at no cost except moving its keys
-and values. So the shortest texts go first, with less room than they may need. Batches are then as
-wide as short texts allow. Rows that exceed their room wait until there are enough of them for a
-wide batch of longer texts. `scripts/bench_scheduling.py` compares both policies on real lengths.
+`policies` has the two policies of the engine `batch`.
 
 Nothing here depends on a clock, a random number or a rank: the batches are a function of the
 requests and their answers.
@@ -155,15 +151,7 @@ def kv_bytes_per_token(target: HFTarget) -> int:
     return sum(states.numel() * states.element_size() for layer in cache.layers for states in (layer.keys, layer.values))
 
 
-# --- orders
-
-
-def shortest_text_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """Sort by the sum of prompt, answer so far and reservation.
-
-    Batches are then wide, with little padding.
-    """
-    return sorted(waiting, key=lambda row: (row.num_read + row.num_reserved, row.index))
+# --- batches
 
 
 def next_batch(ordered: Sequence[Waiting], budget: int, memory: Memory, *, may_overtake: bool) -> list[Waiting]:
@@ -281,6 +269,8 @@ class ScheduleStatistics:
     num_steps: int
     num_row_steps: int
     num_evictions: int
+    num_moved_tokens: int
+    """KV-cache entries of evicted rows, which go to the host and return."""
     num_entries: int
     """KV-cache entries reserved by all batches."""
     num_entries_written: int
@@ -290,6 +280,20 @@ class ScheduleStatistics:
     """Answers whose first predicted bucket was right."""
     total_bucket_distance: int
     seconds: float
+    moving_seconds: float
+    """Seconds in which evicted rows' keys and values moved to the host and back."""
+    learning_seconds: float
+    """Seconds of learning and predicting lengths."""
+
+    @property
+    def generation_seconds(self) -> float:
+        """All other seconds: the target's, and those of forming batches."""
+        return self.seconds - self.moving_seconds - self.learning_seconds
+
+    @property
+    def mean_rows(self) -> float:
+        """Mean number of rows that get a token in a step (S3, Table 2)."""
+        return self.num_tokens / max(1, self.num_steps)
 
     @property
     def padding_share(self) -> float:
@@ -316,8 +320,11 @@ class ScheduleStatistics:
 
     def record(self) -> dict[str, Any]:
         """Return the sums and derived values as JSON values."""
-        shares = ("padding_share", "unused_share", "bucket_accuracy", "mean_bucket_distance", "sequences_per_second")
-        return {**asdict(self), **{name: getattr(self, name) for name in shares}}
+        derived = (
+            *("mean_rows", "generation_seconds", "padding_share", "unused_share"),
+            *("bucket_accuracy", "mean_bucket_distance", "sequences_per_second"),
+        )
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
         prediction = "nothing predicted"
@@ -327,17 +334,26 @@ class ScheduleStatistics:
                 f"{self.mean_bucket_distance:.1f} buckets off on average"
             )
         return (
-            f"{self.num_answers} answers in {self.num_batches} batches of {self.num_steps} steps, {self.num_evictions} "
-            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers per second; {prediction}"
+            f"{self.num_answers} answers in {self.num_batches} batches of {self.num_steps} steps, {self.mean_rows:.1f} rows in "
+            f"a step, {self.num_evictions} evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} "
+            f"answers per second; {self.generation_seconds:.1f} s of generation, {self.moving_seconds:.1f} s of moving evicted "
+            f"rows, {self.learning_seconds:.1f} s of learning and predicting lengths; {prediction}"
         )
 
 
 def summarise(
-    reports: Sequence[BatchReport], predicted: Sequence[int], actual: Sequence[int], seconds: float
+    reports: Sequence[BatchReport],
+    predicted: Sequence[int],
+    actual: Sequence[int],
+    seconds: float,
+    *,
+    moving_seconds: float = 0.0,
+    learning_seconds: float = 0.0,
 ) -> ScheduleStatistics:
     """Compute the statistics of a schedule's batches.
 
-    `predicted` and `actual` are the buckets of the answers with a prediction.
+    `predicted` and `actual` are the buckets of the answers with a prediction. `seconds` are all,
+    split as in Figure 6 of S3: generation is what moving and learning leave.
     """
     distances = [abs(guess - true) for guess, true in zip(predicted, actual, strict=True)]
     return ScheduleStatistics(
@@ -347,10 +363,15 @@ def summarise(
         num_steps=sum(report.num_steps for report in reports),
         num_row_steps=sum(len(report.rows) * report.num_steps for report in reports),
         num_evictions=sum(report.num_evicted for report in reports),
+        num_moved_tokens=sum(
+            row.num_read + decoded.num_new for report in reports for row, decoded in report.pairs if not decoded.ended
+        ),
         num_entries=sum(report.num_entries for report in reports),
         num_entries_written=sum(row.num_read + decoded.num_new for report in reports for row, decoded in report.pairs),
         num_predicted=len(distances),
         num_buckets_right=distances.count(0),
         total_bucket_distance=sum(distances),
         seconds=seconds,
+        moving_seconds=moving_seconds,
+        learning_seconds=learning_seconds,
     )

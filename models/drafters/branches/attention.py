@@ -46,13 +46,47 @@ class Entries:
         return output
 
 
+class Slots(Entries):
+    """Keys and values of texts, and of branches whose entries are all read in one pass.
+
+    An entry sees all entries of its branch, also those after it: the slots of a block. Entry n of
+    slot k is query k * branches + n.
+    """
+
+    def __init__(self, text: KeysAndValues, num_slots: int) -> None:
+        super().__init__(text)
+        self.num_slots = num_slots
+
+    def attend(self, query: Query, visible: Visible, scale: float) -> Query:
+        """Attend from all slots to the slots of their branch and to the `visible` text."""
+        ((keys, values),) = self.branches
+        if query.device.type != "cpu":
+            return attend_densely(query, self.text, self.branches, visible, scale, num_slots=self.num_slots)
+        # Every slot sees slot j of its branch, as an entry sees depth j of its branch in `Entries`.
+        key_slots, value_slots = (
+            [slot.repeat(1, 1, self.num_slots, 1) for slot in entries.chunk(self.num_slots, dim=2)]
+            for entries in (keys, values)
+        )
+        return Entries(self.text, list(zip(key_slots, value_slots, strict=True))).attend(query, visible, scale)
+
+
 def attend_densely(
-    query: Query, text: KeysAndValues, branches: Sequence[KeysAndValues], visible: Visible, scale: float
+    query: Query,
+    text: KeysAndValues,
+    branches: Sequence[KeysAndValues],
+    visible: Visible,
+    scale: float,
+    *,
+    num_slots: int = 1,
 ) -> Query:
-    """Compute `Entries.attend` with one mask over the text and all branches."""
+    """Compute `Entries.attend` with one mask over the text and all branches.
+
+    With `num_slots`, compute `Slots.attend`.
+    """
     keys, values = (torch.cat(tensors, dim=2) for tensors in zip(text, *branches, strict=True))
-    num_branches = query.shape[2]
-    same_branch = torch.eye(num_branches, dtype=torch.bool, device=query.device).repeat(1, len(branches))
+    num_branches = query.shape[2] // num_slots
+    same_branch = torch.eye(num_branches, dtype=torch.bool, device=query.device)
+    same_branch = same_branch.repeat(num_slots, len(branches) * num_slots)
     mask = torch.cat([visible, same_branch.expand(len(query), 1, -1, -1)], dim=3)
     if query.shape[1] == keys.shape[1]:
         return scaled_dot_product_attention(query, keys, values, mask, scale=scale)

@@ -10,16 +10,23 @@ import torch
 
 from ....data.files import sha256_file
 from ....data.manifest import TargetIdentity
+from ...bounded_build import bounded_build, require_possible_numbers
 from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import DRAFTERS, checked_options
 from .download import resolve_drafter
-from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights, require_counts
+from .folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    DrafterFile,
+    count_tensors,
+    read_drafter_config,
+    read_weights,
+    require_recorded_weights,
+)
 
 logger = logging.getLogger(__name__)
 
-COUNTS = ("num_blocks", "num_heads", "num_hidden_layers", "num_layers")
-"""Options that count layers or heads, each of which has at least one tensor."""
 START_FROM = "start_from"
 """Option of every drafter: the folder of a trained drafter, or its name on the Hub, to start
 training from. The kind, the shape and the weights are those of the trained drafter; only drafting
@@ -92,34 +99,35 @@ def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
 def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> TrainableDrafter:
     """Build a drafter of this configuration with a folder's weights, in float32 on the CPU.
 
-    Raises ValueError if the weights are damaged, or have other names or shapes.
+    Raises ValueError if the weights are damaged, or have other names, shapes or values than were
+    saved.
     """
     kind, config = spec.kind, spec.config
-    counts = {**asdict(config), **(getattr(config, "architecture", None) or {})}
-    require_counts(counts, COUNTS, count_tensors(folder / WEIGHTS_FILE), folder / CONFIG_FILE)
     # Don't copy the target's weights first: the trained weights replace them, and a quantised
     # target couldn't provide them.
     without_init = replace(config, init="random") if getattr(config, "init", None) == "target" else config
-    tensors = read_weights(folder / WEIGHTS_FILE, shapes_of(kind, without_init, target, folder / CONFIG_FILE))
+    num_tensors = count_tensors(folder / WEIGHTS_FILE)
+    shapes = shapes_of(kind, without_init, target, folder / CONFIG_FILE, num_tensors)
+    tensors = read_weights(folder / WEIGHTS_FILE, shapes)
     drafter = DRAFTERS[kind].for_target(without_init, target)
     if without_init is not config:
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
+    require_recorded_weights(folder)  # last: the other checks describe damage better
     return drafter
 
 
-def shapes_of(kind: str, config: Any, target: HFTarget, path: Path) -> dict[str, torch.Tensor]:
+def shapes_of(kind: str, config: Any, target: HFTarget, path: Path, num_tensors: int) -> dict[str, torch.Tensor]:
     """Return a drafter's tensors on the meta device.
 
-    So a configuration of absurd sizes takes no memory. The config was read from `path`, which
-    errors name.
+    So a configuration of absurd sizes takes no memory, and one of absurd counts no time: see
+    `bounded_build`. The config was read from `path`, which errors name. The drafter's weights have
+    `num_tensors` tensors.
     """
-    try:
-        with torch.device("meta"):
-            return DRAFTERS[kind].for_target(config, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {path} can't be built ({error})") from error
+    require_possible_numbers(asdict(config), path)
+    with bounded_build(path, num_tensors), torch.device("meta"):
+        return DRAFTERS[kind].for_target(config, target).state_dict()
 
 
 def require_horizon(spec: DrafterSpec, horizon: int) -> None:

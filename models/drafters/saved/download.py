@@ -19,7 +19,8 @@ from huggingface_hub.utils import httpx  # its HTTP client, which isn't always t
 
 from ....data.drafter_names import MODEL_PREFIX
 from ....data.files import finish_replacing
-from ....data.hub import use_hub
+from ....data.hub import bound_requests, use_hub
+from ....data.offline import why_offline
 from ..calibration import CALIBRATION_FILE
 from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 
@@ -39,6 +40,13 @@ REMEDIES = {
     412: "the branch has changed since the command read it: run the command again",
     429: "too many requests to the Hub: try again in some minutes",
 }
+
+NOT_THE_HUBS = (
+    *(json.JSONDecodeError, RecursionError),  # no JSON, or nested without end
+    *(TypeError, LookupError, AttributeError, AssertionError),  # JSON of another form
+    *(httpx.TooManyRedirects, httpx.DecodingError, httpx.InvalidURL),
+)
+"""Errors of huggingface_hub for replies that no Hub sends."""
 
 
 def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub_options: Any) -> Path:
@@ -103,15 +111,19 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
 
     Messages name the repository, and contain no token."""
     at = f"{repo}@{revision}" if revision else repo
+    bound_requests()
     try:
         yield
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name ({_first_line(error)})") from error
     except OfflineModeIsEnabled as error:
-        raise ValueError(f"{at} can't be reached, since HF_HUB_OFFLINE is set: unset it, or give a local folder") from error
+        raise ValueError(
+            f"{at} can't be read: {why_offline()}. Check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether a proxy "
+            "answers in its place), and run the command again, or give a local folder"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise ValueError(
-            f"{at} isn't in the cache, and the Hub can't be reached: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
+            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
             "or give a local folder"
         ) from error
     except RevisionNotFoundError as error:
@@ -124,6 +136,11 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         raise ValueError(
             f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
         ) from None
+    except NOT_THE_HUBS as error:
+        raise ValueError(
+            f"{at}: the reply isn't one of a Hub ({type(error).__name__}: {_without_secrets(_first_line(error)):.200}): check "
+            "HF_ENDPOINT, and whether a proxy answers in its place"
+        ) from error
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
         # hf_xet, which uploads large files, raises ConnectionError with the status in its message.
         status_match = re.search(r"status\D{0,30}\b([45]\d\d)\b", str(error))

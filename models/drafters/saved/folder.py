@@ -1,11 +1,11 @@
 """The files of a drafter's folder, and their checks.
 
 These are `config.json`, `model.safetensors`, and an optional `training.json`. All are read
-strictly.
+strictly, and digests show changed weights and facts.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,15 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt
 
+from ....data.choices import LABELS
 from ....data.drafter_names import MODEL_PREFIX
-from ....data.files import finish_replacing, read_dataclass, read_json
+from ....data.fields import one_of
+from ....data.files import finish_replacing, read_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from ....data.manifest import TargetIdentity
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+WITHOUT_DIGEST = 1
+"""The format of earlier versions, which is read too: it records no digest of the weights."""
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MERGE_FILE = "merge.json"
 """File of a package, with the names of the training-free drafters that belong to it."""
@@ -35,6 +39,14 @@ class DrafterFile:
     kind: str
     drafter: dict[str, Any]
     target: TargetIdentity
+    weights_sha256: str = ""
+    """Digest of `model.safetensors`; empty in format 1."""
+
+    def __post_init__(self) -> None:
+        if self.format_version == FORMAT_VERSION and not self.weights_sha256:
+            raise ValueError(f"weights_sha256: lacks the digest of {WEIGHTS_FILE}; copy or save the drafter again")
+        if self.format_version == WITHOUT_DIGEST and self.weights_sha256:
+            raise ValueError("format_version: is 1, a format without a digest, and there is one; copy the drafter again")
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:
@@ -55,12 +67,32 @@ def read_drafter_config(directory: Path) -> DrafterFile:
             f"name it {MODEL_PREFIX}DIR (or {MODEL_PREFIX}user/name on the Hub)"
         )
     config = read_dataclass(DrafterFile, path)
-    if config.format_version != FORMAT_VERSION:
+    if config.format_version not in (WITHOUT_DIGEST, FORMAT_VERSION):
         raise ValueError(
             f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
             "save the drafter again with this version, or read it with the one that wrote it"
         )
     return config
+
+
+def record_weights(directory: Path) -> None:
+    """Record the digest of the weights in `config.json`, after a change of them."""
+    digest = sha256_file(directory / WEIGHTS_FILE)
+    saved = replace(read_drafter_config(directory), format_version=FORMAT_VERSION, weights_sha256=digest)
+    write_json(directory / CONFIG_FILE, asdict(saved))
+
+
+def require_recorded_weights(directory: Path) -> None:
+    """Raise ValueError if the weights aren't those whose digest `config.json` records.
+
+    Weights of format 1 have no digest, and aren't compared.
+    """
+    recorded = read_drafter_config(directory).weights_sha256
+    if recorded and sha256_file(directory / WEIGHTS_FILE) != recorded:
+        raise ValueError(
+            f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
+            "download it again, or run the training's command again, which writes it from the last checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +104,15 @@ class TrainingFacts:
 
     steps: NonNegativeInt
     seconds: FiniteNumber
-    """Over all resumes."""
+    """Over all resumes, up to the last record of the training."""
     positions_seen: NonNegativeInt
     tokens_seen: NonNegativeInt
     parameters: NonNegativeInt
     """Parameters of the drafter, without the target's."""
     tokens_per_step_estimate: FiniteNumber
-    """From the last record of the training."""
-    labels: str
-    """Kind of labels, `distilled` or `text` (see TrainConfig)."""
+    """From that record."""
+    labels: Annotated[str, one_of(*LABELS)]
+    """Kind of labels (see TrainConfig)."""
     hardware: str
     """Number of processes and their devices, at the end of the training."""
 
@@ -95,10 +127,15 @@ class MergeFile:
 def read_training_facts(directory: Path) -> TrainingFacts | None:
     """Read the facts of a drafter's training; None if there is no file.
 
-    Raises ValueError for a malformed file.
+    Raises ValueError for a malformed file, and for one that was altered.
     """
     path = directory / TRAINING_FILE
-    return read_dataclass(TrainingFacts, path) if path.is_file() else None
+    return read_sealed(TrainingFacts, path) if path.is_file() else None
+
+
+def write_training_facts(directory: Path, facts: TrainingFacts) -> None:
+    """Write the facts of a drafter's training beside its weights."""
+    write_sealed(directory / TRAINING_FILE, asdict(facts))
 
 
 def count_tensors(path: Path, called: str = "") -> int:
@@ -120,19 +157,6 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
             return list(file.keys())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
-
-
-def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors: int, path: Path) -> None:
-    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
-
-    The configuration was read from `path`. Building so many modules would take long, before any
-    shape could be compared.
-    """
-    for name in names:
-        if isinstance(count := config.get(name), int) and count > num_tensors:
-            raise ValueError(
-                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
-            )
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

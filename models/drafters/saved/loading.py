@@ -1,5 +1,6 @@
 """Saving and loading of trained drafters, in the folders that `folder` describes."""
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -35,8 +36,15 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
-    config = DrafterFile(format_version=FORMAT_VERSION, kind=kind_of(drafter), drafter=asdict(drafter.config), target=target)
+    data = safetensors.torch.save(tensors)
+    atomic_write_bytes(directory / WEIGHTS_FILE, data)
+    config = DrafterFile(
+        format_version=FORMAT_VERSION,
+        kind=kind_of(drafter),
+        drafter=asdict(drafter.config),
+        target=target,
+        weights_sha256=hashlib.sha256(data).hexdigest(),
+    )
     write_json(directory / CONFIG_FILE, asdict(config))
 
 
@@ -62,8 +70,8 @@ def load_drafter(
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
     merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter that has no
     option of that name. Raises ValueError for an unknown name, for a target of another shape or
-    tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped
-    tensors.
+    tokenizer, for options that would change the weights, for missing, unknown or wrongly shaped
+    tensors, and for weights with another digest than the recorded one.
     """
     # 1. Check all options, which is fast.
     parts = parse_drafter_name(name, revision)

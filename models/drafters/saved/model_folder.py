@@ -10,11 +10,14 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from ....data.files import read_json
+from ...bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
 from ...target.hf_target import HFTarget
 from ...target.identity import tokenizer_digest
 from ..draft_model import DraftModel
-from ..small_models import CANT_BE_BUILT, architecture_in, require_same_tokenizer, require_same_vocabulary
+from ..small_models import architecture_in, require_same_tokenizer, require_same_vocabulary
 from .build import DrafterSpec
+from .folder import CONFIG_FILE
 
 
 def model_spec(folder: Path) -> DrafterSpec:
@@ -48,12 +51,13 @@ def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
+    require_possible_numbers(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, *CANT_BE_BUILT) as error:
         raise ValueError(
-            f"the draft model in {folder} can't be read ({error}); it must be a causal LM that transformers has itself: code "
-            "that comes with a draft model isn't run"
+            f"the draft model in {folder} can't be read ({error!s:.500}); it must be a causal LM that transformers has itself: "
+            "code that comes with a draft model isn't run"
         ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"the draft model in {folder} is quantised, which isn't supported; give the model with plain weights")
@@ -73,17 +77,18 @@ def _tokenizer_digest(folder: Path) -> str:
 def _load(folder: Path, target: HFTarget) -> PreTrainedModel:
     """Load the weights, in the target's type, on its device."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=target.dtype,
-            attn_implementation=target.model.config._attn_implementation,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with bounded_build(folder / CONFIG_FILE, *stored_size(folder)):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=target.dtype,
+                attn_implementation=target.model.config._attn_implementation,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the draft model in {folder} can't be loaded ({error}); is the download complete?") from error
+        raise ValueError(f"the draft model in {folder} can't be loaded ({error!s:.500}); is the download complete?") from error
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ValueError(

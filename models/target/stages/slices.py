@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.types import TargetOutput
-from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, layer_list
+from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, decoder_of, layer_list
 from ..streamed_loading import Skeleton, load_parts
 
 Hidden = Float[torch.Tensor, "1 entry hidden"]
@@ -112,7 +112,7 @@ class LayerSlice:
         self._received, self._is_cancelled = hidden, is_cancelled
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         try:
-            self.model.get_decoder()(input_ids=ids, **arguments)
+            decoder_of(self.model)(input_ids=ids, **arguments)
         except DeepEnough:
             return self._result
         except Aborted:
@@ -167,7 +167,7 @@ class EndSlice:
 
     def enter(self, tokens: Int[torch.Tensor, "1 entry"], position_ids: Int[torch.Tensor, "1 entry"]) -> torch.Tensor:
         """Return the input of the first layer: in a model that can be sliced, hidden states."""
-        run = partial(self.model.get_decoder(), input_ids=tokens, position_ids=position_ids, **_nothing_to_attend(tokens))
+        run = partial(decoder_of(self.model), input_ids=tokens, position_ids=position_ids, **_nothing_to_attend(tokens))
         return CapturedHiddenStates.of(self.model).inputs_of((0,), run)
 
     def leave(self, hidden: torch.Tensor, tokens: Int[torch.Tensor, "1 entry"] | None = None, **options: Any) -> TargetOutput:

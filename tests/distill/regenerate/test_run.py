@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from outrider.cli.data import verify_command
 from outrider.data.config import DataConfig
-from outrider.data.files import read_json
+from outrider.data.files import read_json, write_json
 from outrider.data.manifest import examples_sha256
 from outrider.data.sources import load_conversations
 from outrider.data.types import Example
@@ -40,6 +40,7 @@ from outrider.models.target.loading import load_target
 from ..label.test_run import ThreadAccelerator
 
 CONFIG = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
+BY_LENGTH = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
 STOPS = [3, *range(20, 30)]
 """Stop tokens of the target; a random model rarely generates a single one."""
 
@@ -208,13 +209,12 @@ def test_a_complete_folder_is_not_changed(
 def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
-    by_length = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
-    examples = run(by_length, data, target, tmp_path / "batch")
+    examples = run(BY_LENGTH, data, target, tmp_path / "batch")
     assert examples_sha256(examples) == examples_sha256(run(CONFIG, data, target, tmp_path / "decoder"))
     before = contents(tmp_path / "batch")
     for path in (tmp_path / "batch").glob("*00001*"):
         path.unlink()
-    run(by_length, data, target, tmp_path / "batch")
+    run(BY_LENGTH, data, target, tmp_path / "batch")
     assert contents(tmp_path / "batch") == before
 
 
@@ -278,6 +278,23 @@ def test_damaged_answers_are_named_before_any_work(
     path.write_text(path.read_text()[:-3])
     with pytest.raises(ValueError, match=r"Delete .*answers-00001\.json"):
         run(CONFIG, data, target, folder)
+
+
+@pytest.mark.parametrize("change", [{"conversation_ids": ["0", "9"]}, {"num_examples": 0}, {"counts": {"num_tokens": 1}}])
+def test_an_edited_entry_of_answers_is_an_error_before_it_reaches_manifest_and_statistics(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    monkeypatch.setattr(module, "open_engine", no_engine)
+    path = folder / "answers-00001.json"
+    before = read_json(path)
+    change = {name: {**before[name], **value} if name == "counts" else value for name, value in change.items()}
+    write_json(path, {**before, **change})
+    with pytest.raises(ValueError, match=r"answers-00001\.json was altered.*Delete .*answers-00001\.json.*only this shard"):
+        run(CONFIG, data, target, folder)
+    path.write_text(json.dumps(before))
+    run(CONFIG, data, target, folder)
 
 
 def test_a_folder_of_another_run_is_an_error_with_every_difference(
@@ -387,6 +404,7 @@ def test_several_processes_write_the_same_bytes_as_one(
 
 
 SCRIPT = """
+import json
 import sys
 from pathlib import Path
 from accelerate import Accelerator
@@ -397,23 +415,27 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 import torch
 torch.set_num_threads(1)
-target_dir, data_path, output_dir, *stops = sys.argv[1:]
+target_dir, data_path, output_dir, options, *stops = sys.argv[1:]
 target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
 target.model.generation_config.eos_token_id = [int(stop) for stop in stops]
-config = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
+config = DistillConfig(**json.loads(options))
 data = DataConfig(source="messages", path=data_path, max_length=120)
 regenerate(config, data, target, Path(output_dir), Accelerator(cpu=True))
 """
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [CONFIG, BY_LENGTH], ids=["decoder", "batch"])
+def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(
+    config: DistillConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 54)
     folder, num_shards = tmp_path / "killed", 18
     rng = random.Random()
     kept: dict[str, int] = {}
     for attempt in range(2):
-        command = [sys.executable, "-c", SCRIPT, str(tiny_target_dir), str(data.path), str(folder), *map(str, STOPS)]
+        arguments = [tiny_target_dir, data.path, folder, json.dumps(asdict(config)), *STOPS]
+        command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while len(list(folder.glob("answers-*[0-9].json"))) < 1 + 8 * attempt:
@@ -428,10 +450,10 @@ def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget,
         kept = finished
         assert not answer_store(folder).load().complete
         assert 0 < len(kept) < num_shards
-    examples = run(CONFIG, data, target, folder)
+    examples = run(config, data, target, folder)
     assert answer_store(folder).load().complete
     assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*.json")}.items()
-    assert list(folder.glob(".*.tmp")) == []
-    assert examples_sha256(run(CONFIG, data, target, tmp_path / "whole")) == examples_sha256(examples)
+    assert list(folder.glob(".*.outrider-tmp")) == []
+    assert examples_sha256(run(config, data, target, tmp_path / "whole")) == examples_sha256(examples)
     assert contents(folder) == contents(tmp_path / "whole")
-    assert len(list(folder.glob("answers-*.jsonl"))) == num_shards
+    assert len(list(folder.glob("answers-*[0-9].jsonl"))) == num_shards

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 from outrider.cli.certify import certify_command
 from outrider.eval.certify import certificate as certify
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
+from outrider.models.decoding.sampling import warp
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.group_search import GroupDrawing
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import loading as targets
 from outrider.models.target import tree_attention
@@ -146,6 +148,33 @@ def test_samples_of_another_distribution_fail_the_certificate(
     assert CliRunner().invoke(app, decoding).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [True, True, True, False]
+
+
+def top_tokens_for_draws(self: GroupDrawing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the most probable tokens, and record that they were drawn."""
+    self._probs.append(warp(logits, self.sampling))
+    top = self._probs[-1].topk(self.num_children)
+    return top.indices, top.values.log()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound"), [("eagle", True), ("eagle", False), pytest.param("draft_model", True, marks=pytest.mark.slow)]
+)
+def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(
+    kind: str, sound: bool, decoding: list[str], tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not sound:
+        monkeypatch.setattr(GroupDrawing, "children", top_tokens_for_draws)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        options = {"kind": kind, "temperature": 1.0, "top_k": 2, "tree_nodes": 6}
+        save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
+    result = CliRunner().invoke(app, [*decoding, "--drafter", str(tmp_path / "drafter")])
+    assert result.exit_code == (0 if sound else 1), result.output
+    lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
+    assert [line["passed"] for line in lines] == [*[True] * (len(lines) - 1), sound]
+    assert "sampled" in lines[-1]["subject"]
+    assert int(lines[-1]["subject"].split()[-5]) > 100, "few draws were accepted"
 
 
 @pytest.mark.usefixtures("few_cases")

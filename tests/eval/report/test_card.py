@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import typer
 import yaml
 from huggingface_hub import EvalResult, ModelCard
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from outrider.cli.eval import eval_command
 from outrider.cli.hub import package_command
 from outrider.data.files import sha256_file
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.records import run_files
 from outrider.eval.report.card import model_card
 from outrider.eval.report.card_options import CardOptions
 from outrider.eval.run import evaluate
@@ -28,6 +31,18 @@ from outrider.models.target.hf_target import HFTarget
 
 app = typer.Typer()
 app.command()(eval_command)
+
+
+EMPTY_FACTS: dict[str, Any] = {
+    **{name: {} for name in ("drafters", "num_turns", "audits")},
+    **{name: [] for name in ("out_of_memory", "without_profile", "unaudited")},
+}
+
+
+def forge_summary(folder: Path, rows: list[Any]) -> None:
+    """Write a summary of other rows, as an earlier version left it: without digests."""
+    (folder / "summary.json").write_text(json.dumps(rows))
+    (folder / "facts.json").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +59,7 @@ def evaluation(
     assert result.exit_code == 0, result.output
     # A busy machine must not change what the tests expect.
     rows = json.loads((output / "summary.json").read_text())
-    (output / "summary.json").write_text(json.dumps([{**row, "exceeds": "", "disturbed": []} for row in rows]))
+    forge_summary(output, [{**row, "exceeds": "", "disturbed": []} for row in rows])
     return output
 
 
@@ -116,7 +131,7 @@ def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
         info["config"]["methods"][merged_key] = {**method, "config": {**of_tree, "redrafter": config}, "setting": setting}
         rows.append({**rows[1], "method": merged_key})
     (merged / "run.json").write_text(json.dumps(info))
-    (merged / "summary.json").write_text(json.dumps(rows))
+    forge_summary(merged, rows)
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged]))
     lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
     assert len(lines) == 3
@@ -132,7 +147,7 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     broken = Path(shutil.copytree(evaluation, tmp_path / "broken"))
     rows = json.loads((broken / "summary.json").read_text())
     rows[1] |= {"lossless": False, "lossless_label": "NO: 1 of 2", "speedup": None, "num_mismatched_prompts": 1}
-    (broken / "summary.json").write_text(json.dumps(rows))
+    forge_summary(broken, rows)
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[broken]))
     assert "| none: not lossless |" in card
     assert "| NO: 1 of 2 |" in card
@@ -149,7 +164,7 @@ def changed_summary(evaluation: Path, copy: Path, **changes: Any) -> tuple[Path,
     shutil.copytree(evaluation, copy)
     rows = json.loads((copy / "summary.json").read_text())
     rows[1] |= {"speedup": 1.23, "speedup_ci95": [1.11, 1.34], "exceeds": "", "disturbed": [], **changes}
-    (copy / "summary.json").write_text(json.dumps(rows))
+    forge_summary(copy, rows)
     return copy, rows[1]
 
 
@@ -216,12 +231,12 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
     short = Path(shutil.copytree(evaluation, tmp_path / "short"))
     plain, drafted = json.loads((short / "summary.json").read_text())
     empty = {**drafted, "batch_size": 64, "out_of_memory": True, "tokens_per_second": None, "speedup": None}
-    (short / "summary.json").write_text(json.dumps([plain, drafted, {**plain, "batch_size": 64}, empty]))
+    forge_summary(short, [plain, drafted, {**plain, "batch_size": 64}, empty])
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
     assert len([line for line in card.splitlines() if line.startswith("| mt_bench")]) == 1
     assert "batch size 64" not in card
     assert "The text is still the target's" in card, "nothing was wrong"
-    (short / "summary.json").write_text(json.dumps([{**plain, "batch_size": 64}, empty]))
+    forge_summary(short, [{**plain, "batch_size": 64}, empty])
     with pytest.raises(ValueError, match="ran out of memory everywhere in .*; omit this evaluation"):
         model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
 
@@ -303,7 +318,12 @@ def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir
     shutil.copytree(tiny_drafter_dir, run / "drafter")
     data: dict[str, Any] = {"source": "messages", "path": "HuggingFaceH4/ultrachat_200k", "max_length": 512}
     (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
-    assert "- Data: HuggingFaceH4/ultrachat_200k, cut at 512 tokens" in model_card(tiny_drafter_dir, CardOptions(run=run))
+    card = model_card(tiny_drafter_dir, CardOptions(run=run))
+    assert "- Data: HuggingFaceH4/ultrachat_200k, cut at 512 tokens" in card
+    assert "- Loss" not in card, "this configuration has none"
+    mixed = {"data": data, "drafter": {}, "train": {"loss": {"tv": 0.9, "cross_entropy": 0.1}}}
+    (run / "config.yaml").write_text(yaml.safe_dump(mixed))
+    assert "- Loss: `0.1 cross_entropy + 0.9 tv`" in model_card(tiny_drafter_dir, CardOptions(run=run))
     private = {"data": {**data, "path": str(tmp_path / "private.jsonl")}, "drafter": {"start_from": str(tmp_path / "old")}}
     (run / "config.yaml").write_text(yaml.safe_dump(private))
     card = model_card(tiny_drafter_dir, CardOptions(run=run))
@@ -387,7 +407,8 @@ def test_the_hub_reads_the_figures_back(tiny_drafter_dir: Path, evaluation: Path
     assert {(result.task_type, result.dataset_name) for result in results.values()} == {("text-generation", "mt_bench")}
 
 
-ENGINES_BY_KIND = {
+ENGINES_BY_KIND: dict[str, tuple[str, ...]] = {
+    "block": (),
     "draft_model": ("--to vllm", "STANDALONE", "assistant_model"),
     "eagle": ("--to vllm", '"method": "eagle"', "--speculative-algorithm EAGLE "),
     "eagle3": ("--to vllm", '"method": "eagle3"', "--speculative-algorithm EAGLE3 "),
@@ -499,3 +520,79 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(evaluations=[tmp_path / "eval"], disturbed="omit")
     assert "merged with Prompt lookup, 2 beams of 3, 40 nodes, paced" in model_card(tiny_drafter_dir, options)
+
+
+NASTY = "<script>alert(1)</script> [x](javascript:y) `z`\n\n# Mine\n---"
+
+
+def test_texts_of_a_strangers_drafter_and_its_facts_are_never_markup(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    config = json.loads((drafter / "config.json").read_text())
+    for name in ("name", "revision", "weights_sha256", "tokenizer_sha256"):
+        config["target"][name] = NASTY
+    (drafter / "config.json").write_text(json.dumps(config))
+    facts: dict[str, Any] = {"steps": 5, "seconds": 1.5, "positions_seen": 1, "tokens_seen": 2, "parameters": 3}
+    facts |= {"tokens_per_step_estimate": 2.0, "labels": "text", "hardware": NASTY}
+    (drafter / "training.json").write_text(json.dumps(facts))
+    page = ModelCard(model_card(drafter, CardOptions())).text
+    tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]
+    assert not [token for token in tokens if token.type in ("html_block", "html_inline", "image")]
+    assert [token.attrGet("href") for token in tokens if token.type == "link_open"] == [
+        "https://github.com/huggingface/transformers"
+    ]
+    headings = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+    assert "Mine" not in headings
+    assert len(headings) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "<b>redrafter</b>"}, "there are: "),
+        ({"drafter": {"beam_width": "4}'; rm -rf ~ #"}}, "beam_width"),
+        ({"target": {"quantization": '{"method": "torchao", "type": "X; import os"}'}}, "which is no name"),
+        ({"target": {"quantization": '{"method": "<b>"}'}}, "needs a method of"),
+        ({"target": {"quantization": "{"}}, "quantization of the drafter's target can't be read"),
+    ],
+)
+def test_values_that_would_be_code_in_the_card_are_errors(tiny_drafter_dir, tmp_path, change, message):
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    config = json.loads((drafter / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        model_card(drafter, CardOptions())
+
+
+@pytest.mark.parametrize("value", ["many", -1, None, [1]])
+def test_statistics_that_are_no_numbers_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, value):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill" / "stats.json").write_text(json.dumps({"process_seconds": value}))
+    with pytest.raises(ValueError, match=r"stats\.json.*process_seconds"):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"path": 3}, {"max_length": "<b>"}, {"source": None}, {"source": ...}])
+def test_options_of_a_run_of_a_wrong_type_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, change):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512} | change
+    data = {name: value for name, value in data.items() if value is not ...}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    with pytest.raises(ValueError, match=r"config\.yaml: data\."):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "records.jsonl"])
+def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path, name: str) -> None:
+    edited = Path(shutil.copytree(evaluation, tmp_path / "eval"))
+    (edited / "facts.json").write_text(json.dumps({**EMPTY_FACTS, "digests": run_files.file_digests(edited)}))
+    assert model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
+    (edited / name).write_text((edited / name).read_text().replace("0.", "1.", 1))
+    with pytest.raises(
+        ValueError, match=f"{name} in .* changed after the evaluation ended.*Run the evaluation's command again"
+    ):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))

@@ -12,9 +12,10 @@ from rich.console import Console
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import Roofline
+from outrider.eval.results.markdown import escape_markdown
 from outrider.eval.results.rows import Row, build_rows
 from outrider.eval.results.table_files import csv_table, latex_table
-from outrider.eval.results.tables import escape_markdown, footnotes, markdown
+from outrider.eval.results.tables import footnotes, markdown
 from outrider.eval.results.terminal import print_table
 
 from ..conftest import MakeRecord

@@ -51,6 +51,7 @@ from ...models.recorder import ReplayingRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 WIDE: dict[str, dict[str, Any]] = {
+    "block": {"block": 3, "width": 6, "tree_nodes": 18},
     "draft_model": {"num_layers": 2, "init": "target_layers", "top_k": 3, "tree_nodes": 8},
     "eagle": {"depth": 3, "top_k": 6, "tree_nodes": 30},
     "eagle3": {"depth": 3, "top_k": 6, "tree_nodes": 30},

@@ -14,7 +14,7 @@ from outrider.models.decoding import pipelined
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.decoding.pipelined import generate_pipelined
-from outrider.models.decoding.runs import Keep, Run
+from outrider.models.decoding.runs import Answer, Keep, Run
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
 from outrider.models.decoding.stopping import Finish
@@ -103,6 +103,62 @@ def check(count: int) -> None:
 )
 def test_no_schedule_changes_a_token_or_deadlocks(count: int):
     check(count)
+
+
+# --- logits that aren't numbers
+
+
+class HoleTarget(ToyTarget):
+    """A target in which some entries have no numbers, except of a run that has its root alone."""
+
+    num_holes = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self.holes: dict[int, list[bool]] = {}
+
+    def submit(self, run: Run) -> None:
+        rng = Random(run.number)
+        share = rng.choice([0.0, 0.5, 1.0])
+        is_plain = len(run.tokens) == 1 and not run.num_read
+        self.holes[run.number] = [not is_plain and rng.random() < share for _ in run.tokens]
+        super().submit(run)
+
+    def receive(self) -> Answer:
+        answer = super().receive()
+        if answer.output is not None:
+            holes = torch.tensor(self.holes[answer.number])
+            answer.output.logits[0, holes] = torch.nan
+            self.num_holes += int(holes.sum())
+        return answer
+
+
+def test_runs_without_numbers_change_no_token():
+    num_holes = num_accepted = 0
+    for schedule in schedules(40):
+        steps, target = decode(schedule, HoleTarget)
+        assert tokens_of(steps) == expected(schedule), schedule
+        num_holes += target.num_holes
+        num_accepted += sum(step.num_accepted[0] + step.is_adopted for step in steps)
+    assert num_holes > 80
+    assert num_accepted > 40
+
+
+class DamagedTarget(ToyTarget):
+    """A target whose logits aren't numbers after its prompt's answer has begun."""
+
+    def receive(self) -> Answer:
+        answer = super().receive()
+        if answer.output is not None:
+            answer.output.logits[:] = torch.inf
+        return answer
+
+
+def test_a_root_without_numbers_ends_the_answer_with_an_error():
+    for schedule in schedules(10):
+        if schedule.max_new_tokens > 1:
+            with pytest.raises(ValueError, match="the target's logits are infinite at token 2 of the answer in row 0"):
+                decode(schedule, DamagedTarget)
 
 
 # --- mutants: what the schedules must catch

@@ -49,13 +49,18 @@ class FadingDrafter:
         return outputs
 
 
-def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2) -> SearchTree:
+def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2, top_k: int | None = None) -> SearchTree:
     hidden = torch.randn(rows, len(drafter.table), generator=torch.Generator().manual_seed(9))
-    return beam_search(drafter, hidden, torch.arange(rows), width=width, length=length)
+    return beam_search(drafter, hidden[:, None].expand(-1, length, -1), torch.arange(rows), width=width, top_k=top_k)
 
 
-def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) -> list[dict[tuple[int, ...], float]]:
-    """Return the beams of each depth, likeliest first, with their log-probabilities."""
+def slow_levels(
+    drafter: FadingDrafter, row: int, *, width: int, length: int, top_k: int = VOCAB
+) -> list[dict[tuple[int, ...], float]]:
+    """Return the beams of each depth, likeliest first, with their log-probabilities.
+
+    Only the `top_k` likeliest tokens follow a beam, and share the whole probability.
+    """
     hidden = torch.randn(row + 1, len(drafter.table), generator=torch.Generator().manual_seed(9))[row]
     beams: dict[tuple[int, ...], float] = {(): 0.0}
     levels = []
@@ -64,8 +69,10 @@ def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) ->
         for path, score in beams.items():
             texts = [row, *path]
             state = sum(drafter.embed(torch.tensor(token)) / 2**age for age, token in enumerate(reversed(texts)))
-            log_probs = (hidden + state @ drafter.table).log_softmax(-1).tolist()
-            grown.update({(*path, token): score + value for token, value in enumerate(log_probs)})
+            logits = hidden + state @ drafter.table
+            kept = logits.argsort(descending=True)[:top_k].tolist()
+            log_probs = logits[kept].log_softmax(-1).tolist()
+            grown.update({(*path, token): score + value for token, value in zip(kept, log_probs, strict=True)})
         beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
         levels.append(beams)
     return levels
@@ -100,6 +107,19 @@ def test_the_search_finds_the_beams_of_a_slow_search(width: int, length: int):
         assert actual.level_sizes == tuple(len(level) for level in levels)
         assert row_paths(actual, row) == [path for level in levels for path in level]
         assert actual.scores[row].tolist() == pytest.approx([score for level in levels for score in level.values()], abs=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, VOCAB, 50])
+@pytest.mark.parametrize(("width", "length"), SHAPES)
+def test_a_filtered_search_ranks_only_the_likeliest_tokens_of_each_beam(width: int, length: int, top_k: int):
+    drafter = FadingDrafter()
+    actual = search(drafter, width=width, length=length, top_k=top_k)
+    for row in range(2):
+        levels = slow_levels(drafter, row, width=width, length=length, top_k=top_k)
+        assert actual.level_sizes == tuple(len(level) for level in levels)
+        assert row_paths(actual, row) == [path for level in levels for path in level]
+        assert actual.scores[row].tolist() == pytest.approx([score for level in levels for score in level.values()], abs=1e-5)
+    assert set(row_paths(pack_survivors(actual).trimmed(), 0)) <= set(row_paths(actual, 0))
 
 
 def test_a_beam_wider_than_the_vocabulary_holds_all_texts():

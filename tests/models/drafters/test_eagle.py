@@ -56,6 +56,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
 }
 KINDS = ("eagle", "eagle3")
+FORMS: dict[str, dict[str, Any]] = {
+    "eagle": {"kind": "eagle"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True},
+    "one norm of all features": {"kind": "eagle3", "norm_before_fc": True},
+}
 PROMPTS = [[1, 70, 71, 72, 2], [9], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 
 
@@ -159,22 +165,34 @@ def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: 
     """
     ids = torch.tensor([text])
     hidden, features = target.hidden_states(ids, drafter.feature_layers)
-    inputs = hidden[0] if features is None else drafter.fc(features[0])
+    inputs = hidden[0] if features is None else drafter.fc(slow_features(drafter, features[0]))
     embeddings = target.embed_tokens(torch.tensor([*text[1:], *branch]))
     for _ in branch:  # recompute all entries for each token
         outputs = slow_layer(drafter, target, embeddings[: len(inputs)], inputs)
-        inputs = torch.cat([inputs, outputs[-1:]])
-    outputs = outputs[len(text) - 1 :]
-    logits = target.head(outputs) if features is None else drafter.lm_head(drafter.norm(outputs))
-    return logits.log_softmax(-1)
+        normed = outputs if features is None else rms_norm(outputs, drafter.norm.weight)
+        inputs = torch.cat([inputs, (normed if getattr(drafter.config, "norm_output", False) else outputs)[-1:]])
+    normed = normed[len(text) - 1 :]
+    return (target.head(normed) if features is None else drafter.lm_head(normed)).log_softmax(-1)
+
+
+def slow_features(drafter: Eagle3, features: torch.Tensor) -> torch.Tensor:
+    """Norm the features [entry, feature] of a text, layer by layer or as one vector."""
+    if drafter.config.fc_norm:
+        parts = features.unflatten(-1, (-1, HIDDEN)).unbind(-2)
+        features = torch.cat([rms_norm(part, drafter.fc_norm[index].weight) for index, part in enumerate(parts)], dim=-1)
+    return rms_norm(features, drafter.input_norm.weight) if drafter.config.norm_before_fc else features
+
+
+def rms_norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * values / (values.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 # --- training
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_outputs_equal_those_of_one_branch_at_a_time(kind, family):
-    drafter = make(kind, family)
+@pytest.mark.parametrize("form", FORMS)
+def test_training_outputs_equal_those_of_one_branch_at_a_time(form, family):
+    drafter = make(target=family, **FORMS[form])
     batch = make_batch(family, drafter.feature_layers)
     labels = Labels.of(batch)
     with torch.no_grad():
@@ -290,7 +308,12 @@ class Watched:
     def propose(self, state, last_token, *, generator=None):
         search = feature_drafter.search
         actual = []
-        with patch.object(feature_drafter, "search", lambda *arguments: actual.append(search(*arguments)) or actual[0]):
+
+        def remembered(*arguments, **options):
+            actual.append(search(*arguments, **options))
+            return actual[0]
+
+        with patch.object(feature_drafter, "search", remembered):
             tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
@@ -338,9 +361,9 @@ def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> d
     return met
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_drafts_the_trees_of_a_slow_search(kind, family):
-    drafter = make(kind, family, depth=3, top_k=2, tree_nodes=5)
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_drafts_the_trees_of_a_slow_search(form, family):
+    drafter = make(target=family, **FORMS[form], depth=3, top_k=2, tree_nodes=5)
     expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
     assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
     watched = Watched(drafter, family, PROMPTS)
@@ -428,6 +451,18 @@ def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
     expected = sorted(probability.values(), reverse=True)[:20]
     assert sorted((probability[path] for path in paths), reverse=True) == pytest.approx(expected)
     assert max(map(len, paths)) == 5
+
+
+def test_a_drawn_static_tree_has_the_same_ranks_in_every_text(llama):
+    drafter = make("eagle", llama, tree="static", depth=3, top_k=3, tree_nodes=12, temperature=1.0)
+    with torch.no_grad():
+        trees = [first_draft(llama, drafter) for _ in range(2)]
+    for tree in trees:
+        assert tree.drawn is not None
+        assert (tree.parents == trees[0].parents[0]).all()
+        paths = node_ranks(tree)
+        assert paths == {(0,), (1,), (2,)} | {(*parent, rank) for parent in [(0,), (0, 0), (1,)] for rank in range(3)}
+    assert not torch.equal(trees[0].tokens, trees[1].tokens), "nothing was drawn"
 
 
 def node_ranks(tree: Any) -> set[tuple[int, ...]]:
@@ -518,10 +553,11 @@ def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers
     assert default_feature_layers(num_layers) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "block"])
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
+        ("OPT", {"word_embed_proj_dim": 32}, "don't consist of attention"),
         ("Olmo2", {}, "don't consist of attention"),
         ("Phi3", {}, "don't consist of attention"),
         ("GPTNeoX", {"num_key_value_heads": None}, "don't consist of attention"),

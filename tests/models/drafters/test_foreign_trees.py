@@ -13,6 +13,7 @@ from outrider.models.drafters.medusa import Medusa
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 SMALL: dict[str, dict[str, Any]] = {
+    "block": {"block": 3, "width": 3},
     "draft_model": {"num_layers": 1, "length": 3, "top_k": 2},
     "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
     "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},

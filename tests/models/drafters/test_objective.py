@@ -1,16 +1,19 @@
 """The losses that all drafters share, against a loop over single labels."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from pydantic_core import PydanticCustomError
 from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossKind
-from outrider.models.drafters.objective import Labels, Objective, missed_share, score
+from outrider.models.drafters.label_weights import dpace_weights, missed_share
+from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossChoice, LossKind, check_loss, describe_loss
+from outrider.models.drafters.objective import Labels, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..largest import Largest
@@ -22,6 +25,11 @@ TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
 # Draft tokens of each continuation that another drafter proposes.
 NUM_COVERED = {(0, 1): 1, (0, 2): 2, (1, 0): 0, (1, 1): 3}
+DSPARK = {LossKind.cross_entropy: 0.1, LossKind.tv: 1.8}
+"""DSpark's 0.1 CE + 0.9 L1, where L1 is twice the total variation."""
+EVERY_LOSS = [*LossKind, DSPARK, {kind: 1 / (1 + number) for number, kind in enumerate(LossKind)}]
+"""Each loss, and mixtures."""
+PAIRS = [{first: 0.3, second: 2.0} for first, second in itertools.combinations(LossKind, 2)]
 HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -53,20 +61,22 @@ def drafter_rows(labels: Labels) -> torch.Tensor:
     return torch.randn(int(labels.known.sum()), WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-def slow_loss(kind: LossKind, q: list[float], p: list[float] | None, label: int) -> float:
+def slow_loss(kind: LossChoice, q: list[float], p: list[float] | None, label_q: float) -> float:
+    """Compute the loss of a label whose probability is `label_q`; without p, p is one-hot there."""
+    if not isinstance(kind, LossKind):
+        return sum(weight * slow_loss(part, q, p, label_q) for part, weight in kind.items())
+    if kind == "cross_entropy" or (kind == "reverse_kl" and not p):
+        return -math.log(label_q)
     if kind == "reverse_kl":
-        return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)) if p else -math.log(q[label])
-    p = p or [float(token == label) for token in range(VOCAB)]
-    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
-    overlap = sum(map(min, p, q))
+        return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) if p else -math.log(label_q)
+    overlap = sum(map(min, p, q)) if p else label_q
     direct = {"tv": 1 - overlap, "acceptance": -math.log(overlap)}
-    if kind == "cross_entropy":
-        return -math.log(q[label])
     mixed = {f"kl_{name}": overlap * value + (1 - overlap) * kl for name, value in direct.items()}
     return {"kl": kl, **direct, **mixed}[kind]
 
 
-@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     target_head, head = heads
@@ -79,6 +89,8 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     entries, row = [], 0  # depth, q, p, label, weight
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
         reached, num_known = True, [*tokens, UNKNOWN].index(UNKNOWN) - 1
+        known = range(min(3, num_known))
+        confidence = [(1 + head(rows[row + depth]).softmax(0)[tokens[depth + 1]].item()) / 2 for depth in known]
         for depth in range(3):
             if UNKNOWN in tokens[: depth + 2]:
                 break
@@ -92,14 +104,108 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
             )
             num_missed = sum(later >= NUM_COVERED[text, position] for later in range(depth, num_known))
             share = max(num_missed / (num_known - depth), LEAST_WEIGHT)
-            entries.append((depth, q, p, tokens[depth + 1], {"uniform": 1, "reached": reached, "missed_by": share}[weights]))
+            expected = sum(math.prod(confidence[: last + 1]) for last in known[depth:])
+            weight = {"uniform": 1, "reached": reached, "dpace": expected, "missed_by": share}[weights]
+            entries.append((depth, q, p, tokens[depth + 1], weight))
             reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
     assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
     sums = [0.0] * 3
     for depth, q, p, label, weight in entries:
-        sums[depth] += slow_loss(kind, q, p, label) * weight
+        sums[depth] += slow_loss(kind, q, p, q[label]) * weight
     assert actual.sums.tolist() == pytest.approx(sums, rel=1e-4)
     assert actual.counts.tolist() == [4, 3, 2]
+
+
+def dense_loss(
+    kind: LossKind, q: torch.Tensor, p: torch.Tensor | None, label: int | None, inside: torch.Tensor
+) -> torch.Tensor:
+    """Compute one label's loss as `LossKind` defines it, from dense vectors over the drafter's outputs.
+
+    `p` covers the target's whole vocabulary, and `inside` are the tokens of the outputs. `label` is
+    an output, or None for a token without one.
+    """
+    entropy = q.sum() * 0 if label is None else -q[label].log()
+    if kind == "cross_entropy" or (kind == "reverse_kl" and p is None):
+        return entropy
+    if p is None:
+        kl, overlap = entropy, (-entropy).exp()
+    else:
+        within = p[inside] / p[inside].sum()
+        kl, overlap = (within * (within / q).log()).sum(), torch.minimum(p[inside], q).sum()
+        if kind == "reverse_kl":
+            return (q * (q / within).log()).sum()
+    direct = -overlap.log() if "acceptance" in kind else 1 - overlap
+    if kind == "kl":
+        return kl
+    return overlap.detach() * direct + (1 - overlap.detach()) * kl if kind.startswith("kl_") else direct
+
+
+@pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
+@pytest.mark.parametrize("mixture", PAIRS, ids=describe_loss)
+def test_the_gradient_of_a_mixture_is_that_of_a_dense_formula(mixture, vocabulary, heads):
+    target_head, _ = heads
+    batch, torch_dtype = make_batch(), torch.float64
+    labels = Labels.of(batch)
+    outputs = DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
+    inside = torch.arange(VOCAB) if vocabulary is None else torch.tensor(vocabulary)
+    torch.manual_seed(3)
+    head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
+    score(head, (rows,), labels, batch, Objective(loss=mixture, head=target_head), vocabulary=outputs).sums.sum().backward()
+
+    slow_rows = rows.detach().to(torch_dtype).requires_grad_()
+    weight, bias = (tensor.detach().to(torch_dtype).requires_grad_() for tensor in (head.weight, head.bias))
+    total, row, num_with_teacher = torch.zeros((), dtype=torch_dtype), 0, 0
+    for (text, position), tokens in sorted(CONTINUATIONS.items()):
+        for depth in range(3):
+            if UNKNOWN in tokens[: depth + 2]:
+                break
+            q, row = (weight @ slow_rows[row] + bias).softmax(0), row + 1
+            follows = TEXT[text][position + 1 : position + 2 + depth] == tokens[: depth + 1]
+            state = HIDDEN[text, min(position + 1 + depth, 5)].to(torch_dtype)
+            p = (target_head.weight.to(torch_dtype) @ state).softmax(0) if follows else None
+            label = inside.tolist().index(tokens[depth + 1]) if tokens[depth + 1] in inside else None
+            num_with_teacher += follows
+            total = total + sum(share * dense_loss(kind, q, p, label, inside) for kind, share in mixture.items())
+    assert num_with_teacher == 5
+    assert row == len(rows) > 5, "labels without a teacher too"
+    total.backward()
+    for actual, expected in ((rows, slow_rows), (head.weight, weight), (head.bias, bias)):
+        torch.testing.assert_close(actual.grad.to(torch_dtype), expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mixture_is_the_sum_of_its_losses_with_the_same_bits_in_any_order(heads):
+    target_head, head = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+
+    def sums(loss):
+        objective = Objective(loss=loss, head=target_head)
+        return score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums
+
+    assert sums(DSPARK).tolist() == pytest.approx((0.1 * sums(LossKind.cross_entropy) + 1.8 * sums(LossKind.tv)).tolist())
+    assert torch.equal(sums(DSPARK), sums(dict(reversed(DSPARK.items()))))
+    assert torch.equal(sums({LossKind.kl: 1.0}), sums(LossKind.kl))
+    assert describe_loss(DSPARK) == "0.1 cross_entropy + 1.8 tv"
+
+
+def test_a_mixture_is_checked_and_one_of_weight_1_is_its_loss():
+    assert check_loss({"tv": 2, "cross_entropy": 0.5}) == {"cross_entropy": 0.5, "tv": 2.0}
+    assert check_loss({"kl": 1}) is check_loss("kl") is LossKind.kl
+    for value, problem in {
+        "klx": r"must be one of cross_entropy, .*\{cross_entropy: 0.1",
+        None: "must be one of",
+        (): "must be one of",
+        (("tvv", 1.0),): "has 'tvv', which is no loss; did you mean tv",
+        (("kl", 0),): "gives kl the weight 0; a weight must be a number above 0",
+        (("kl", -1.0),): "the weight -1.0;",
+        (("kl", math.nan),): "the weight nan;",
+        (("kl", math.inf),): "the weight inf;",
+        (("kl", 10**400),): "at most 1e\\+06",
+        (("kl", True),): "the weight True;",
+        (("kl", "1"),): "the weight '1';",
+    }.items():
+        with pytest.raises(PydanticCustomError, match=problem):
+            check_loss(dict(value) if isinstance(value, tuple) else value)
 
 
 def test_a_label_weighs_as_much_as_the_path_from_it_is_missed():
@@ -111,7 +217,7 @@ def test_a_label_weighs_as_much_as_the_path_from_it_is_missed():
         assert row[: len(shares)] == pytest.approx(shares)
 
 
-@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
 def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkeypatch):
     target_head, _ = heads
@@ -134,7 +240,7 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
     assert results[0][3].abs().sum() > 0
 
 
-@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 def test_a_loss_does_not_depend_on_padding(kind, heads):
     """The padding is token 0, which may also be a token of a continuation."""
     target_head, head = heads
@@ -157,8 +263,8 @@ def test_a_loss_does_not_depend_on_padding(kind, heads):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", LossKind)
-@pytest.mark.parametrize("weights", ["reached", "missed_by"])
+@pytest.mark.parametrize("kind", EVERY_LOSS)
+@pytest.mark.parametrize("weights", ["reached", "dpace", "missed_by"])
 def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
@@ -176,7 +282,21 @@ def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     torch.testing.assert_close(parts, whole)
 
 
-@pytest.mark.parametrize("kind", LossKind)
+def test_dpace_weights_are_shares_of_the_expected_length() -> None:
+    q = torch.tensor([[0.5, 0.2, 1.0], [0.9, 0.6, 0.3]])
+    known = torch.tensor([[True, True, True], [True, True, False]])
+    weights = dpace_weights(q.log(), known)
+    one, two, three = 0.75, 0.6, 1.0  # half of the probability, and the floor of a half
+    assert weights[0].tolist() == pytest.approx([one + one * two + one * two * three, one * two + one * two * three, one * two])
+    assert weights[1].tolist() == pytest.approx([0.95 + 0.95 * 0.8, 0.95 * 0.8, 0.0]), "an unknown label adds nothing"
+
+
+def test_dpace_replaces_a_drafters_own_factors_of_depths():
+    assert Objective().decay(0.8) == 0.8
+    assert Objective(weights="dpace").decay(0.8) == 1.0
+
+
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 @pytest.mark.parametrize("teacher", ["full", "top_k"])
 def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, teacher, heads):
     """Each would add the constant -log TINY, which would dominate the reported loss."""
@@ -271,7 +391,7 @@ def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatc
     )
 
 
-@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
 def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary, heads):
     target_head, _ = heads
@@ -289,7 +409,7 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary,
         torch.testing.assert_close(top, full, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LossKind if kind.needs_teacher])
+@pytest.mark.parametrize("kind", EVERY_LOSS[1:])
 def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
     """The expected loss is a loop over k + 1 outcomes, and a lower bound of the full loss."""
     target_head, head = heads
@@ -307,15 +427,15 @@ def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
             if UNKNOWN in tokens[: depth + 2]:
                 break
             q, row = head(rows[row]).softmax(0).detach(), row + 1
-            label = tokens[depth + 1]
+            label_q = q[tokens[depth + 1]].item()
             if TEXT[text][position + 1 : position + 2 + depth] == tokens[: depth + 1]:
                 p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0)
                 top = p.argsort(descending=True)[:k].tolist()
                 lumped = [[float(probs[token]) for token in top] for probs in (q, p)]
                 q, p = ([*probs, 1 - sum(probs)] for probs in lumped)
-                sums[depth] += slow_loss(kind, q, p, label)
+                sums[depth] += slow_loss(kind, q, p, label_q)
             else:
-                sums[depth] += slow_loss(kind, q.tolist(), None, label)
+                sums[depth] += slow_loss(kind, q.tolist(), None, label_q)
     top = loss_sums("top_k", with_top(batch, target_head, k))
     assert top == pytest.approx(sums, rel=1e-4)
     if kind in ("kl", "reverse_kl", "tv", "acceptance"):
@@ -324,7 +444,7 @@ def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
         assert sum(top) < sum(full) - 0.01
 
 
-@pytest.mark.parametrize("kind", LossKind)
+@pytest.mark.parametrize("kind", EVERY_LOSS)
 def test_a_drafter_certain_of_the_top_k_tokens_has_a_finite_gradient(kind, heads):
     """In float32 the probability of all other tokens is then 0, whose logarithm is not finite."""
     target_head, _ = heads

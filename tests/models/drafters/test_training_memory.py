@@ -33,9 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle-first-depth": {"kind": "eagle", "unroll": 1},
     "eagle3": {"feature_layers": [0, 1]},
     "eagle3-reduced": {"kind": "eagle3", "feature_layers": [0, 1], "draft_vocab_size": REDUCED},
+    "block": {"feature_layers": [0, 1], "block": 3},
+    "block-reduced": {"kind": "block", "feature_layers": [0, 1], "block": 3, "draft_vocab_size": REDUCED},
     "draft_model": {"num_layers": 1},
 }
-WITH_LAYERS = ["eagle", "eagle-first-depth", "eagle3", "draft_model"]
+WITH_LAYERS = ["block", "eagle", "eagle-first-depth", "eagle3", "draft_model"]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,8 @@ def test_no_tensor_holds_all_labels_times_the_vocabulary(
     allowed = max(CHUNK, *(parameter.numel() for parameter in drafter.parameters()), wide_target.head.weight.numel())
     assert allowed < num_positions * REDUCED, "a tensor of positions times the smaller vocabulary would be found"
     objectives = [Objective(loss=loss, head=wide_target.head) for loss in LossKind]
-    for objective in (*objectives, Objective(loss=LossKind.kl_tv, teacher="top_k")):
+    mixture = Objective(loss=dict.fromkeys(LossKind, 0.5), head=wide_target.head)
+    for objective in (*objectives, mixture, Objective(loss=LossKind.kl_tv, teacher="top_k")):
         with Largest() as largest:
             drafter.loss(batch, objective).sums.sum().backward()
         assert largest.size <= allowed, objective.loss

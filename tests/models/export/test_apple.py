@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +20,23 @@ CASES = [
     {"num_blocks": 1, "exit_width": 24},
     {"num_blocks": 1, "rnn": False},
 ]
+
+# Parameters of `Drafter` in Apple's code for MLX (recurrent_drafting/mlx/modeling_drafter.py of
+# github.com/apple/ml-recurrent-drafter, commit bd8586b), by the condition under which they exist.
+# `load_model` reads the keys of `ModelArgs`, and `load_weights` requires exactly these names.
+MLX_KEYS = {"hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "model_type", "rnn"}
+
+
+def mlx_names(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, exit_dim, layers = config["hidden_size"], config["exit_dim"], config["num_draft_layers"]
+    names: dict[str, tuple[int, ...]] = {f"lm_head.{layers}.weight": (config["vocab_size"], exit_dim)}
+    for layer in range(layers):
+        names |= {f"lm_head.{layer}.linear.weight": (exit_dim, exit_dim), f"lm_head.{layer}.linear.bias": (exit_dim,)}
+    if exit_dim != 2 * hidden:
+        names |= {"input_proj.weight": (exit_dim, 2 * hidden), "input_proj.bias": (exit_dim,)}
+    if config["rnn"]:
+        names |= {"rnn_u.weight": (hidden, hidden), "rnn_u.bias": (hidden,), "rnn_w.weight": (hidden, hidden)}
+    return names
 
 
 def from_apple(directory, target, **options):
@@ -109,6 +127,16 @@ def test_an_apple_export_has_equal_logits_and_imports_bit_for_bit(target, tmp_pa
     assert again.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
     assert_same_logits(drafter.double(), tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_names_shapes_and_keys_are_those_that_the_mlx_loader_requires(target, tmp_path, options):
+    write_folder(FORMAT, make(target, **options), tmp_path / "theirs", target)
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    tensors = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
+    assert config.keys() >= MLX_KEYS, "an absent rnn would be false there"
+    assert "emb_norm" not in config
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlx_names(config)
 
 
 @pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])

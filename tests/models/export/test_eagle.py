@@ -58,6 +58,8 @@ EAGLE3 = {
     "d2t": (DRAFT,),
     "t2d": (V,),
 }
+# The same with the norms of EAGLE-3.1. In both engines, norm i is that of the i-th layer's features.
+EAGLE31 = EAGLE3 | {f"fc_norm.{index}.weight": (H,) for index in range(3)}
 # Keys of a Llama's configuration from which these loaders build the layer, with their defaults.
 # Both read `rope_theta` and `rope_scaling` through transformers' LlamaConfig; its versions 4 and 5
 # know these names.
@@ -100,6 +102,19 @@ def written(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT},
             EAGLE3,
         ),
+        (
+            "llama",
+            eagle3.FORMAT,
+            {"draft_vocab_size": DRAFT, "fc_norm": True, "norm_output": True},
+            {
+                **LLAMA,
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "draft_vocab_size": DRAFT,
+                "fc_norm": True,
+                "norm_output": True,
+            },
+            EAGLE31,
+        ),
     ],
 )
 def test_names_shapes_and_keys_are_those_that_the_engines_read(
@@ -122,6 +137,25 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
     again = read_folder(format, tmp_path / "a", target)
     assert again.config == drafter.config
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("draft_vocab_size", [DRAFT, None])
+def test_tensorrt_llm_recognises_an_eagle3_export_and_finds_all_of_its_tensors(
+    draft_vocab_size, make_target, make_drafter, tmp_path
+):
+    """The rules are those of its modeling_auto.py (01bffee) and modeling_speculative.py (b35ac1b)."""
+    target = make_target("llama")
+    write_folder(eagle3.FORMAT, make_drafter("eagle3", target, draft_vocab_size=draft_vocab_size), tmp_path / "a", target)
+    config, tensors = written(tmp_path / "a")
+    # A configuration with draft_vocab_size is of EAGLE-3; one class is registered.
+    assert "draft_vocab_size" in config
+    assert "EAGLE3" + config["architectures"][0].replace("Eagle3", "") == "EAGLE3LlamaForCausalLM"
+    # Its model's parameters: those of the engines, without t2d. d2t belongs to a reduced vocabulary.
+    missing = {"t2d"} if draft_vocab_size else {"t2d", "d2t"}
+    expected = {name: shape for name, shape in EAGLE3.items() if name not in missing}
+    expected["lm_head.weight"] = (draft_vocab_size or V, H)
+    assert {name: tuple(tensors[name].shape) for name in expected} == expected
+    assert tensors.keys() - expected.keys() <= {"t2d"}
 
 
 def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_target, make_drafter, tmp_path):
@@ -161,6 +195,12 @@ def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_tar
             speculators.FORMAT,
             {"feature_layers": [1, 2]},
             "it reads 2 of the target's layers, but vLLM always provides 3",
+        ),
+        (
+            "llama",
+            speculators.FORMAT,
+            {"feature_layers": [4, 1, 2]},
+            r"layers in the order \[4, 1, 2\], but vLLM in ascending order \(train with drafter.feature_layers=\[1, 2, 4\]\)",
         ),
         (
             "llama",
@@ -323,6 +363,9 @@ def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(llama, tmp_
         ({"vocab_size": 301}, "vocab_size is 301, the target's 300"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"norm_before_residual": True}, "norm_before_residual True"),
+        ({"fc_norm": True}, "missing fc_norm.0.weight; missing fc_norm.1.weight; missing fc_norm.2.weight"),
+        ({"norm_before_fc": True}, "missing input_norm.weight"),
+        ({"norm_output": 1}, "has norm_output 1; it must be true or false"),
         ({"draft_vocab_size": 301}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
         ({"draft_vocab_size": "40"}, "draft_vocab_size '40'"),
         ({"draft_vocab_size": 39}, r"d2t is \(40,\), not \(39,\); lm_head.weight is \(40, 32\)"),

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from outrider.models.drafters.medusa import Medusa
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.drafters.saved.download import resolve_drafter
+from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.hub import pull, push
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
@@ -105,10 +107,14 @@ def test_a_branch_with_other_content_is_overwritten_only_with_the_option(hub: Hu
         data = bytearray((folder / name).read_bytes())
         data[-1] ^= 1
         (folder / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"holds other files than .*: {name}. Push to a new branch .*--overwrite"):
+        record_weights(folder)
+    changed = ["config.json", name] if name == "model.safetensors" else [name]
+    with pytest.raises(
+        ValueError, match=f"holds other files than .*: {', '.join(changed)}. Push to a new branch .*--overwrite"
+    ):
         push(folder, REPO)
     assert hub.repositories[REPO].branches == before
-    assert push(folder, REPO, overwrite=True).added == [name]
+    assert sorted(push(folder, REPO, overwrite=True).added) == changed
 
 
 def test_files_of_other_users_are_deleted_only_with_overwrite(hub: Hub, folder: Path) -> None:
@@ -358,3 +364,54 @@ def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, 
         assert server.repositories["user/some-drafter.v1"].commits
         fetched = [request for request in server.requests if "/resolve/" in request]
         assert any(request.endswith("/model.safetensors") for request in fetched)
+
+
+KILLED = """
+import os, signal, sys
+from huggingface_hub import HfApi
+from outrider.data.hub_client import BoundedClient
+from outrider.models.export import hub
+
+def kill(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+folder, repo, moment = sys.argv[1:]
+if moment == "before the commit":
+    HfApi.create_commit = kill  # the repository exists, and is empty
+elif moment == "after the weights":
+    send = BoundedClient.send
+    def send_until_commit(client, request, **options):  # the weights are uploaded, but no commit names them
+        return kill() if "/commit/" in request.url.path else send(client, request, **options)
+    BoundedClient.send = send_until_commit
+else:
+    hub._require_there = kill  # the commit is made
+hub.push(hub.Path(folder), repo, revision="v2")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before the commit", "after the weights", "after the commit"])
+def test_a_push_that_is_killed_announces_no_half_and_is_completed_by_the_next(
+    hub: Hub, folder: Path, tmp_path: Path, moment: str
+) -> None:
+    before = content(folder)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": "1"}
+    # 1. The killed push. What it prints names no commit.
+    command = [sys.executable, "-c", KILLED, str(folder), REPO, moment]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "commit" not in killed.stdout
+    assert content(folder) == before
+    # 2. The repository has a whole commit, or none of this push.
+    repository = hub.repositories[REPO]
+    for files in repository.commits.values():
+        assert files.keys() - {".gitattributes"} in (set(), before.keys())
+    assert bool(hub.objects) == (moment != "before the commit")
+    # 3. The next push completes it.
+    pushed = push(folder, REPO, revision="v2")
+    assert repository.branches["v2"] == pushed.commit
+    assert repository.commits[pushed.commit].keys() - {".gitattributes"} == before.keys()
+    assert bool(pushed.added) == (moment != "after the commit")
+    assert pull(REPO, tmp_path / "pulled", "v2") == pushed.commit
+    assert content(tmp_path / "pulled") == before == content(folder)

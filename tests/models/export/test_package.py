@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import GenerationConfig
 
 from outrider.data.files import read_json, write_json
 from outrider.models.drafters import load_drafter
+from outrider.models.drafters.calibration import Prior, write_prior
+from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
 from outrider.models.export.package import make_package, package_files
 from outrider.models.target.config import TargetConfig
@@ -28,7 +31,7 @@ def test_a_package_loads_as_a_drafter(package_dirs, drafter_dirs, tiny_target_di
         packaged, original = load_drafter(folder, target), load_drafter(drafter_dirs[kind], target)
         assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in packaged.state_dict().items())
         visited += 1
-    assert visited == 5
+    assert visited == 6
 
 
 def test_a_package_holds_the_documented_files(folder):
@@ -41,7 +44,8 @@ def test_a_package_holds_the_documented_files(folder):
 
 def test_a_package_of_a_merge_decodes_with_all_parts(drafter_dirs, model, tmp_path):
     """One file names the training-free parts. The trained drafter can still be loaded alone."""
-    write_json(drafter_dirs["redrafter"] / "calibration.json", {})
+    target = read_drafter_config(drafter_dirs["redrafter"]).target
+    write_prior(drafter_dirs["redrafter"], target, Prior(sources={}, agreements=[]))
     try:
         make_package(parse_drafter_name(f"{drafter_dirs['redrafter']}+prompt_lookup"), tmp_path / "package", "# Merged\n")
     finally:
@@ -152,3 +156,42 @@ def test_a_failure_leaves_no_partial_folder(drafter_dirs, tmp_path):
 def test_a_package_is_not_written_into_a_folder_with_files(drafter_dirs, folder):
     with pytest.raises(ValueError, match="exists already"):
         make_package(drafter_dirs["medusa"], folder, "# Card\n")
+
+
+@pytest.mark.parametrize("name", ["decoding_loop.py", "generate.py", "requirements.txt", "LICENSE"])
+def test_altered_code_of_a_package_is_an_error_and_is_never_pushed(folder, name):
+    path = folder / "custom_generate" / name
+    path.write_bytes(path.read_bytes() + b"# mine")
+    with pytest.raises(ValueError, match=rf"holds other code than this version .*\({name}\).*Make the folder again"):
+        package_files(folder)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds other code|files of something else"):
+        package_files(folder)
+
+
+def test_the_code_of_another_version_is_not_compared(folder):
+    for path in (folder / "custom_generate").glob("*.py"):
+        path.write_text(path.read_text().replace(f"of outrider {version('outrider')} (", "of outrider 0.0.9 ("))
+    assert package_files(folder)
+
+
+def test_a_package_with_other_weights_is_an_error(folder):
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-4] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"holds no readable drafter: .*model\.safetensors was altered or damaged"):
+        package_files(folder)
+
+
+def test_a_package_with_facts_of_no_training_is_an_error(folder):
+    (folder / "training.json").write_text('{"steps": 5}')
+    with pytest.raises(ValueError, match=r"holds no readable drafter: .*training\.json: seconds: is missing"):
+        package_files(folder)
+
+
+def test_a_damaged_calibration_is_not_packaged(drafter_dirs, tmp_path):
+    drafter = Path(shutil.copytree(drafter_dirs["redrafter"], tmp_path / "drafter"))
+    (drafter / "calibration.json").write_text('{"format_version": 1')
+    with pytest.raises(ValueError, match=r"calibration\.json is not a JSON file.*delete"):
+        make_package(drafter, tmp_path / "package", "# Card\n")
+    assert not (tmp_path / "package").exists()

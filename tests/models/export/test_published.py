@@ -104,6 +104,8 @@ EAGLE3 = {
         "pretraining_tp": 1,
         "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
     },
+    # configs/qwen3-30B-A3B-eagle3.1.json
+    "eagle3_1": {**SPECFORGE, **QWEN, "head_dim": 16, "fc_norm": True, "norm_output": True},
     # NVIDIA's Model Optimizer 0.47.0: modelopt/torch/export/plugins/hf_spec_configs.py
     "model_optimizer": {
         **SPECFORGE,
@@ -140,6 +142,8 @@ def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str,
     )
     if not is_eagle3 and config.get("bias", True):
         other_shapes["fc.bias"] = (H,)
+    if config.get("fc_norm") is True:
+        other_shapes |= {f"fc_norm.{index}.weight": (H,) for index in range(3)}
     named = {f"{prefix}.{name}": shape for name, shape in shapes.items()} | other_shapes
     tensors = {name: 0.3 * torch.randn(shape, generator=generator).half() for name, shape in named.items()}
     if is_eagle3:
@@ -200,8 +204,9 @@ def test_feature_layers_may_be_given_where_the_configuration_is_ambiguous(llama,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        # SpecForge's configs/qwen3-30B-A3B-eagle3.1.json
-        ({"fc_norm": True, "norm_output": True}, "an unknown key fc_norm, an unknown key norm_output"),
+        ({"use_aux_norm": True}, "an unknown key use_aux_norm"),
+        ({"fc_norm": "true"}, "has fc_norm 'true'; it must be true or false"),
+        ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
         ({"attention_bias": True}, "describes a drafter that isn't supported: it has attention_bias True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16, use_sliding_window True"),
         ({"sliding_window": 16}, "it has sliding_window 16"),

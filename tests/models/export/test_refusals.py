@@ -53,3 +53,28 @@ def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(
         assert part in warning
     assert "can't be written as" not in warning
     assert describe_unexportable({**refusals, "one that can": None}) is None
+
+
+class Scaled(torch.nn.Embedding):
+    """Embeddings that are more than a table, as those of Gemma 3."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block_dspark"])
+def test_drafters_of_a_target_that_scales_its_embeddings_have_no_format(
+    kind: str, make_target: Callable[..., HFTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines look tokens up in the target's table, and would draft from other vectors."""
+    target = make_target("llama")
+    options = {"kind": kind, "init": "random"}
+    if kind == "block_dspark":
+        form = {"layer": {"model_type": "qwen3"}, "correction": "markov", "inject": False, "mask_token_id": 0}
+        options = {"kind": "block", "init": "random", **form}
+    drafter = build_drafter(parse_drafter(options), target)
+    assert set(refusals_after_training(drafter, target).values()) == {None}
+    monkeypatch.setattr(target.embed_tokens, "__class__", Scaled)
+    refusals = refusals_after_training(drafter, target)
+    assert len(refusals) > 1
+    assert all("Scaled computes more than a look-up" in str(refusal) for refusal in refusals.values())

@@ -14,11 +14,26 @@ from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
 from outrider.models.export.registry import FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
 
+DSPARK: dict[str, Any] = {
+    "correction": "markov",
+    "rank": 4,
+    "inject": False,
+    "mask_token_id": 5,
+    "layer": {"model_type": "qwen3"},
+    "init": "random",
+}
 CASES: dict[str, list[dict[str, Any]]] = {
+    "dspark": [{**DSPARK, "num_layers": 2, "block": 3}, {**DSPARK, "feature_layers": [0, 4], "width": 2}],
+    "speculators-dspark": [{**DSPARK, "draft_vocab_size": 40}, {**DSPARK, "num_layers": 2, "loss_decay": 0.5}],
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],
     "eagle1-sglang": [{"bias": True, "top_k": 3}, {"bias": False, "tree": "static"}],
-    "eagle3": [{"draft_vocab_size": 40, "loss_decay": 0.5}, {}, {"draft_vocab_size": 300, "depth": 2}],
-    "speculators": [{"draft_vocab_size": 40}, {"feature_layers": [1, 3, 6]}],
+    "eagle3": [
+        {"draft_vocab_size": 40, "loss_decay": 0.5},
+        {"fc_norm": True, "norm_output": True},
+        {"draft_vocab_size": 300, "depth": 2, "norm_before_fc": True},
+        {},
+    ],
+    "speculators": [{"draft_vocab_size": 40}, {"feature_layers": [1, 3, 6], "fc_norm": True, "norm_output": True}],
     "apple": [{"initial_state": "zero", "exit_width": 24, "beam_width": 3}, {"initial_state": "zero", "rnn": False}],
     "medusa": [{"num_heads": 3, "head_decay": 0.7}, {"num_heads": 2, "share_head": True, "tree_paths": [[0], [1]]}],
     "tensorrt-llm": [{"num_heads": 2, "num_layers": 2, "tree_nodes": 9}],
@@ -262,7 +277,10 @@ def test_an_export_in_bfloat16_keeps_its_type_when_imported(llama, make_drafter,
 
 def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_drafter, tmp_path):
     path = exported("apple", llama, make_drafter, tmp_path)
-    with pytest.raises(ValueError, match=r"the format is 'gguf'; choose one of .*: speculators \(eagle3\), eagle3"):
+    with pytest.raises(
+        ValueError,
+        match=r"the format is 'gguf'; choose one of .*: speculators-dspark \(block\), speculators \(eagle3\), eagle3",
+    ):
         import_drafter(path, llama, name="gguf")
     (path / "outrider.json").unlink()
     (path / "config.json").write_text("{}")

@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.continuous_scheduler import LengthAwareScheduler, num_written
-from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Experience, Predicted
 from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.models.decoding import Sampling
 from outrider.models.target.hf_target import HFTarget
@@ -52,7 +52,7 @@ def make_scheduler(free: int) -> LengthAwareScheduler:
     It reserves the start of the predicted bucket and half of the bucket's width.
     """
     requests = [Request(id=name, prompt_ids=torch.full((5,), bucket), seed=0) for name, bucket in BUCKETS.items()]
-    scheduler = LengthAwareScheduler(FreeEntries(free), 0.0, 8, make_predictor=ByFirstToken, requests=requests)
+    scheduler = LengthAwareScheduler(FreeEntries(free), 0.0, 8, experience=Experience(ByFirstToken), requests=requests)
     scheduler._predicted = Predicted(ByFirstToken(), requests, share=0.5, unknown=30)
     scheduler._predicted.buckets = Buckets.of(range(1, 101))
     return scheduler
@@ -146,7 +146,7 @@ def test_answers_are_those_of_first_come_first_served(
 
     def make(*args: object, **kwargs: object) -> LengthAwareScheduler:
         make_predictor = LightPredictor
-        schedulers.append(LengthAwareScheduler(*args, **kwargs, make_predictor=make_predictor))  # type: ignore[arg-type]
+        schedulers.append(LengthAwareScheduler(*args, **kwargs, experience=Experience(make_predictor)))  # type: ignore[arg-type]
         return schedulers[-1]
 
     answers = []

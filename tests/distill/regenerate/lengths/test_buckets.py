@@ -22,13 +22,14 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
 from outrider.distill.regenerate.lengths.light import LightPredictor
+from outrider.distill.regenerate.lengths.policies import shortest_text_first
 from outrider.distill.regenerate.lengths.predictors import (
     DEFAULT_READ_TOKENS,
     ClassifierPredictor,
     make_predictor,
     soft_labels,
 )
-from outrider.distill.regenerate.lengths.schedule import Decoded, Policy, Rectangle, shortest_text_first, supervise
+from outrider.distill.regenerate.lengths.schedule import Decoded, Policy, Rectangle, supervise
 
 SHORT, LONG = 70, 200
 """First tokens of prompts with short and with long answers."""

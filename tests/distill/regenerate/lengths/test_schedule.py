@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from outrider.distill.regenerate.lengths.policies import longest_answer_first, shortest_text_first
 from outrider.distill.regenerate.lengths.schedule import (
     Decoded,
     Policy,
@@ -14,7 +15,6 @@ from outrider.distill.regenerate.lengths.schedule import (
     evict,
     kv_bytes_per_token,
     next_batch,
-    shortest_text_first,
     summarise,
     supervise,
 )
@@ -41,10 +41,6 @@ class Known:
 
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
         return False
-
-
-def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
 def rows(*sizes: tuple[int, int]) -> list[Waiting]:
@@ -157,6 +153,15 @@ def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(ord
     assert statistics.num_tokens == sum(lengths)
     assert statistics.num_evictions == sum(map(len, script.batches)) - 60 > 0
     assert statistics.bucket_accuracy is None
+    assert statistics.mean_rows == sum(lengths) / statistics.num_steps
+    ended = [max(index for index, report in enumerate(reports) if row in [r.index for r in report.rows]) for row in range(60)]
+    moved = [
+        row.num_read + decoded.num_new
+        for index, report in enumerate(reports)
+        for row, decoded in report.pairs
+        if index < ended[row.index]
+    ]
+    assert statistics.num_moved_tokens == sum(moved) > 0
 
 
 def test_padding_and_unused_memory_equal_their_definitions():

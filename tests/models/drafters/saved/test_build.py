@@ -14,6 +14,7 @@ from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.target.hf_target import HFTarget
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {"block": 2},
     "draft_model": {"num_layers": 1, "init": "target_layers"},
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "draft_vocab_size": 16},

@@ -11,7 +11,13 @@ import torch
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.download import resolve_drafter
-from outrider.models.drafters.saved.folder import read_drafter_config
+from outrider.models.drafters.saved.folder import (
+    TrainingFacts,
+    read_drafter_config,
+    read_training_facts,
+    record_weights,
+    write_training_facts,
+)
 from outrider.models.export.package import is_package, package_files
 
 
@@ -48,8 +54,8 @@ def test_the_saved_config_holds_no_path_of_the_machine(target, saved):
 
 def kill_between_renames(folder: Path) -> None:
     """Leave the folder as a process does that is killed while it replaces it."""
-    folder.rename(folder.with_name(f".{folder.name}.partial"))
-    folder.with_name(f".{folder.name}.old").mkdir()
+    folder.rename(folder.with_name(f".{folder.name}.outrider-partial"))
+    folder.with_name(f".{folder.name}.outrider-old").mkdir()
 
 
 @pytest.mark.parametrize("read", [resolve_drafter, read_drafter_config, package_files, is_package])
@@ -131,10 +137,12 @@ def edit_config(folder: Path, **changes) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("width", [10**5, 10**12])
-def test_absurd_sizes_are_errors_before_any_memory_is_allocated(target, saved, width):
+@pytest.mark.parametrize(
+    ("width", "message"), [(10**5, r"is \(\d+, \d+\), not|can't be built"), (10**12, "exit_width=1000000000000: must be below")]
+)
+def test_absurd_sizes_are_errors_before_any_memory_is_allocated(target, saved, width, message):
     edit_config(saved, exit_width=width)
-    with pytest.raises(ValueError, match=r"is \(\d+, \d+\), not|can't be built"):
+    with pytest.raises(ValueError, match=message):
         load_drafter(saved, target)
 
 
@@ -174,3 +182,72 @@ def test_impossible_tensors_of_a_saved_drafter_are_errors(target, saved, change,
     edit_tensors(saved, change)
     with pytest.raises(ValueError, match=message):
         load_drafter(saved, target)
+
+
+def flip_a_bit(path: Path) -> None:
+    """Flip the lowest bit of the last number: it stays finite, and nearly equal."""
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_that_leaves_all_numbers_finite_is_an_error(target, saved):
+    load_drafter(saved, target)
+    flip_a_bit(saved / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors was altered or damaged: .*Copy or download it again"):
+        load_drafter(saved, target)
+    with pytest.raises(ValueError, match=r"model\.safetensors was altered or damaged"):
+        build_drafter(parse_drafter({"start_from": str(saved)}), target)
+    record_weights(saved)
+    load_drafter(saved, target)
+
+
+def edit_file(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights_sha256": ""}, r"lacks the digest of model\.safetensors"),
+        ({"weights_sha256": None}, "weights_sha256=null: must be a text"),
+        ({"weights_sha256": "0" * 64}, "was altered or damaged"),
+        ({"format_version": 1}, "a format without a digest, and there is one"),
+        ({"format_version": 3}, r"has format 3, and this version of outrider reads format 2"),
+    ],
+)
+def test_a_digest_cannot_be_left_out_by_one_edit(target, saved, changes, message):
+    edit_file(saved, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(saved, target)
+
+
+def test_a_drafter_of_the_format_without_digests_still_loads_and_gets_them_when_saved(target, saved):
+    config = json.loads((saved / "config.json").read_text())
+    del config["weights_sha256"]
+    (saved / "config.json").write_text(json.dumps({**config, "format_version": 1}))
+    drafter = load_drafter(saved, target)
+    assert not read_drafter_config(saved).weights_sha256
+    save_drafter(drafter, saved, target.identity)
+    assert read_drafter_config(saved).weights_sha256
+
+
+def test_edited_facts_of_a_training_never_reach_a_reader(target, saved):
+    facts = TrainingFacts(
+        steps=5,
+        seconds=1.5,
+        positions_seen=7,
+        tokens_seen=9,
+        parameters=11,
+        tokens_per_step_estimate=2.0,
+        labels="text",
+        hardware="one CPU",
+    )
+    write_training_facts(saved, facts)
+    assert read_training_facts(saved) == facts
+    load_drafter(saved, target)
+    path = saved / "training.json"
+    path.write_text(path.read_text().replace('"steps": 5', '"steps": 6'))
+    with pytest.raises(ValueError, match=r"training\.json was altered"):
+        read_training_facts(saved)

@@ -1,0 +1,28 @@
+"""Statistics of a finished distillation, `stats.json`: figures for readers."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from .fields import NonNegativeInt
+
+STATS_FILE = "stats.json"
+Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTotals:
+    """Content of `distill/stats.json`. `process_seconds` are summed over the processes."""
+
+    num_examples: NonNegativeInt
+    num_text_tokens: NonNegativeInt
+    num_positions: NonNegativeInt
+    agreement: Measured
+    """Share of the texts' tokens that are the target's greedy ones."""
+    num_branch_tokens: NonNegativeInt
+    process_seconds: Measured
+    positions_per_process_second: Measured
+    peak_memory_bytes: NonNegativeInt | None
+    dropped: dict[str, NonNegativeInt]
+    """Number of records that couldn't be used, by reason."""

@@ -1,0 +1,376 @@
+"""The block drafter: all draft tokens of a step in one pass, corrected from token to token.
+
+    c_t = norm(W f_t)               context: the fused features of several target layers at token t
+    x_0 = e(y_0) + m_0, x_k = m_k   slots; y_0 is the token that the target has just chosen
+    h   = norm(layers(x))           slots read all context before y_0, and all slots of their block
+    q(y_{k+1} | y_0 .. y_k)         from h_k, and a correction by the tokens before: `corrections`
+
+DFlash (arXiv 2602.06036) projects fused features to keys and values of every layer, and computes
+all slots in one pass. DSpark and Domino add a correction by the tokens before. Beyond these papers,
+the drafter searches for a tree, the correction may be ReDrafter's recurrence, slots start with the
+latest context (`inject`), and training has a block at every labelled position of a text.
+
+The tree is a function of the text. So decoding is exact, greedily and sampled (`SpeculativeSampling`).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
+
+from ...data.types import DrafterBatch
+from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import AcceptedPath, TargetOutput
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers, decoder_of
+from ..target.tree_cache import CacheSnapshot
+from .base import TrainableDrafter
+from .beams import SearchTree, beam_search, pack_likeliest
+from .block_options import BlockConfig, spread_feature_layers
+from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
+from .branches.attention import Slots
+from .branches.layout import Branches
+from .corrections import Bilinear, Correction, Markov, NoCorrection, Pairwise, Recurrent
+from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
+from .lattice import lattice_search
+from .objective import Labels, Loss, Objective, score
+from .unread import MAX_UNREAD
+from .vocabulary import ReducedVocabulary
+
+
+class Block(ReducedVocabulary, TrainableDrafter):
+    """The block drafter."""
+
+    Config = BlockConfig
+    DEPTH_OPTION = "block"
+    config: BlockConfig
+    _keep_activations: bool = True
+
+    def __init__(self, config: BlockConfig, target: HFTarget) -> None:
+        super().__init__()
+        width, num_target_layers = target.hidden_size, len(decoder_layers(target.model))
+        feature_layers = config.feature_layers or spread_feature_layers(num_target_layers)
+        if not all(layer < num_target_layers for layer in feature_layers):
+            raise ValueError(
+                f"drafter.feature_layers is {feature_layers}; the target has the layers 0 to {num_target_layers - 1}"
+            )
+        if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+            raise ValueError(f"drafter.mask_token_id is {config.mask_token_id}; the target has {target.vocab_size} tokens")
+        num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
+        self.config, self.num_slots = config, config.num_slots or config.block
+        self._feature_layers = tuple(feature_layers)
+        # 1. The layers. Only a target whose layers can be copied has rotary embeddings for sure.
+        self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
+        for index in range(config.num_layers):
+            self._layer(index).self_attn.layer_idx = index
+        rotary: Any = None if config.layer else decoder_of(target.model).rotary_emb
+        # References only: in a tuple, the target's parts are neither saved nor trained with the
+        # drafter.
+        self._target_parts = target.embed_tokens, rotary, target.head
+        # 2. The context and the slots.
+        self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
+        self._rotary_options = rotary_options(self.own_rotary or rotary, target)
+        self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
+        template = self._layer(0).input_layernorm
+        self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
+        if config.mask_token_id is None:
+            self.slots = nn.Parameter(torch.zeros(self.num_slots, width))
+        # 3. The correction, and a head if it is trained.
+        self.correction = make_correction(config, width, target.vocab_size, num_outputs)
+        if self.has_own_head:
+            self.lm_head = nn.Linear(width, num_outputs, bias=False)
+
+    @classmethod
+    def for_target(cls, config: BlockConfig, target: HFTarget) -> "Block":
+        drafter = cls(config, target)
+        if config.init == "target":
+            for layer in drafter.layers:
+                start_from_target(layer, drafter.fc, target)
+            with torch.no_grad():
+                drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
+                if config.train_head and config.draft_vocab_size is None:
+                    drafter.lm_head.weight.copy_(target.head.weight)
+        return drafter
+
+    @classmethod
+    def require_horizon(cls, config: BlockConfig, horizon: int) -> None:
+        super().require_horizon(config, horizon)
+        num_slots, option = config.num_slots or config.block, "block" if config.num_slots is None else "num_slots"
+        if horizon <= num_slots:
+            raise ValueError(
+                f"drafter.{option} is {num_slots} and distill.horizon {horizon}, and labels of {horizon} tokens train only "
+                f"{horizon - 1} slots; lower {option} to that, or distil with distill.horizon of at least {num_slots + 1}"
+            )
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Choose the most frequent tokens, and copy their rows of the target's head."""
+        super().choose_draft_vocabulary(token_counts)
+        if self.vocabulary.tokens is not None and self.config.init == "target":
+            with torch.no_grad():
+                self.lm_head.weight.copy_(self._target_parts[2].weight[self.vocabulary.tokens])
+
+    # --- the network
+
+    @property
+    def has_own_head(self) -> bool:
+        return self.config.train_head or self.config.draft_vocab_size is not None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._feature_layers
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        return False
+
+    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
+        """Return the features that the drafter reads. Raises ValueError if they are missing."""
+        if source.features is None:
+            raise ValueError(
+                "the block drafter reads features of the target's layers, and there are none; distil them or recompute them"
+            )
+        return source.features
+
+    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the target's embeddings in the drafter's dtype."""
+        embeddings: torch.Tensor = self._target_parts[0](tokens)
+        return embeddings.to(self.fc.weight.dtype)
+
+    def head(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch output"]:
+        """Return logits without a correction, by the drafter's own head or the target's."""
+        head: nn.Linear = self.lm_head if self.has_own_head else self._target_parts[2]
+        logits: torch.Tensor = head(outputs.to(head.weight.dtype))
+        return logits
+
+    def context(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Fuse the target's features of each token."""
+        fused: torch.Tensor = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        return fused
+
+    def slot_inputs(
+        self, first_token: Int[torch.Tensor, " row"], latest: Float[torch.Tensor, "row hidden"]
+    ) -> Float[torch.Tensor, "row slot hidden"]:
+        """Return the slots' inputs, from the token y_0 and the context at the token before it."""
+        first, mask_token = self.embed(first_token)[:, None], self.config.mask_token_id
+        other = torch.zeros_like(first) if mask_token is None else self.embed(torch.full_like(first_token, mask_token))[:, None]
+        inputs = torch.cat([first, other.expand(-1, self.num_slots - 1, -1)], dim=1)
+        if mask_token is None:
+            inputs = inputs + self.slots
+        return inputs + latest[:, None] if self.config.inject else inputs
+
+    def write_context(
+        self, context: Float[torch.Tensor, "batch seq hidden"], positions: Int[torch.Tensor, "rows seq"], cache: Any
+    ) -> None:
+        """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
+        rotations = self._rotations(context, positions)
+        for index in range(self.config.num_layers):
+            self._layer(index).self_attn(
+                context,
+                position_embeddings=rotations,
+                position_ids=positions,
+                attention_mask=None,
+                past_key_values=cache,
+            )
+
+    def read_slots(
+        self,
+        inputs: Float[torch.Tensor, "batch slot hidden"],
+        positions: Int[torch.Tensor, "rows query"],
+        mask: Bool[torch.Tensor, "batch 1 _ key"],
+        cache_of: Callable[[int], Any],
+        *,
+        context: Float[torch.Tensor, "batch seq hidden"] | None = None,
+    ) -> Float[torch.Tensor, "batch slot hidden"]:
+        """Return the outputs of slots. `cache_of` returns the cache that a layer reads and writes.
+
+        With `context` the pass also writes the keys and values of so many tokens, whose queries
+        come before those of the slots.
+        """
+        rotations, hidden = self._rotations(inputs, positions), inputs
+        for index in range(self.config.num_layers):
+            step = partial(self._layer_outputs, index, positions=positions, cache_of=cache_of, context=context)
+            if not self._keep_activations:
+                step = partial(checkpoint, step, use_reentrant=False)
+            hidden = step(hidden, rotations, mask)
+        outputs: torch.Tensor = self.norm(hidden)
+        return outputs
+
+    def _layer_outputs(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        rotations: Any,
+        mask: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        cache_of: Callable[[int], Any],
+        context: torch.Tensor | None,
+    ) -> torch.Tensor:
+        layer, cache = self._layer(index), cache_of(index)
+        entries = layer.input_layernorm(hidden)
+        if context is not None:
+            entries = torch.cat([context, entries], dim=1)
+        attention, _ = layer.self_attn(
+            entries,
+            position_embeddings=rotations,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            entries=cache if isinstance(cache, Slots) else None,
+        )
+        hidden = hidden + attention[:, -hidden.shape[1] :]
+        outputs: torch.Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return outputs
+
+    def of_tokens(
+        self, outputs: Float[torch.Tensor, "row slot hidden"], num_tokens: int
+    ) -> Float[torch.Tensor, "row token hidden"]:
+        """Return the output that serves each draft token: its slot's, or else the last slot's."""
+        last = outputs[:, -1:].expand(-1, max(0, num_tokens - self.num_slots), -1)
+        return torch.cat([outputs, last], dim=1)
+
+    def _layer(self, index: int) -> Any:
+        return self.layers[index]
+
+    def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
+        rotary: Any = self.own_rotary or self._target_parts[1]
+        return rotary(values, positions, **self._rotary_options)
+
+    # --- the search: see `RecurrentDrafter`
+
+    def first_state(self, embedding: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.correction, Recurrent)
+        return self.correction.first_state(embedding)
+
+    def next_state(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.correction, Recurrent)
+        return self.correction.next_state(state, embedding)
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch state"]
+    ) -> Float[torch.Tensor, "*batch output"]:
+        """Return logits of the next token from a slot's output and the correction's state."""
+        return self.correction.logits(hidden, state, self.head)
+
+    # --- training
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """Return the objective of all slots, teacher-forced, weighted by powers of `loss_decay`."""
+        labels = Labels.of(batch)
+        self.require_horizon(self.config, labels.tokens.shape[1] + 1)
+        labels = labels.first(self.config.block)
+        tokens = labels.previous.clamp(min=0)
+        hidden = self.of_tokens(self.read_blocks(batch, tokens[:, 0]), tokens.shape[1])
+        states = self.correction.states(tokens, self.embed)
+        inputs = hidden[labels.known], states[labels.known]
+        loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
+        return loss.decayed(objective.decay(self.config.loss_decay))
+
+    def read_blocks(
+        self, batch: DrafterBatch, first_tokens: Int[torch.Tensor, " position"]
+    ) -> Float[torch.Tensor, "position slot hidden"]:
+        """Return the outputs of a block after each labelled position, computed as in decoding."""
+        # 1. Keys and values of the texts.
+        features, num_slots = self.target_features(batch), self.num_slots
+        branches, cache, context = Branches.of(batch), DynamicCache(), self.context(features)
+        self.write_context(context, batch.position_ids, cache)
+        # 2. Without labels, return an empty tensor whose gradient reaches every parameter that the
+        # correction doesn't use.
+        if not len(first_tokens):
+            own = [parameter for name, parameter in self.named_parameters() if not name.startswith("correction.")]
+            empty = torch.cat([parameter.flatten()[:0] for parameter in own if parameter.requires_grad])
+            return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
+        # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
+        inputs = branches.spread(self.slot_inputs(first_tokens, context[batch.positions]))  # [batch, branch, slot, hidden]
+        slot = torch.arange(num_slots, device=inputs.device)
+        positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
+        outputs = self.read_slots(
+            inputs.transpose(1, 2).flatten(1, 2),
+            positions.flatten(1),
+            branches.text_mask(with_own_column=True).repeat(1, 1, num_slots, 1),
+            lambda index: Slots(keys_and_values(cache, index), num_slots),
+        )
+        return branches.collect(outputs.unflatten(1, (num_slots, -1)).transpose(1, 2))
+
+    def checkpoint_activations(self) -> None:
+        self._keep_activations = False
+
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Return whether the recurrence gets no gradient: the first draft token doesn't use it."""
+        return self.config.correction == "rnn" and min(self.config.block, horizon - 1) == 1
+
+    # --- decoding
+
+    @property
+    def max_nodes(self) -> int:
+        num_outputs = self.vocabulary.num_outputs
+        steps = num_outputs if self.config.correction == "rnn" else min(self.config.candidates, num_outputs)
+        sizes = [min(self.config.width, steps)]
+        for _ in range(self.config.block - 1):
+            sizes.append(min(self.config.width, sizes[-1] * steps))
+        return min(self.config.tree_nodes, sum(sizes))
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> BlockState:
+        return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
+
+    def propose(
+        self, state: BlockState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, CacheSnapshot]:
+        """Draft the `tree_nodes` most probable nodes of the search."""
+        tree_of_search, text = self.search(state, last_token)
+        return pack_likeliest(tree_of_search, self.config.tree_nodes), text
+
+    def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
+        cache = state.text.writable()
+        hidden = draft_pass(self, cache, state, last_token)
+        return self.search_slots(self.of_tokens(hidden, self.config.block), last_token), cache.snapshot()
+
+    def search_slots(
+        self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
+    ) -> SearchTree:
+        """Search for the most probable paths through the slots."""
+        if not isinstance(self.correction, Pairwise):
+            return beam_search(self, hidden, last_token, width=self.config.width)
+        limits = {"width": self.config.width, "num_candidates": self.config.candidates}
+        return lattice_search(self.correction, hidden, self.head(hidden), last_token, self.vocabulary, **limits)
+
+    def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | BlockState:
+        """Leave the features unread, unless there are many of them."""
+        if max(state.num_unread.host) < MAX_UNREAD:
+            return state
+        cache = state.text.writable()
+        read_unread(self, cache, state)
+        return cache.snapshot()
+
+    def advance(
+        self, drafted: CacheSnapshot | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+    ) -> BlockState:
+        return advanced(drafted, accepted, self.target_features(output))
+
+    def select(self, state: BlockState, rows: Sequence[int]) -> BlockState:
+        return state.select(rows)
+
+
+def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_outputs: int) -> Correction:
+    """Return the correction that the options name, with fresh weights."""
+    if config.correction == "rnn":
+        return Recurrent(hidden_size)
+    if config.correction == "markov":
+        return Markov(vocab_size, num_outputs, config.rank)
+    if config.correction == "bilinear":
+        return Bilinear(hidden_size, vocab_size, num_outputs, config.rank)
+    return NoCorrection()
+
+
+def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's keys and values."""
+    layer: Any = cache.layers[index]
+    return layer.keys, layer.values

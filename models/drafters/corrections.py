@@ -1,0 +1,169 @@
+"""Corrections of a block drafter: how a slot's logits depend on the drafted tokens before it.
+
+A block drafter computes all slots of a block in one pass, so no slot reads the tokens that are
+drafted before it. A correction adds their influence. Below, h is a slot's output, and y the token
+before the slot.
+
+    none       head(h)                                         (DFlash, arXiv 2602.06036)
+    markov     head(h) + W2 W1[y]                              (DSpark's Markov head)
+    bilinear   head(h) + W2 (W1[y] * (P h + 1))                (not DSpark's gated head, which is
+                                                                W2 (W1[y] * sigmoid(G [h ; W1[y]])))
+    rnn        head(z + f(M2 z)),  z = h + f(M1 [h ; s]),      (ReDrafter's recurrence,
+               s = f(U s' + W e(y) + b),  f = SiLU              arXiv 2403.09919, section 3.1)
+
+In `rnn`, s' is the state at the slot before (0 for the first slot), and e(y) the target's frozen
+embedding. The other corrections have no memory.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+from torch.nn import functional as F
+
+EMBEDDING_STD = 0.02
+"""Standard deviation of W1 before training. W2 is zero then, so no logit is corrected."""
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Correction(nn.Module, ABC):
+    """A correction of a slot's logits by the state of the tokens before the slot."""
+
+    @abstractmethod
+    def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot state"]:
+        """Return the state at each slot from the tokens before the slots; `embed` is the target's."""
+
+    @abstractmethod
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch state"], head: Apply
+    ) -> Float[torch.Tensor, "*batch output"]:
+        """Return a slot's corrected logits."""
+
+
+class Recurrent(Correction):
+    """ReDrafter's recurrence over the tokens of a block."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
+        self.input = nn.Linear(hidden_size, hidden_size)  # W, b
+        self.mix = nn.Linear(2 * hidden_size, hidden_size, bias=False)  # M1
+        self.block = nn.Linear(hidden_size, hidden_size, bias=False)  # M2
+        nn.init.zeros_(self.mix.weight)
+        nn.init.zeros_(self.block.weight)
+
+    def first_state(self, embedding: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the state at the first slot, from the token that the target has chosen."""
+        return F.silu(self.input(embedding))
+
+    def next_state(
+        self, state: Float[torch.Tensor, "*batch hidden"], embedding: Float[torch.Tensor, "*batch hidden"]
+    ) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the state at the next slot."""
+        return F.silu(self.recurrence(state) + self.input(embedding))
+
+    def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot hidden"]:
+        embeddings = embed(tokens)
+        states = [self.first_state(embeddings[..., 0, :])]
+        for slot in range(1, tokens.shape[-1]):
+            states.append(self.next_state(states[-1], embeddings[..., slot, :]))
+        return torch.stack(states, dim=-2)
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"], head: Apply
+    ) -> Float[torch.Tensor, "*batch output"]:
+        mixed = hidden + F.silu(self.mix(torch.cat([hidden, state], dim=-1)))
+        return head(mixed + F.silu(self.block(mixed)))
+
+
+class Pairwise(Correction):
+    """A correction that depends on one token, as a product of small matrices.
+
+    So `lattice_search` computes the corrections of all pairs of candidates at once.
+    """
+
+    @abstractmethod
+    def state(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
+        """Return the state after each of these tokens."""
+
+    @abstractmethod
+    def factors(
+        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
+    ) -> Float[torch.Tensor, "*batch rank"]:
+        """Return the vector whose product with an output's row of W2 is that output's correction.
+
+        The inputs' dimensions are broadcast.
+        """
+
+    @abstractmethod
+    def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
+        """Return the rows of W2 of these outputs."""
+
+    def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot rank"]:
+        return self.state(tokens)
+
+
+class NoCorrection(Pairwise):
+    """Slots that don't depend on each other: a product of rank 0."""
+
+    def state(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch 0"]:
+        return torch.zeros(*tokens.shape, 0, device=tokens.device)
+
+    def factors(
+        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch 0"]
+    ) -> Float[torch.Tensor, "*batch 0"]:
+        return state
+
+    def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch 0"]:
+        return self.state(outputs)
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch 0"], head: Apply
+    ) -> Float[torch.Tensor, "*batch output"]:
+        return head(hidden)
+
+
+class Markov(Pairwise):
+    """A bias for each pair of neighbouring tokens, of low rank."""
+
+    def __init__(self, vocab_size: int, num_outputs: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, num_outputs, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=EMBEDDING_STD)
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def state(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
+        state: torch.Tensor = self.markov_w1(tokens)
+        return state
+
+    def factors(
+        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
+    ) -> Float[torch.Tensor, "*batch rank"]:
+        return state
+
+    def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
+        return self.markov_w2.weight[outputs]
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch rank"], head: Apply
+    ) -> Float[torch.Tensor, "*batch output"]:
+        correction: torch.Tensor = self.markov_w2(self.factors(hidden, state))
+        return head(hidden) + correction
+
+
+class Bilinear(Markov):
+    """A Markov correction that also depends on the slot's output."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_outputs: int, rank: int) -> None:
+        super().__init__(vocab_size, num_outputs, rank)
+        self.gate = nn.Linear(hidden_size, rank, bias=False)  # P
+        nn.init.zeros_(self.gate.weight)
+
+    def factors(
+        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
+    ) -> Float[torch.Tensor, "*batch rank"]:
+        return state * (self.gate(hidden) + 1.0)

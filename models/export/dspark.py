@@ -1,0 +1,354 @@
+"""The block drafter in the two formats of DSpark: DeepSpec's, and that of speculators.
+
+    fc.weight [H, nH], hidden_norm.weight, norm.weight                        the same
+    layers.{i}.self_attn.{q,k,v,o}_proj.weight, {q,k}_norm.weight             the same
+    layers.{i}.mlp.{gate,up,down}_proj.weight, {input,post_attention}_layernorm.weight
+    markov_head.markov_w1.weight [V, r], markov_w2.weight [draft, r]          correction.*
+    lm_head.weight [draft, H]; d2t, t2d (see `draft_vocabulary`)              of a reduced vocabulary only
+    embed_tokens.weight, lm_head.weight                                       the target's own, where they are there
+    confidence_head.proj.{weight,bias}                                        left out: it changes no draft
+
+DeepSpec (github.com/deepseek-ai/DeepSpec: deepspec/modeling/dspark/qwen3/) describes drafter and
+layers in one configuration, and counts the target's layers by their outputs: `target_layer_ids` are
+ours less 1. vLLM (vllm/model_executor/models/qwen3_dspark.py), SGLang
+(python/sglang/srt/models/dspark.py) and llama.cpp read it. SGLang needs the whole vocabulary.
+
+speculators (src/speculators/models/dspark/, vLLM, llama.cpp) has the layers in a section of their
+own, and `aux_hidden_state_layer_ids` are the layers whose inputs are read, as here. The library's
+default of `sample_from_anchor` is true and vLLM's false, so the key is always written, and must be
+there.
+
+In both, slot k is at the position k after the anchor's, the anchor is y_0 of `Block`, all slots see
+each other, and all tokens before the anchor are the context.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..drafters.block import Block
+from ..drafters.block_options import BlockConfig
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers
+from .draft_vocabulary import vocabulary_reading, write_vocabulary
+from .folders import Folder
+from .formats import FolderContents, Format, Reading, Tensors
+from .llama import (
+    GENERAL_KEYS,
+    LAYER_WEIGHTS,
+    embedding_problems,
+    layer_problems,
+    order_problems,
+    raise_unsupported,
+    read_config,
+    write_config,
+)
+from .speculators_config import proposal_problems, raise_problems, write_proposal
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURE = "Qwen3DSparkModel"
+NORMS = ("input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight")
+"""Weights of a layer besides LAYER_WEIGHTS."""
+CONFIDENCE_HEAD = "confidence_head.proj"
+NUM_ANCHORS = 512
+"""An option of DeepSpec's training, without which its code loads no drafter."""
+SHARED_KEYS = frozenset(
+    {
+        "block_size",
+        "confidence_head_with_markov",
+        "draft_vocab_size",
+        "enable_confidence_head",
+        "markov_head_type",
+        "markov_rank",
+        "mask_token_id",
+        "sample_from_anchor",
+    }
+)
+DEEPSPEC_KEYS = SHARED_KEYS | {"num_anchors", "num_target_layers", "target_layer_ids"}
+NESTED = "dflash_config"
+"""Section in which SpecForge writes the drafter's keys; vLLM and SGLang read it like top-level keys."""
+SPECULATORS_KEYS = SHARED_KEYS | {
+    "aux_hidden_state_layer_ids",
+    "sliding_window_non_causal",
+    "speculators_config",
+    "speculators_model_type",
+    "speculators_version",
+    "target_hidden_size",
+    "transformer_layer_config",
+}
+
+
+def names_of(config: BlockConfig) -> dict[str, str]:
+    """Map each tensor that a drafter may have to its name in the formats."""
+    layers = [f"layers.{index}.{name}" for index in range(config.num_layers) for name in (*LAYER_WEIGHTS, *NORMS)]
+    names = {name: name for name in ("fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", *layers)}
+    return names | {f"correction.{name}": f"markov_head.{name}" for name in ("markov_w1.weight", "markov_w2.weight")}
+
+
+# --- export
+
+
+def write_deepspec(drafter: Block, target: HFTarget) -> FolderContents:
+    """Build the contents of a folder in DeepSpec's format.
+
+    Raises ValueError for a drafter that is no DSpark drafter of the whole vocabulary.
+    """
+    problems = _problems(drafter, target)
+    if drafter.config.draft_vocab_size is not None:
+        problems.append(
+            "it has a head of its own, but SGLang always uses the target's (train with drafter.draft_vocab_size=null, or "
+            f"export it as {SPECULATORS.name}, for vLLM)"
+        )
+    raise_unsupported(problems, DEEPSPEC.name)
+    config = {
+        "architectures": [ARCHITECTURE],
+        **_layers_config(drafter, target),
+        **_shared_config(drafter),
+        "num_anchors": NUM_ANCHORS,
+        "num_target_layers": len(decoder_layers(target.model)),
+        "target_layer_ids": [layer - 1 for layer in drafter.feature_layers],
+    }
+    return FolderContents(config=config, tensors=_tensors(drafter))
+
+
+def write_speculators(drafter: Block, target: HFTarget) -> FolderContents:
+    """Build the contents of a folder in the format of speculators.
+
+    Raises ValueError for a drafter that is no DSpark drafter.
+    """
+    problems = _problems(drafter, target)
+    if drafter.config.draft_vocab_size == target.vocab_size:
+        problems.append(
+            "it has a head of its own for the whole vocabulary, but the library uses the target's (train with a smaller "
+            "drafter.draft_vocab_size, or null)"
+        )
+    raise_unsupported(problems, SPECULATORS.name)
+    tensors = _tensors(drafter)
+    if drafter.config.draft_vocab_size is not None:
+        tensors |= write_vocabulary(drafter.vocabulary)
+    config = {
+        "architectures": ["DSparkSpeculator"],
+        **write_proposal("dspark", drafter.config.block, target),
+        **_shared_config(drafter),
+        "aux_hidden_state_layer_ids": list(drafter.feature_layers),
+        "confidence_head_with_markov": False,
+        "draft_vocab_size": drafter.vocabulary.num_outputs,
+        "sliding_window_non_causal": False,
+        "transformer_layer_config": _layers_config(drafter, target),
+    }
+    return FolderContents(config=config, tensors=tensors)
+
+
+def _problems(drafter: Block, target: HFTarget) -> list[str]:
+    """List what makes a drafter unlike DSpark's."""
+    config, layer = drafter.config, drafter.layers[0]
+    problems = layer_problems(layer, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
+    problems += order_problems(drafter.feature_layers, "vLLM") + embedding_problems(target)
+    if config.correction != "markov":
+        problems.append(f"its correction is {config.correction}, but DSpark's is markov (train with drafter.correction=markov)")
+    if config.inject:
+        problems.append("its slots start with the latest context, but DSpark's don't (train with drafter.inject=false)")
+    if config.mask_token_id is None:
+        problems.append(
+            "each of its slots has a learned vector, but DSpark's have a mask token's embedding (train with "
+            "drafter.mask_token_id=ID, a token of the target that no text has)"
+        )
+    if drafter.num_slots < config.block:
+        problems.append(
+            f"it has {drafter.num_slots} slots for {config.block} draft tokens, but DSpark has one for each (train with "
+            "drafter.num_slots=null)"
+        )
+    if config.train_head and config.draft_vocab_size is None:
+        problems.append(
+            "it has trained a head for the whole vocabulary, but DSpark uses the target's (train with drafter.train_head=false)"
+        )
+    return problems
+
+
+def _tensors(drafter: Block) -> Tensors:
+    names = names_of(drafter.config)
+    return {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+
+
+def _layers_config(drafter: Block, target: HFTarget) -> dict[str, Any]:
+    num_layers = drafter.config.num_layers
+    config = write_config(drafter.layers[0], target)
+    del config["mlp_bias"]  # Qwen3's layers have none
+    return config | {
+        "model_type": "qwen3",
+        "num_hidden_layers": num_layers,
+        "layer_types": ["full_attention"] * num_layers,
+        "use_sliding_window": False,
+    }
+
+
+def _shared_config(drafter: Block) -> dict[str, Any]:
+    return {
+        "block_size": drafter.config.block,
+        "enable_confidence_head": False,
+        "markov_head_type": "vanilla",
+        "markov_rank": drafter.config.rank,
+        "mask_token_id": drafter.config.mask_token_id,
+        "sample_from_anchor": True,
+    }
+
+
+# --- import
+
+
+def read_deepspec(folder: Folder, target: HFTarget) -> Reading:
+    """Describe how to read a folder of DeepSpec, SpecForge or an engine.
+
+    Raises ValueError for variants of DSpark that drafters here don't support.
+    """
+    config = _without_section(folder)
+    problems = _value_problems(config, folder, layer_key="target_layer_ids", lowest_layer=-1)
+    if config.get("num_target_layers") not in (None, len(decoder_layers(target.model))):
+        problems.append(
+            f"num_target_layers {config['num_target_layers']!r} (the target's is {len(decoder_layers(target.model))})"
+        )
+    raise_problems(folder, problems)
+    layers = {name: value for name, value in config.items() if name not in DEEPSPEC_KEYS}
+    return _reading(folder, target, config, layers, [layer + 1 for layer in config["target_layer_ids"]])
+
+
+def read_speculators(folder: Folder, target: HFTarget) -> Reading:
+    """Describe how to read a folder of speculators.
+
+    Raises ValueError for its other algorithms, and for variants of DSpark that drafters here don't
+    support.
+    """
+    config, layers = folder.config, folder.config.get("transformer_layer_config")
+    problems = [f"an unknown key {name}" for name in sorted(config.keys() - SPECULATORS_KEYS - GENERAL_KEYS)]
+    problems += _value_problems(config, folder, layer_key="aux_hidden_state_layer_ids", lowest_layer=0)
+    problems += proposal_problems(config, "dspark", target)
+    if "sample_from_anchor" not in config:
+        problems.append("no sample_from_anchor (the library takes true then, and vLLM false; write it into the file)")
+    if not isinstance(layers, dict):
+        problems.append("no transformer_layer_config")
+    raise_problems(folder, problems)
+    assert isinstance(layers, dict)
+    layers = {name: value for name, value in layers.items() if name != "_attn_implementation"}
+    return _reading(folder, target, config, layers, config["aux_hidden_state_layer_ids"])
+
+
+def _without_section(folder: Folder) -> dict[str, Any]:
+    """Return the configuration with the keys of NESTED at the top."""
+    nested = {} if folder.config.get(NESTED) is None else folder.config[NESTED]
+    if not isinstance(nested, dict):
+        raise ValueError(f"{folder.path / 'config.json'} has {NESTED} {nested!r}; it must be a section of keys")
+    config = {name: value for name, value in folder.config.items() if name != NESTED}
+    if differing := sorted(name for name in nested.keys() & config.keys() if nested[name] != config[name]):
+        raise ValueError(f"{folder.path / 'config.json'} has two values of {differing[0]}, one in {NESTED}; keep one")
+    return config | nested
+
+
+def _value_problems(config: Mapping[str, Any], folder: Folder, *, layer_key: str, lowest_layer: int) -> list[str]:
+    """List values that are no DSpark drafter's, or none that drafters here support."""
+    lowest = {"block_size": 1, "markov_rank": 0, "mask_token_id": 0}
+    problems = [
+        f"{name} {config.get(name)!r} (it must be a number of at least {least})"
+        for name, least in lowest.items()
+        if type(config.get(name)) is not int or not least <= config[name] < 2**31
+    ]
+    layer_ids = config.get(layer_key)
+    if (
+        not isinstance(layer_ids, list)
+        or not layer_ids
+        or not all(type(layer) is int and layer >= lowest_layer for layer in layer_ids)
+        or layer_ids != sorted(set(layer_ids))
+    ):
+        problems.append(f"{layer_key} {layer_ids!r} (it must be a list of ascending numbers of at least {lowest_layer})")
+    if config.get("markov_head_type", "vanilla") != "vanilla":
+        problems.append(f"markov_head_type {config['markov_head_type']!r} (only vanilla is read)")
+    if config.get("sample_from_anchor", True) is not True:
+        problems.append(
+            f"sample_from_anchor {config['sample_from_anchor']!r} (only true is read: the slot of the anchor predicts, too)"
+        )
+    problems += [
+        f"{name} {config[name]!r} (it must be true or false)"
+        for name in ("confidence_head_with_markov", "enable_confidence_head")
+        if type(config.get(name, False)) is not bool
+    ]
+    size = config.get("draft_vocab_size")
+    if size is not None and (type(size) is not int or size < 1):
+        problems.append(f"draft_vocab_size {size!r} (it must be a number of at least 1)")
+    return problems
+
+
+def _reading(
+    folder: Folder, target: HFTarget, config: Mapping[str, Any], layers: Mapping[str, Any], feature_layers: list[int]
+) -> Reading:
+    """Describe how to read a drafter with this checked configuration and these `layers`."""
+    if layers.get("model_type", "qwen3") != "qwen3":
+        raise ValueError(
+            f"{folder.path / 'config.json'} has layers of the model_type {layers['model_type']!r}; only qwen3's are read"
+        )
+    num_layers = layers.get("num_hidden_layers")
+    if type(num_layers) is not int or not 0 < num_layers <= len(folder.shapes):
+        raise ValueError(
+            f"{folder.path / 'config.json'} has num_hidden_layers {num_layers!r}, and there are {len(folder.shapes)} tensors "
+            "in all; copy or export the drafter again"
+        )
+    has_markov = config["markov_rank"] > 0
+    options = {
+        "layer": read_config({**layers, "model_type": "qwen3"}, folder, target, more=frozenset(), num_layers=num_layers),
+        "num_layers": num_layers,
+        "feature_layers": feature_layers,
+        "block": config["block_size"],
+        "correction": "markov" if has_markov else "none",
+        "mask_token_id": config["mask_token_id"],
+        "inject": False,
+        **({"rank": config["markov_rank"]} if has_markov else {}),
+    }
+    reading = vocabulary_reading(
+        folder,
+        target,
+        options=options,
+        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
+        rename=names_of,
+        rows=("lm_head.weight", "correction.markov_w2.weight") if has_markov else ("lm_head.weight",),
+        shares_head=True,
+    )
+    return _without_confidence_head(reading, folder, config, target)
+
+
+def _without_confidence_head(reading: Reading, folder: Folder, config: Mapping[str, Any], target: HFTarget) -> Reading:
+    """Allow a confidence head, and leave it out with a warning."""
+    width = target.hidden_size + (config["markov_rank"] if config.get("confidence_head_with_markov", False) else 0)
+    head = {
+        f"{CONFIDENCE_HEAD}.weight": torch.empty(1, width, device="meta"),
+        f"{CONFIDENCE_HEAD}.bias": torch.empty(1, device="meta"),
+    }
+
+    def convert(tensors: Tensors, options: BlockConfig) -> Tensors:
+        if head.keys() & tensors.keys():
+            logger.warning(
+                "%s has a confidence head, which estimates how many drafts are accepted: it is left out, and the drafts are "
+                "the same without it",
+                folder.path,
+            )
+        return reading.convert(tensors, options)
+
+    return replace(reading, open_options=frozenset(), optional=reading.optional | head, convert=convert)
+
+
+def is_of_deepspec(folder: Folder) -> bool:
+    """Check for DSpark's tensors beside a configuration in one piece."""
+    names = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
+    return names <= folder.shapes.keys() and "speculators_model_type" not in folder.config
+
+
+def is_of_speculators(folder: Folder) -> bool:
+    """Check for the key of speculators with DSpark's name."""
+    return folder.config.get("speculators_model_type") == "dspark"
+
+
+DEEPSPEC = Format(name="dspark", kind="block", write=write_deepspec, read=read_deepspec, is_of=is_of_deepspec)
+SPECULATORS = Format(
+    name="speculators-dspark", kind="block", write=write_speculators, read=read_speculators, is_of=is_of_speculators
+)

@@ -1,0 +1,30 @@
+"""Writing and copying columns of a cache's buffers."""
+
+import torch
+from jaxtyping import Int
+
+
+def write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, states: torch.Tensor) -> None:
+    """Write [batch, head, entry, head_dim] to the columns [batch, entry] of a slot."""
+    buffer[slot, : len(states)].scatter_(2, columns[:, None, :, None].expand(states.shape), states)
+
+
+# An opaque operator for the compiler, which turns a scatter into a part of a buffer into a copy of
+# the whole buffer.
+torch.library.custom_op("outrider::write_columns", write_columns, mutates_args={"buffer"})
+
+
+def move_columns(
+    buffer: torch.Tensor, source: Int[torch.Tensor, "batch kept"], target: slice | Int[torch.Tensor, "batch kept"]
+) -> None:
+    """Copy columns of a [slot, batch, head, column, head_dim] buffer, row by row of the batch."""
+    source, target = source.to(buffer.device), target if isinstance(target, slice) else target.to(buffer.device)
+    if len(source) == 1:
+        kept = buffer.index_select(3, source[0])
+    else:
+        shape = (*buffer.shape[:3], source.shape[1], buffer.shape[4])
+        kept = buffer.gather(3, source[None, :, None, :, None].expand(shape))
+    if isinstance(target, slice):
+        buffer[:, :, :, target] = kept
+    else:
+        buffer.scatter_(3, target[None, :, None, :, None].expand(kept.shape), kept)

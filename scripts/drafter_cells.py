@@ -1,0 +1,119 @@
+"""Cells of the study of drafter kinds: which drafter is trained on how many labels, and how."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PARTS = EQUAL, FULL, WEIGHTS, CURVE, CORRECTIONS = "equal", "full", "weights", "curve", "corrections"
+NODES = 40
+"""Draft tokens of every tree."""
+POSITIONS_PER_TEXT = 64
+"""Labelled positions per text and step, as in conf=demo."""
+UNIFORM, DPACE = "uniform", "dpace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A kind of drafter with its options, and its search for a tree of NODES nodes."""
+
+    title: str
+    recipe: str
+    """File of conf/drafter/ without its ending."""
+    parts: tuple[str, ...]
+    """Parts of the study that measure it."""
+    options: tuple[str, ...] = ()
+    """Further overrides of the recipe."""
+    search: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+MAIN = (EQUAL, FULL, WEIGHTS, CURVE)
+LATTICE = {"width": 16, "candidates": 128}
+VARIANTS = {
+    "redrafter": Variant(title="ReDrafter", recipe="redrafter_demo", parts=MAIN, search={"beam_width": 16, "beam_length": 5}),
+    "block": Variant(title="block, recurrent", recipe="block_demo", parts=MAIN, search={"width": 16}),
+    "redrafter2": Variant(title="ReDrafter-2", recipe="redrafter2_demo", parts=(EQUAL, FULL, CURVE), search={"width": 16}),
+    "eagle3": Variant(title="EAGLE-3", recipe="eagle3_demo", parts=MAIN, search={"depth": 5, "top_k": 8}),
+    "medusa": Variant(title="Medusa", recipe="medusa_demo", parts=(EQUAL, FULL, CURVE)),
+    "draft_model": Variant(
+        title="draft model", recipe="draft_model_demo", parts=(EQUAL, FULL), search={"length": 5, "top_k": 8}
+    ),
+    "block_bilinear": Variant(
+        title="block, bilinear",
+        recipe="block_demo",
+        parts=(CORRECTIONS,),
+        options=("drafter.correction=bilinear",),
+        search=LATTICE,
+    ),
+    "block_none": Variant(
+        title="block, none", recipe="block_demo", parts=(CORRECTIONS,), options=("drafter.correction=none",), search=LATTICE
+    ),
+}
+"""The drafters by name. Another drafter is one more entry."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Size:
+    """Length of a training."""
+
+    steps: int
+    positions: int
+    """Labelled positions per step."""
+
+    @property
+    def labels(self) -> int:
+        """Labelled positions of the whole training. A position counts each time that it is trained."""
+        return self.steps * self.positions
+
+    @property
+    def name(self) -> str:
+        return f"{self.steps}x{self.positions}"
+
+
+FEW, ALL = Size(steps=150, positions=384), Size(steps=500, positions=1024)
+"""A short training, and the demo's whole one."""
+BETWEEN = (
+    Size(steps=50, positions=192),
+    Size(steps=150, positions=192),
+    Size(steps=300, positions=384),
+    Size(steps=300, positions=768),
+)
+"""Further sizes of the curves."""
+Sizes = Mapping[str, tuple[Size, ...]]
+SIZES: Sizes = {EQUAL: (FEW,), FULL: (ALL,), WEIGHTS: (FEW,), CURVE: BETWEEN, CORRECTIONS: (FEW,)}
+"""Sizes of the trainings of each part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A training of one drafter, and greedy decoding with it."""
+
+    part: str
+    variant: str
+    size: Size
+    seed: int
+
+    @property
+    def label_weights(self) -> str:
+        """The training's `train.label_weights`."""
+        return DPACE if self.part == WEIGHTS else UNIFORM
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.size.name}-{self.label_weights}-{self.seed}"
+
+
+def cells_of(
+    parts: Sequence[str], variants: Sequence[str], seeds: Sequence[int], curve_seeds: Sequence[int], sizes: Sizes
+) -> list[Cell]:
+    """Return the cells of the chosen parts and drafters, in the order in which they are measured.
+
+    In a part, all drafters are measured with a seed before any of them with the next seed.
+    """
+    return [
+        Cell(part=part, variant=name, size=size, seed=seed)
+        for part in parts
+        for seed in (curve_seeds if part == CURVE else seeds)
+        for size in sizes[part]
+        for name in variants
+        if part in VARIANTS[name].parts
+    ]

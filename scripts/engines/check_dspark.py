@@ -1,0 +1,171 @@
+"""Check that DeepSpec, speculators and vLLM compute outrider's logits from exports of DSpark.
+
+DeepSpec (github.com/deepseek-ai/DeepSpec) trains the published drafters. The programs need other
+versions than outrider, so two Pythons run this script. outrider's Python makes a small target, block
+drafters for it, their exports and logits. A Python with the programs loads the exports and compares.
+Of vLLM only the model's files are imported: see `check_vllm.py`.
+
+    python3 -m venv dspark-env                                              # torch's CPU build, and no torchvision
+    dspark-env/bin/pip install torch==2.13.0 'transformers<=5.19.0' safetensors pydantic pydantic-settings loguru openai \
+        datasets psutil aiohttp
+    dspark-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+    git clone https://github.com/deepseek-ai/DeepSpec && git -C DeepSpec checkout afdfa7c
+    .venv/bin/python scripts/engines/check_dspark.py make /tmp/dspark
+    pip download --no-deps vllm==0.33.0 && unzip vllm-0.33.0-*.whl 'vllm/*.py' -d vllm-files
+    PYTHONPATH=DeepSpec:vllm-files dspark-env/bin/python scripts/engines/check_dspark.py compare /tmp/dspark
+
+It prints the largest difference of the logits of each slot, and exits with 1 if a difference is
+above rounding errors.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_targets import NUM_TOKENS, SCALED_ROPE, compare, make_drafter, make_target, make_tokens, read_features, run
+
+BLOCK, MASK = 4, 7
+CONTEXT = NUM_TOKENS - 2 * BLOCK
+"""Number of tokens before the anchor. speculators needs tokens after the block, and ignores them."""
+DSPARK = {
+    "kind": "block",
+    "layer": {"model_type": "qwen3"},
+    "init": "random",
+    "block": BLOCK,
+    "correction": "markov",
+    "rank": 8,
+    "inject": False,
+    "mask_token_id": MASK,
+}
+OWN_LAYER = {
+    "model_type": "qwen3",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "deepspec": {"num_layers": 2},
+    "deepspec_layer_of_its_own": {"layer": OWN_LAYER, "feature_layers": [0, 4]},
+    "speculators": {"num_layers": 2},
+    "speculators_reduced_vocabulary": {"draft_vocab_size": 50},
+    "speculators_layer_of_its_own": {"layer": OWN_LAYER, "feature_layers": [1, 4, 6, 7]},
+}
+RESULTS_FILE = "results.pt"
+
+
+def make(directory: Path) -> bool:
+    """Write the target, and a folder for each case with its export and outrider's results."""
+    from outrider.models.export import dspark
+    from outrider.models.export.formats import write_folder
+
+    formats = {"deepspec": dspark.DEEPSPEC, "speculators": dspark.SPECULATORS}
+    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
+    for name, options in CASES.items():
+        drafter = make_drafter(target, **{**DSPARK, **options})
+        write_folder(formats[name.partition("_")[0]], drafter, directory / name, target)
+        config = directory / name / "config.json"
+        values = json.loads(config.read_text())
+        if "speculators_config" in values:  # the library loads the target by this name, which here is a folder
+            values["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
+            config.write_text(json.dumps(values, indent=2))
+        features = read_features(drafter, target, tokens)
+        results = {
+            "feature_layers": list(drafter.feature_layers),
+            "features": features,
+            "logits": chained_logits(drafter, features, tokens),
+        }
+        results |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
+        torch.save(results, directory / name / RESULTS_FILE)
+    print(f"{len(CASES)} exports are in {directory}")
+    return True
+
+
+@torch.no_grad()
+def chained_logits(drafter: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Compute the corrected logits of each slot [1, output], after the likeliest tokens before it."""
+    from transformers.cache_utils import DynamicCache
+
+    cache, context, anchor = DynamicCache(), drafter.context(features[:, :CONTEXT]), tokens[:, CONTEXT]
+    drafter.write_context(context, torch.arange(CONTEXT)[None], cache)
+    inputs, positions = drafter.slot_inputs(anchor, context[:, -1]), CONTEXT + torch.arange(BLOCK)[None]
+    mask = torch.ones(1, 1, BLOCK, CONTEXT + BLOCK, dtype=torch.bool)
+    hidden = drafter.read_slots(inputs, positions, mask, lambda _: cache)
+    logits, token = [], anchor
+    for slot in hidden.unbind(1):
+        logits.append(drafter.logits(slot, drafter.correction.state(token)))
+        token = drafter.to_target_tokens(logits[-1].argmax(-1))
+    return logits
+
+
+@torch.no_grad()
+def deepspec_logits(path: Path, results: dict[str, Any], tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Compute `chained_logits` with DeepSpec's own model and its drafting."""
+    from deepspec.eval.dspark.draft_ops import forward_dspark_draft_block
+    from deepspec.modeling.dspark.qwen3 import Qwen3DSparkModel
+    from transformers import DynamicCache
+
+    model = Qwen3DSparkModel.from_pretrained(path, attn_implementation="eager").float().eval()
+    model.embed_tokens.weight.data, model.lm_head.weight.data = results["embeddings"], results["head"]
+    draft_input_ids = torch.full((1, BLOCK), int(model.mask_token_id))
+    draft_input_ids[:, 0] = tokens[:, CONTEXT]
+    hidden = forward_dspark_draft_block(
+        model,
+        draft_input_ids=draft_input_ids,
+        position_ids=torch.arange(CONTEXT + BLOCK)[None],
+        past_key_values_draft=DynamicCache(),
+        target_hidden_states=results["features"][:, :CONTEXT],
+        start=CONTEXT,
+        block_size=model.block_size,
+    )
+    _, logits = model.sample_draft_tokens(
+        model.compute_logits(hidden), first_prev_token_ids=tokens[:, CONTEXT], hidden_states=hidden
+    )
+    return list(logits.unbind(1))
+
+
+@torch.no_grad()
+def speculators_logits(path: Path, results: dict[str, Any], tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Compute `chained_logits` with the library's own model, which is for training.
+
+    It has no drafting of its own: the loop over slots here applies its Markov head.
+    """
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    config: Any = SpeculatorModelConfig.from_pretrained(path)
+    config.transformer_layer_config._attn_implementation = "eager"  # the default needs a GPU
+    model: Any = SpeculatorModel.from_pretrained(path, config=config)
+    model = model.float().eval()
+    text, features = tokens[:, :NUM_TOKENS], results["features"]
+    is_anchor = (torch.arange(NUM_TOKENS) == CONTEXT)[None]
+    hidden, base, *_ = model._backbone_forward(
+        features, text, is_anchor, torch.zeros_like(features[..., : model.hidden_size]), torch.zeros_like(text), max_anchors=1
+    )
+    logits, token = [], tokens[:, CONTEXT]
+    for slot in range(BLOCK):
+        bias = model.markov_head.block_bias(prev_token_ids=token[:, None], hidden_states=hidden[:, slot : slot + 1])
+        logits.append(base[:, slot] + bias[:, 0])
+        output = logits[-1].argmax(-1)
+        token = output if model.d2t is None else output + model.d2t[output]
+    return logits
+
+
+def compare_exports(directory: Path) -> bool:
+    """Load each export with its program and compare; return whether all are equal."""
+    from vllm_dspark import vllm_logits
+
+    programs = {"deepspec": deepspec_logits, "speculators": speculators_logits}
+    alike = True
+    for name in CASES:
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        logits = programs[name.partition("_")[0]](directory / name, results, make_tokens())
+        alike &= compare(name, logits, results["logits"])
+        logits = vllm_logits(directory / name, results, make_tokens(), CONTEXT)
+        alike &= compare(f"{name} in vLLM", logits, results["logits"])
+    return alike
+
+
+if __name__ == "__main__":
+    run(__doc__, {"make": make, "compare": compare_exports})

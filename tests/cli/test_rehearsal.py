@@ -1,0 +1,185 @@
+"""Rehearsals: what a target and a drafter can't do together is an error before any long work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from hydra import compose, initialize_config_module
+
+from outrider.cli import rehearsal
+from outrider.cli.config import DrafterRun, register, to_run_config
+from outrider.cli.rehearsal import rehearse
+from outrider.cli.run import run, training_labels
+from outrider.data.manifest import Manifest
+from outrider.distill.config import DistillConfig
+from outrider.models.drafters import parse_drafter
+from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.drafters.saved.folder import WEIGHTS_FILE
+from outrider.models.target.hf_target import HFTarget
+from outrider.train.config import TrainConfig
+
+from ..tiny_models import IDENTITY
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FULL = {"layer_types": ["full_attention"] * 2}
+LLAMA_4_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 4,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "moe_layers": [1]}
+PER_LAYER = {"activation_sparsity_pattern": [0.0] * 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100}
+ALTUP = {"num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2}
+CODEGEN = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_ctx": 64, "rotary_dim": 4, "vocab_size": 100}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Ministral3": ("Ministral3Config", {**SIZES, "rope_parameters": LLAMA_4_ROPE}),
+    "MiMoV2Flash": ("MiMoV2FlashConfig", {**SIZES, **FULL, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 2}),
+    "Llama4": ("Llama4TextConfig", {**SIZES, **FULL, **EXPERTS, "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}),
+    "Gemma3n": ("Gemma3nTextConfig", {**SIZES, **FULL, **PER_LAYER, **ALTUP}),
+    "CodeGen": ("CodeGenConfig", CODEGEN),
+}
+
+
+def target_of(architecture: str) -> HFTarget:
+    config_class, options = ARCHITECTURES[architecture]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{architecture}ForCausalLM")(getattr(transformers, config_class)(**options))
+    return HFTarget(model.eval().requires_grad_(False), None, IDENTITY)
+
+
+def run_of(kind: str, folder: Path, **options: Any) -> DrafterRun:
+    train = TrainConfig(steps=1, validation_texts=0)
+    spec = parse_drafter({"kind": kind, **options})
+    return DrafterRun(train=train, drafter=spec, settings=[{}], train_dir=folder / "train", drafter_dir=folder / "drafter")
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds"),
+    [
+        ("Ministral3", ["eagle", "eagle3", "draft_model"]),
+        ("MiMoV2Flash", ["eagle", "eagle3"]),
+        ("Llama4", ["redrafter", "draft_model"]),
+        ("Gemma3n", ["draft_model"]),
+    ],
+)
+def test_architectures_that_need_more_than_hidden_states_train_and_draft(architecture, kinds, tmp_path, accelerator):
+    """Their layers read position ids, or rotary embeddings by type.
+
+    Llama 4 names its decoder wrongly, and Gemma 3n has a width for each layer.
+    """
+    target = target_of(architecture)
+    assert rehearse([run_of(kind, tmp_path) for kind in kinds], DistillConfig(), target, accelerator) == 64
+    assert target._cache is None, "the rehearsal's cache was kept"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "words"),
+    [
+        ("Gemma3n", "eagle", "layers of Gemma3nForCausalLM don't consist of .*choose another drafter"),
+        ("Llama4", "eagle3", "layers of Llama4ForCausalLM don't consist of .*choose another drafter"),
+        ("CodeGen", "medusa", "bypass transformers' AttentionInterface or Cache"),
+    ],
+)
+def test_what_an_architecture_cannot_do_is_one_message(architecture, kind, words, tmp_path, accelerator):
+    with pytest.raises(ValueError, match=words):
+        rehearse([run_of(kind, tmp_path)], DistillConfig(), target_of(architecture), accelerator)
+
+
+# --- a whole run
+
+
+@pytest.fixture
+def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
+    questions = tmp_path / "question.jsonl"
+    questions.write_text('{"question_id": 81, "category": "writing", "turns": ["Write a line.", "Write it again."]}\n')
+    return [
+        "conf=demo",
+        f"output_dir={tmp_path / 'run'}",
+        f"target.name_or_path={tiny_target_dir}",
+        "data={limit: 4, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
+        "distill={horizon: 3}",
+        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
+        "train={steps: 1, warmup_steps: 0, batch_size: 2, max_positions: 32, validation_texts: 0}",
+        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
+        "eval={max_new_tokens: 8, profile_prompts: 0, memory_bandwidth_gbs: 10.0}",
+        "eval.settings=[{beam_width: 2, beam_length: 2}]",
+        "stages=[distill,train,eval]",
+    ]
+
+
+def run_here(*overrides: str) -> None:
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        run(to_run_config(compose("config", overrides=list(overrides))))
+
+
+@pytest.mark.parametrize("place", ["loss", "propose"])
+def test_a_drafter_that_cannot_train_or_draft_is_refused_before_the_distillation(place, options, tmp_path, monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("forward() missing 1 required argument: 'position_ids'")
+
+    monkeypatch.setattr(Redrafter, place, fail)
+    words = r"LlamaForCausalLM and the drafter redrafter don't work together \(TypeError: .*'position_ids'\); choose another"
+    with pytest.raises(ValueError, match=words):
+        run_here(*options)
+    assert not (tmp_path / "run" / "distill").exists()
+    monkeypatch.setattr(Redrafter, place, lambda *args, **kwargs: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        run_here(*options)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "eval.max_new_tokens=1020",
+            "no prompt of mt_bench fits the context window of 1024 tokens",
+        ),
+        ("eval={max_new_tokens: 1020, too_long: error}", "prompt '81' of mt_bench leaves no room"),
+        ("train={validation_texts: 1, validation_tokens: 1024}", "train.validation_tokens is 1024"),
+    ],
+)
+@pytest.mark.parametrize("plan", ["plan=false", "plan=true"])
+def test_answers_beyond_the_context_are_refused_before_the_distillation(override, words, plan, options, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        run_here(*options, override, plan)
+    assert not (tmp_path / "run" / "distill").exists()
+
+
+def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, tmp_path, monkeypatch, accelerator):
+    run_here(*options, "stages=[distill]")
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        config = to_run_config(compose("config", overrides=[*options, "stages=[train]"]))
+    labels = training_labels(config)
+    assert isinstance(labels, Manifest)
+    monkeypatch.setattr(rehearsal, "label_shard", None)
+    target = target_of("Ministral3")
+    (drafter,) = config.drafter_runs()
+    rehearse([drafter], labels, target, accelerator)
+    drafter.drafter_dir.mkdir()
+    (drafter.drafter_dir / WEIGHTS_FILE).touch()
+    monkeypatch.setattr(rehearsal, "make_examples", None)
+    rehearse([drafter], labels, target, accelerator)

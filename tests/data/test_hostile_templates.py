@@ -1,0 +1,112 @@
+"""Chat templates of strangers: one error that names the template, within a bound of time and memory."""
+
+import copy
+import time
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from outrider.data import chat
+from outrider.data.chat import TRIAL_SECONDS, encode_conversations, encode_prompt, require_template, use_chat_template
+from outrider.data.paths import built_in_templates
+from outrider.data.types import Conversation, Turn
+
+MOST_SECONDS = 10
+BOUND = "takes more than (1 seconds|10000000 characters or 1073741824 bytes of memory) for short conversations"
+ANSWERED = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+NESTED_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+SILENT_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+FORKING_MACRO = "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}"
+DOUBLING = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+FAILING = {
+    "division": "{{ 1 / 0 }}",
+    "include": "{% include 'other' %}",
+    "import": "{% from 'other' import a %}",
+    "extends": "{% extends 'other' %}",
+    "endless macro": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "range": "{% for i in range(10**9) %}{{ i }}{% endfor %}",
+    "type": "{{ 'a' + 1 }}",
+    "sandbox": "{{ ''.__class__.__mro__ }}",
+    "attribute": "{{ messages.nothing.more }}",
+    "index": "{{ messages[9999].role.x }}",
+    "value": "{{ 'a'.index('b') }}",
+    "format": "{{ '%d' | format('a') }}",
+    "unknown filter": "{{ messages | nothing }}",
+    "syntax": "{% for m in messages %}",
+    "parentheses": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "its own error": "{{ raise_exception('no such roles') }}",
+}
+ENDLESS = {"loops": NESTED_LOOPS, "silent loops": SILENT_LOOPS, "macros": FORKING_MACRO, "power": "{{ 9 ** (10 ** 9) }}"}
+HUGE = {
+    "text": "{{ 'x' * 10 ** 8 }}",
+    "memory": "{{ 'x' * 10 ** 12 }}",
+    "doubling": DOUBLING,
+    "padding": "{{ 'x'.ljust(10 ** 10) }}",
+    "format": "{{ '%9999999999d' | format(1) }}",
+    "list": "{{ ([1] * 10 ** 10) | length }}",
+}
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    return copy.deepcopy(tiny_tokenizer)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the trial, for templates that use all of its time."""
+    assert TRIAL_SECONDS < MOST_SECONDS
+    monkeypatch.setattr(chat, "TRIAL_SECONDS", 1.0)
+
+
+def require_error(tokenizer: PreTrainedTokenizerFast, template: str, message: str) -> None:
+    """Check the error of a prompt, which names the template."""
+    tokenizer.chat_template = template
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message) as caught:
+        encode_prompt([Turn(role="user", content="Hi")], tokenizer)
+    assert repr(template[:60]) in str(caught.value)
+    assert time.monotonic() - start < MOST_SECONDS
+
+
+@pytest.mark.parametrize("template", FAILING.values(), ids=FAILING)
+def test_a_template_that_fails_is_an_error_that_names_it(tokenizer, template):
+    require_error(tokenizer, template, "the chat template of .* fails for a prompt of 1 turns")
+    turns = (Turn(role="user", content="Hi"), Turn(role="assistant", content="Yes."))
+    with pytest.raises(ValueError, match="the chat template of"):
+        encode_conversations([Conversation(id="a", source="test", turns=turns)], tokenizer, 64)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_an_end_is_an_error_within_the_bound_of_time(tokenizer, template):
+    require_error(tokenizer, template, BOUND)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("template", HUGE.values(), ids=HUGE)
+def test_a_template_of_huge_texts_is_an_error_before_this_process_has_them(tokenizer, template):
+    require_error(tokenizer, template, BOUND)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_template_that_only_repeats_for_many_turns_is_found(tokenizer):
+    hidden = ANSWERED + "{% if messages | length > 20 %}" + NESTED_LOOPS + "{% endif %}"
+    require_error(tokenizer, hidden, BOUND)
+
+
+def test_ordinary_templates_pass_and_are_tried_once(tokenizer, monkeypatch):
+    num_tried = 0
+    for name in built_in_templates():
+        use_chat_template(tokenizer, name)
+        assert require_template(tokenizer) == tokenizer.chat_template
+        num_tried += 1
+    assert num_tried >= 2
+    monkeypatch.setattr(chat.subprocess, "run", None)
+    require_template(tokenizer)
+
+
+def test_a_template_file_that_is_no_text_is_named(tokenizer, tmp_path):
+    (tmp_path / "a.jinja").write_bytes(b"\xff\xfe{{ 1 }}")
+    with pytest.raises(ValueError, match=r"a.jinja', which is not UTF-8 text"):
+        use_chat_template(tokenizer, str(tmp_path / "a.jinja"))

@@ -1,0 +1,256 @@
+"""The engine that asks a server, and a server that means harm: time, size, ids, and what is kept."""
+
+import gzip
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+
+pytest.importorskip("openai")  # pip install 'outrider[openai]'
+
+from outrider.data.config import DataConfig
+from outrider.distill.config import DistillConfig
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines import openai
+from outrider.distill.regenerate.engines.registry import open_engine
+from outrider.distill.regenerate.run import regenerate
+from outrider.models.target.hf_target import HFTarget
+
+from .test_openai import Server
+
+MOST_SECONDS = 20.0
+GOOD = {"finish_reason": "stop", "token_ids": [5, 6, 3], "stop_reason": 3}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handler that gives each request to the server's attack on its path."""
+
+    server: Any
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.models(self)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.num_asked += 1
+        self.server.completions(self)
+
+    def send(self, body: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def sends(value: Any, status: int = 200, **headers: str) -> Callable[[Handler], None]:
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return lambda handler: handler.send(body, status, **headers)
+
+
+def endless(part: bytes, pause_seconds: float) -> Callable[[Handler], None]:
+    """Return an attack that sends a part again and again."""
+
+    def attack(handler: Handler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.close_connection = True
+        while not handler.server.ends.wait(pause_seconds):
+            handler.wfile.write(part)
+            handler.wfile.flush()
+
+    return attack
+
+
+def cut(handler: Handler) -> None:
+    """Close the connection in the middle of a reply."""
+    handler.send(b'{"choices": [', Content_Length="1000")
+    handler.close_connection = True
+
+
+class HostileServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.models = sends({"data": [{"id": "tiny"}]})
+        self.completions = sends({"choices": [GOOD]})
+        self.num_asked = 0
+        self.ends = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, *args: Any) -> None:
+        pass  # the client closes connections
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
+    monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(openai, "MAX_RETRIES", 1)
+    monkeypatch.setattr(openai, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(openai, "LIST_SECONDS", 1.0)
+    monkeypatch.setattr(openai, "MOST_REPLY_BYTES", 100_000)
+    with HostileServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.ends.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def ask(hostile: HostileServer, target: HFTarget, limits: Limits, requests: list[Request]) -> Callable[[], list[list[int]]]:
+    """Return a function that asks for two answers, which must end soon."""
+
+    def ask() -> list[list[int]]:
+        started = time.monotonic()
+        try:
+            config = DistillConfig(mode="regenerate", engine="openai", base_url=hostile.url)
+            with open_engine(config, target, limits) as engine:
+                return [answer.tokens.tolist() for answer in engine.answer(requests[:2])]
+        finally:
+            assert time.monotonic() - started < MOST_SECONDS
+
+    return ask
+
+
+SOON = {"Retry_After": "0.01"}
+COMPLETIONS = {
+    "a slow drip": (endless(b" ", 0.05), ConnectionError, "no complete reply within 2 s"),
+    "an endless stream": (endless(b"x" * 10_000, 0.0), ValueError, "answers with more than 100,000 bytes"),
+    "a huge reply": (sends(b" " * 200_000), ValueError, "answers with more than 100,000 bytes"),
+    "a bomb of gzip": (
+        sends(gzip.compress(bytes(10**6)), Content_Encoding="gzip"),
+        ValueError,
+        "answers with more than 100,000 bytes",
+    ),
+    "a disconnect": (cut, ConnectionError, "failed 2 times; at last it can't be reached"),
+    "no JSON": (sends(b"{choices"), ValueError, "isn't a reply of this protocol.*Invalid JSON"),
+    "JSON nested without end": (sends(b"[" * 50_000), ValueError, "isn't a reply of this protocol"),
+    "half a surrogate": (
+        sends(b'{"choices": [{"finish_reason": "stop", "text": "\\ud800"}]}'),
+        ValueError,
+        "isn't a reply of this protocol",
+    ),
+    "a storm of 500": (sends({"error": "oops"}, 500, **SOON), ConnectionError, "failed 2 times; at last it answers 500"),
+    "a storm of 429": (sends({"error": "slow"}, 429, **SOON), ConnectionError, "failed 2 times; at last it answers 429"),
+    "429 for a minute": (sends({"error": "slow"}, 429, Retry_After="59"), ConnectionError, "no complete reply within 2 s"),
+    "a refusal with escapes": (sends(b"\x1b[2Jgone", 400), ValueError, r"answers 400:  \[2Jgone"),
+    "ids beyond the vocabulary": (
+        sends({"choices": [{**GOOD, "token_ids": [10**15]}]}),
+        ValueError,
+        "tokens that the target doesn't have",
+    ),
+    "ids below zero": (sends({"choices": [{**GOOD, "token_ids": [-1]}]}), ValueError, "tokens that the target doesn't have"),
+    "a number of 400 digits": (
+        sends(b'{"choices": [{"finish_reason": "stop", "token_ids": [' + b"9" * 400 + b"]}]}"),
+        ValueError,
+        "isn't a reply of this protocol|tokens that the target doesn't have",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
+    ask: Callable[[], list[list[int]]], hostile: HostileServer, name: str
+) -> None:
+    hostile.completions, error, message = COMPLETIONS[name]
+    with pytest.raises(error, match=message) as caught:
+        ask()
+    assert hostile.num_asked > 0
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "message"),
+    [
+        (endless(b" ", 0.05), ConnectionError, "no complete reply within 1 s"),
+        (sends({"data": [{"id": "m" * 50_000}, {"id": "n"}]}), ValueError, "set distill.served_model"),
+        (sends({"data": [{"id": "\x1b[2Ja"}, {"id": "b"}]}), ValueError, r"serves  \[2Ja, b"),
+        (sends({"data": 7}), ValueError, "data: Input should be a valid"),
+        (cut, ConnectionError, "failed 2 times"),
+    ],
+)
+def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
+    ask: Callable[[], list[list[int]]],
+    hostile: HostileServer,
+    models: Callable[[Handler], None],
+    error: type[Exception],
+    message: str,
+) -> None:
+    hostile.models = models
+    with pytest.raises(error, match=message) as caught:
+        ask()
+    assert hostile.num_asked == 0
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(("text", "num_warnings"), [("another text", 1), (None, 0)])
+def test_ids_of_another_text_are_a_warning(
+    ask: Callable[[], list[list[int]]],
+    hostile: HostileServer,
+    target: HFTarget,
+    text: str | None,
+    num_warnings: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own_text = str(target.tokenizer.decode([5, 6]))
+    hostile.completions = sends({"choices": [{**GOOD, "text": own_text if text is None else text}]})
+    with caplog.at_level(logging.WARNING, "outrider"):
+        assert ask() == [[5, 6, 3]] * 2
+    assert caplog.text.count("is its tokenizer the target's?") == num_warnings
+
+
+def test_answers_before_an_attack_are_kept_and_the_same_command_completes(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers a shard, then disconnects for ever; a second run against a sound server asks for the rest."""
+    monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(openai, "MAX_RETRIES", 0)
+    lines = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "x"}]} for n in range(6)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataConfig(source="messages", path=str(tmp_path / "chats.jsonl"), max_length=120)
+
+    def run(server: Server, folder: Path) -> dict[str, bytes]:
+        config = DistillConfig(
+            mode="regenerate", engine="openai", base_url=server.url, shard_examples=2, max_new_tokens=8, horizon=3,
+            decode_batch_size=1,
+        )  # fmt: skip
+        regenerate(config, data, target, folder, Accelerator(cpu=True))
+        return {path.name: path.read_bytes() for path in folder.iterdir() if "stats" not in path.name}
+
+    with Server(target) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        # 1. Uninterrupted.
+        expected = run(server, tmp_path / "whole")
+        num_whole = len(server.bodies)
+        # 2. Attacked after the third answer, then resumed.
+        good = server.complete
+
+        def attacked(body: dict[str, Any]) -> dict[str, Any]:
+            if len(server.bodies) > num_whole + 3:
+                raise ConnectionError("the server disconnects")
+            return good(body)
+
+        monkeypatch.setattr(server, "complete", attacked)
+        with pytest.raises(ConnectionError, match="finished shards are kept"):
+            run(server, tmp_path / "attacked")
+        monkeypatch.setattr(server, "complete", good)
+        num_before = len(server.bodies)
+        assert run(server, tmp_path / "attacked") == expected
+        assert len(server.bodies) - num_before == 4, "the finished shard isn't asked for again"
+        server.shutdown()
