@@ -15,6 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..models.drafters.losses import MIXTURE_EXAMPLE
 from .arguments import Request, parse_arguments, run_help
 from .config import field_problems, missing_values, problem_report, register, to_run_config
 from .describe import GROUPS, Option, choices, sections
@@ -93,6 +94,7 @@ def compose(request: Request) -> DictConfig:
         where = next((f"{file.where(name)}: " for file in files.values() if name in file.lines), "")
         problems.append(f"{where}{message}")
     problems += wrong_values.values()
+    problems += [problem for option in WHOLE_OPTIONS if (problem := _lost_value(option, values, request.overrides))]
     if problems:
         missing = missing_values(composed)
         problems += [missing[name] for name in missing if name not in wrong_values]
@@ -100,6 +102,19 @@ def compose(request: Request) -> DictConfig:
             problems += [line for line in _field_problems(composed) if re.split("[=:]", line)[0] not in unknown]
         raise ValueError(problem_report(problems))
     return composed
+
+
+def _lost_value(option: str, values: dict[str, Any], overrides: list[str]) -> str | None:
+    """Return the message for overrides of a mapping's parts that alone make the mapping.
+
+    The recipe's value was a name then, and nobody asked to drop it.
+    """
+    section, _, name = option.partition(".")
+    parts = [_key(override).removeprefix(f"{option}.") for override in overrides if _key(override).startswith(f"{option}.")]
+    made = values.get(section, {}).get(name)
+    if not parts or not isinstance(made, dict) or set(made) != set(parts):
+        return None
+    return f"{option}.{parts[0]} leaves nothing else of {option}; give the whole mixture, such as '{option}={MIXTURE_EXAMPLE}'"
 
 
 def _field_problems(composed: DictConfig) -> list[str]:

@@ -23,6 +23,7 @@ from ..models.decoding import GreedyAcceptance, generate
 from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
+from ..models.machine import is_out_of_memory
 from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import require_packing
 from ..train.batches import target_reads, with_hidden_states
@@ -50,7 +51,7 @@ def works_together(target: HFTarget, kind: str | None = None) -> Iterator[None]:
     try:
         yield
     except RAW_ERRORS as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         model, text = type(target.model).__name__, " ".join(f"{type(error).__name__}: {error}".split())
         if kind is None:

@@ -71,6 +71,10 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
     is_target_kind = target_config.model_type == form["model_type"]
     names = FORM_OPTIONS if is_target_kind else FORM_OPTIONS - {"attention_bias", "mlp_bias"}
     options = {name: getattr(target_config, name) for name in names if getattr(target_config, name, None) is not None}
+    rope = options.get("rope_parameters", {})
+    if rope and all(isinstance(value, Mapping) for value in rope.values()):
+        # One set for each type of layer; the first layer's, as in `rotary_options`.
+        options["rope_parameters"] = rope[target_config.layer_types[0]]
     if "head_dim" in options and "num_attention_heads" in form:
         del options["head_dim"]  # recomputed from the number of heads
     options |= {name: value for name, value in form.items() if name != "model_type"}

@@ -366,5 +366,7 @@ def test_a_mixture_of_losses_replaces_the_recipes_and_is_not_merged_with_it(tmp_
     for override in ("train.loss={kl: 3, tv: 1}", "+train.loss={kl: 3, tv: 1}"):
         assert run_config(str(recipe), override).train.loss == {"kl": 3, "tv": 1}
     assert run_config(str(recipe), "train.loss.tv=2").train.loss == {"cross_entropy": 0.1, "tv": 2}
+    with pytest.raises(ValueError, match=r"train\.loss\.tv leaves nothing else of train\.loss; give the whole mixture"):
+        run_config("demo", "train.loss.tv=0.5")
     with pytest.raises(ValueError, match=r'variants\.a\.train\.loss=\{"kll": 1\}: has \'kll\', which is no loss'):
         run_config("demo", "++variants={a: {train: {loss: {kll: 1}}}}")

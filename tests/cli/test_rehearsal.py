@@ -183,3 +183,9 @@ def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, 
     (drafter.drafter_dir / WEIGHTS_FILE).touch()
     monkeypatch.setattr(rehearsal, "make_examples", None)
     rehearse([drafter], labels, target, accelerator)
+
+
+def test_memory_that_runs_out_stays_its_own_error() -> None:
+    target = target_of("CodeGen")
+    with pytest.raises(RuntimeError, match="can't allocate memory"), rehearsal.works_together(target, "eagle"):
+        torch.empty(1 << 50, dtype=torch.uint8)

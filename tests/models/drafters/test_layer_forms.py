@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaModel
 from transformers.cache_utils import DynamicCache
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.target.hf_target import HFTarget
 
 FORM = {
     "model_type": "llama",
@@ -38,6 +39,27 @@ def test_a_llama_layer_with_another_rotary_base_equals_transformers_layer(target
         expected = theirs(inputs_embeds=pair).last_hidden_state
     assert expected.std() > 0.1
     assert torch.allclose(actual, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["llama", "qwen3"])
+def test_a_form_takes_the_rotary_base_of_the_targets_first_layer(form: str, target: HFTarget) -> None:
+    """Gemma 3 has a base for each type of layer."""
+    bases = {"sliding_attention": 123.0, "full_attention": 456.0}
+    config = Gemma3TextConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        layer_types=list(bases),
+        rope_parameters={name: {"rope_type": "default", "rope_theta": base} for name, base in bases.items()},
+    )
+    gemma = HFTarget(Gemma3ForCausalLM(config).eval(), target.tokenizer, target.identity)
+    drafter = build_drafter(parse_drafter({"kind": "eagle", "init": "random", "layer": {"model_type": form}}), gemma)
+    assert torch.allclose(drafter.own_rotary.inv_freq, 123.0 ** (-torch.arange(0, 8, 2) / 8))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
