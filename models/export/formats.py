@@ -201,7 +201,12 @@ def read_folder(
     else:
         _check_note(note, format, folder.path, target)
         drafter_options |= note.drafter
-    kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
+    kind, described = format.kind, folder.path / (CONFIG_FILE if note is None else NOTE_FILE)
+    try:
+        spec = DrafterSpec.of(kind, drafter_options)
+    except ValueError as error:
+        raise ValueError(f"{described} describes no drafter of the kind {kind}: {error}") from error
+    config = spec.with_options(runtime_options).config
     # 2. Check names and shapes of the tensors before any weight is read.
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE, len(folder.shapes))
     stored_names = {name: stored for name, stored in reading.rename(config).items() if name in shapes}
@@ -213,7 +218,7 @@ def read_folder(
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
     for name in format.measured:
         weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
-    _adopt(drafter, weights, folder.path / (CONFIG_FILE if note is None else NOTE_FILE))
+    _adopt(drafter, weights, described)
     return drafter.eval().requires_grad_(False)
 
 
