@@ -14,10 +14,9 @@ os.environ["OUTRIDER_CACHE"] = str(pathlib.Path(__file__).parents[1] / "build" /
 # them down.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from jaxtyping import install_import_hook
+from . import checked_calls
 
-# Check every annotation of the library at run time: a wrong shape in a signature fails a test.
-install_import_hook("outrider", "beartype.beartype")
+checked_calls.install()
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Training with DDP or FSDP2 in two launched processes on a CPU, against one process."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -78,43 +79,43 @@ def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str,
 
 @pytest.fixture(scope="module")
 def launched(
-    request: pytest.FixtureRequest,
-    tiny_target_dir: Path,
-    shards_dir: Path,
-    special_shards: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    """Run the training runs of one of the LAUNCHES, each in its folder."""
-    output = tmp_path_factory.mktemp("processes")
-    trainings: dict[str, Any] = {
-        name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
-        for name in LAUNCHES[request.param]
-    }
-    for name in trainings:
-        trainings[name]["tensor_parallel"] = name.startswith("sliced")
-        if name in special_shards:
-            trainings[name]["shards"] = str(special_shards[name])
-    if "fsdp medusa" in trainings:
-        trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
-    launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
-    return output
+    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a function that runs all training runs of one of the LAUNCHES, once, each in its folder."""
+
+    @functools.cache
+    def run(which: str) -> Path:
+        output = tmp_path_factory.mktemp("processes")
+        trainings: dict[str, Any] = {
+            name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
+            for name in LAUNCHES[which]
+        }
+        for name in trainings:
+            trainings[name]["tensor_parallel"] = name.startswith("sliced")
+            if name in special_shards:
+                trainings[name]["shards"] = str(special_shards[name])
+        if "fsdp medusa" in trainings:
+            trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
+        launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
+        return output
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("launched", "name"),
+    ("which", "name"),
     [
         *[("quick", name) for name in LAUNCHES["quick"]],
         *[pytest.param("slow", name, marks=pytest.mark.slow) for name in LAUNCHES["slow"]],
     ],
-    indirect=["launched"],
 )
 def test_two_processes_train_like_one_on_the_same_texts_per_step(
-    name: str, launched: Path, shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
+    which: str, name: str, launched: Callable[[str], Path], shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
 ) -> None:
     run = run_train(
         shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
     )
-    one, two = run.train_dir.parent, launched / name
+    one, two = run.train_dir.parent, launched(which) / name
     pairs = list(zip(numbers(two), numbers(one), strict=True))
     assert len(pairs) == STEPS + 1
     for of_two, of_one in pairs:
@@ -152,9 +153,8 @@ def test_ddp_looks_for_unused_parameters_only_if_there_are_some(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", ["slow"], indirect=True)
-def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Path) -> None:
-    resumed, unbroken = launched / "fsdp resumed", launched / "fsdp medusa"
+def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Callable[[str], Path]) -> None:
+    resumed, unbroken = launched("slow") / "fsdp resumed", launched("slow") / "fsdp medusa"
     assert len(numbers(resumed)) == STEPS - 2 + 1
     assert numbers(resumed) == numbers(unbroken)[2:]
     ours, theirs = weights(resumed), weights(unbroken)

@@ -79,6 +79,7 @@ def test_24_prompts_are_answered_like_the_target_in_memory(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_plain_decoding_is_that_of_pp_size(whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path) -> None:
     count, num_tokens, output = 6, 64, tmp_path / "oracle.json"
     arguments = [str(demo_target_dir), json.dumps(prompts_of(whole, count)), str(num_tokens), str(output)]
