@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = EQUAL, FULL, WEIGHTS, CURVE, CORRECTIONS = "equal", "full", "weights", "curve", "corrections"
+PARTS = RATES, EQUAL, FULL, WEIGHTS, CURVE, CORRECTIONS = "rates", "equal", "full", "weights", "curve", "corrections"
 NODES = 40
 """Draft tokens of every tree."""
 POSITIONS_PER_TEXT = 64
 """Labelled positions per text and step, as in conf=demo."""
 UNIFORM, DPACE = "uniform", "dpace"
+RATE_VALUES = (2e-3, 4e-3, 8e-3, 16e-3)
+"""Learning rates of the part `rates`. The recipe of each drafter has the best of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +28,17 @@ class Variant:
     search: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-MAIN = (EQUAL, FULL, WEIGHTS, CURVE)
+MAIN = (RATES, EQUAL, FULL, WEIGHTS, CURVE)
+UNWEIGHTED = (RATES, EQUAL, FULL, CURVE)
 LATTICE = {"width": 16, "candidates": 128}
 VARIANTS = {
     "redrafter": Variant(title="ReDrafter", recipe="redrafter_demo", parts=MAIN, search={"beam_width": 16, "beam_length": 5}),
     "block": Variant(title="block, recurrent", recipe="block_demo", parts=MAIN, search={"width": 16}),
-    "redrafter2": Variant(title="ReDrafter-2", recipe="redrafter2_demo", parts=(EQUAL, FULL, CURVE), search={"width": 16}),
+    "redrafter2": Variant(title="ReDrafter-2", recipe="redrafter2_demo", parts=UNWEIGHTED, search={"width": 16}),
     "eagle3": Variant(title="EAGLE-3", recipe="eagle3_demo", parts=MAIN, search={"depth": 5, "top_k": 8}),
-    "medusa": Variant(title="Medusa", recipe="medusa_demo", parts=(EQUAL, FULL, CURVE)),
+    "medusa": Variant(title="Medusa", recipe="medusa_demo", parts=UNWEIGHTED),
     "draft_model": Variant(
-        title="draft model", recipe="draft_model_demo", parts=(EQUAL, FULL), search={"length": 5, "top_k": 8}
+        title="draft model", recipe="draft_model_demo", parts=(RATES, EQUAL, FULL), search={"length": 5, "top_k": 8}
     ),
     "block_bilinear": Variant(
         title="block, bilinear",
@@ -79,7 +82,7 @@ BETWEEN = (
 )
 """Further sizes of the curves."""
 Sizes = Mapping[str, tuple[Size, ...]]
-SIZES: Sizes = {EQUAL: (FEW,), FULL: (ALL,), WEIGHTS: (FEW,), CURVE: BETWEEN, CORRECTIONS: (FEW,)}
+SIZES: Sizes = {RATES: (FEW, ALL), EQUAL: (FEW,), FULL: (ALL,), WEIGHTS: (FEW,), CURVE: BETWEEN, CORRECTIONS: (FEW,)}
 """Sizes of the trainings of each part."""
 
 
@@ -91,6 +94,8 @@ class Cell:
     variant: str
     size: Size
     seed: int
+    rate: float
+    """Peak learning rate."""
 
     @property
     def label_weights(self) -> str:
@@ -98,22 +103,36 @@ class Cell:
         return DPACE if self.part == WEIGHTS else UNIFORM
 
     @property
+    def training(self) -> str:
+        """Name of the training. Cells of several parts may have the same one."""
+        return f"{self.variant}-{self.size.name}-{self.label_weights}-{self.rate:g}-{self.seed}"
+
+    @property
     def name(self) -> str:
-        return f"{self.variant}-{self.size.name}-{self.label_weights}-{self.seed}"
+        """Name of the cell. The rates are compared on other prompts than everything else."""
+        return f"{RATES}-{self.training}" if self.part == RATES else self.training
 
 
 def cells_of(
-    parts: Sequence[str], variants: Sequence[str], seeds: Sequence[int], curve_seeds: Sequence[int], sizes: Sizes
+    parts: Sequence[str],
+    variants: Sequence[str],
+    *,
+    rates: Mapping[str, float],
+    seeds: Sequence[int],
+    curve_seeds: Sequence[int],
+    sizes: Sizes,
 ) -> list[Cell]:
     """Return the cells of the chosen parts and drafters, in the order in which they are measured.
 
-    In a part, all drafters are measured with a seed before any of them with the next seed.
+    `rates` has the learning rate of each drafter's recipe. In a part, all drafters are measured with
+    a seed before any of them with the next seed.
     """
     return [
-        Cell(part=part, variant=name, size=size, seed=seed)
+        Cell(part=part, variant=name, size=size, seed=seed, rate=rate)
         for part in parts
-        for seed in (curve_seeds if part == CURVE else seeds)
+        for seed in (curve_seeds if part in (RATES, CURVE) else seeds)
         for size in sizes[part]
         for name in variants
         if part in VARIANTS[name].parts
+        for rate in (RATE_VALUES if part == RATES else (rates[name],))
     ]

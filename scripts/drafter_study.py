@@ -4,8 +4,10 @@
     python scripts/drafter_study.py --record benchmarks/drafter_study
 
 The demo's texts are distilled once, with the layers that all kinds read. A cell is a training (kind,
-steps, positions per step, weights of the labels, seed) and greedy decoding of held-out prompts with
-trees of as many nodes for all kinds. Only tokens per step count, which don't depend on the clock.
+steps, positions per step, weights of the labels, learning rate, seed) and greedy decoding of held-out
+prompts with trees of as many nodes for all kinds. Only tokens per step count, which don't depend on
+the clock. The part `rates` compares learning rates, on held-out prompts that no other part reads; the
+other parts have the rates of the recipes.
 
 OUTPUT has a file for each cell, and the same command continues after a kill. It also gets
 `drafter_study.json`, `table.md` and `label_curves.png`, which `--record` copies to another folder.
@@ -21,7 +23,19 @@ from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
-from drafter_cells import CURVE, FULL, NODES, PARTS, POSITIONS_PER_TEXT, SIZES, VARIANTS, Cell, Size, cells_of
+from drafter_cells import (
+    CURVE,
+    FULL,
+    NODES,
+    PARTS,
+    POSITIONS_PER_TEXT,
+    RATES,
+    SIZES,
+    VARIANTS,
+    Cell,
+    Size,
+    cells_of,
+)
 from drafter_study_report import write_report
 from hydra import compose, initialize_config_module
 from script_errors import script_errors
@@ -40,6 +54,7 @@ FEATURE_LAYERS = [2, 4, 7]
 """Layers of the demo's target that EAGLE-3 and the block drafter read."""
 WARMUP_STEPS = 15
 """Steps of the demo's warm-up; a short training has a tenth of its steps."""
+TRAINED_FILE = "trained.json"
 SETTINGS = ("texts", "prompts", "new_tokens", "tiny")
 TINY = {"texts": 6, "prompts": 2, "new_tokens": 6, "seeds": [0, 1], "curve_seeds": [0], "threads": 1}
 TINY_STEPS, TINY_POSITIONS = {FULL: 3, CURVE: 1}, 16
@@ -59,7 +74,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="drafters")
     parser.add_argument("--texts", type=int, default=600, help="texts that are distilled")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the trainings")
-    parser.add_argument("--curve-seeds", type=int, nargs="+", default=[0], help="of the sizes that only the curves have")
+    parser.add_argument("--curve-seeds", type=int, nargs="+", default=[0], help="of rates, and of sizes that only curves have")
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
@@ -80,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("seeds", "curve_seeds"):
         if len(set(getattr(args, name))) < len(getattr(args, name)):
             raise ValueError(f"--{name.replace('_', '-')} has a seed twice; give each seed once")
+    register()
     cells = chosen_cells(args.parts, args.variants, args)
     if not cells:
         raise ValueError(
@@ -93,10 +109,10 @@ def run(args: argparse.Namespace) -> None:
     # 2. The cells that are missing, and a report after each part.
     with locked(args.output), cpu_threads(args.threads):
         write_json(args.output / SETTINGS_FILE, settings)
-        register()
         target = load_target(recipe(cells[0], args).target, torch.device("cpu"))
-        prompts = held_out_prompts(target, limit=args.prompts, new_tokens=args.new_tokens)
         for part in args.parts:
+            of_part = {"limit": args.prompts, "new_tokens": args.new_tokens, "others": part == RATES}
+            prompts = held_out_prompts(target, **of_part)
             for cell in cells:
                 if cell.part == part and not path_of(cell, args).is_file():
                     measure(cell, args, target, prompts)
@@ -104,22 +120,32 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen_cells(parts: Sequence[str], variants: Sequence[str], args: argparse.Namespace) -> list[Cell]:
-    return cells_of(parts, variants, args.seeds, args.curve_seeds, TINY_SIZES if args.tiny else SIZES)
+    return cells_of(
+        parts,
+        variants,
+        rates={name: composed([f"drafter={VARIANTS[name].recipe}"]).train.learning_rate for name in variants},
+        seeds=args.seeds,
+        curve_seeds=args.curve_seeds,
+        sizes=TINY_SIZES if args.tiny else SIZES,
+    )
 
 
 def measure(cell: Cell, args: argparse.Namespace, target: HFTarget, prompts: Sequence[torch.Tensor]) -> None:
     """Train a drafter and decode with it; write the cell's file."""
+    # 1. The training, which another part may have done.
+    folder, start = args.output / "trainings" / cell.training, time.perf_counter()
+    if not (folder / TRAINED_FILE).is_file():
+        trained(recipe(cell, args), target, args.output / "labels", folder)
+        write_json(folder / TRAINED_FILE, {"seconds": time.perf_counter() - start})
+        shutil.rmtree(folder / "train")  # the drafter itself is kept
+    # 2. Decoding.
     start = time.perf_counter()
-    folder = args.output / "trainings" / cell.name
-    drafter_folder = trained(recipe(cell, args), target, args.output / "labels", folder)
-    training_seconds = time.perf_counter() - start
     search = {**VARIANTS[cell.variant].search, "tree_nodes": NODES}
-    drafter = load_drafter(drafter_folder, target, **search)
+    drafter = load_drafter(folder / "drafter", target, **search)
     sums = decode(target, drafter, prompts, temperature=0.0, new_tokens=args.new_tokens)
-    seconds = {"training": training_seconds, "decoding": time.perf_counter() - start - training_seconds}
+    seconds = {"training": read_json(folder / TRAINED_FILE)["seconds"], "decoding": time.perf_counter() - start}
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     write_json(path_of(cell, args), {"sums": sums, "parameters": parameters, "seconds": seconds})
-    shutil.rmtree(folder / "train")  # the drafter itself is kept
     print(f"{cell.name}: {sum(row[0] for row in sums) / sum(row[1] for row in sums):.3f} tokens per step", flush=True)
 
 
@@ -160,7 +186,6 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
     variant, layers = VARIANTS[cell.variant], [] if args.tiny else FEATURE_LAYERS
     batch_size = max(1, cell.size.positions // POSITIONS_PER_TEXT)
     overrides = [
-        "conf=demo",
         f"drafter={variant.recipe}",
         f"num_threads={args.threads}",
         f"seed={cell.seed}",
@@ -170,6 +195,7 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
         f"distill={{features: last_hidden, feature_layers: {layers}, seed: 0}}",
         f"train={{steps: {cell.size.steps}, batch_size: {batch_size}, max_positions: {cell.size.positions}}}",
         f"train.warmup_steps={min(WARMUP_STEPS, cell.size.steps // 10)}",
+        f"train.learning_rate={cell.rate}",
         f"train.label_weights={cell.label_weights}",
         "train.checkpoint_every=100",
         *variant.options,
@@ -180,8 +206,12 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
             "redrafter_demo": ["drafter={exit_width: null, head_init: random}"],
             **{name: ["drafter.feature_layers=null"] for name in ("eagle3_demo", "block_demo", "redrafter2_demo")},
         }.get(variant.recipe, [])
+    return composed(overrides)
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
     with initialize_config_module("outrider.conf", version_base="1.3"):
-        return to_run_config(compose("config", overrides=overrides))
+        return to_run_config(compose("config", overrides=["conf=demo", *overrides]))
 
 
 def report(settings: Mapping[str, Any], args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drafter_cells import ALL, DPACE, FEW, UNIFORM, VARIANTS, Cell, Size
+from drafter_cells import ALL, DPACE, FEW, RATE_VALUES, RATES, UNIFORM, VARIANTS, Cell, Size
 from free_marks import Mark, mark
 
 from outrider.data.files import atomic_write_text, write_json
@@ -25,12 +25,14 @@ Group = tuple[str, Size, str]
 
 def write_report(figures: Figures, num_cells: int, facts: Mapping[str, Any], output: Path) -> list[str]:
     """Write record and table of finished cells, and the plot of their curves; return the files' names."""
-    rows = rows_of(figures)
+    rows = rows_of({cell: values for cell, values in figures.items() if cell.part != RATES})
+    rates = rate_rows({cell: values for cell, values in figures.items() if cell.part == RATES})
     lines = notes(figures, num_cells)
     marks = judge(rows)
-    tables = "\n\n".join(filter(None, [size_tables(rows), weights_table(rows), curve_table(rows)]))
+    tables = "\n\n".join(filter(None, [size_tables(rows), weights_table(rows), curve_table(rows), rates_table(rates)]))
     lines += [mark["text"] for mark in marks]
-    write_json(output / RECORD_FILE, {**facts, "rows": rows, "marks": marks, "tables": tables, "notes": lines})
+    record = {**facts, "rows": rows, "rates": rates, "marks": marks, "tables": tables, "notes": lines}
+    write_json(output / RECORD_FILE, record)
     text = tables + "\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     atomic_write_text(output / TABLE_FILE, text)
     names = [RECORD_FILE, TABLE_FILE]
@@ -54,11 +56,13 @@ def rows_of(figures: Figures) -> list[StudyRow]:
         sums = np.array(values["sums"], dtype=np.float64)
         groups.setdefault((cell.variant, cell.size, cell.label_weights), {})[cell.seed] = sums
     parameters = {cell.variant: values["parameters"] for cell, values in figures.items()}
+    rates = {cell.variant: cell.rate for cell in figures}
     # 2. The figures of each group.
     rows = []
     for (name, size, weights), by_seed in sorted(groups.items(), key=lambda item: (item[0][1], [*VARIANTS].index(item[0][0]))):
         point, interval = bootstrap(np.sum([*by_seed.values()], axis=0), ratio, seed=0)
         row: StudyRow = {"drafter": name, "title": VARIANTS[name].title, "parameters": parameters[name]}
+        row["learning_rate"] = rates[name]
         row |= {"steps": size.steps, "positions": size.positions, "labels": size.labels, "label_weights": weights}
         row |= {"seeds": sorted(by_seed), "tokens_per_step": point, "interval": interval}
         row["by_seed"] = [tokens_per_step(by_seed[seed]) for seed in sorted(by_seed)]
@@ -66,6 +70,19 @@ def rows_of(figures: Figures) -> list[StudyRow]:
         row["over_uniform"] = compared(by_seed, groups.get((name, size, UNIFORM))) if weights != UNIFORM else None
         rows.append(row)
     return rows
+
+
+def rate_rows(figures: Figures) -> list[StudyRow]:
+    """Return the tokens per step of each drafter and size by learning rate, over all seeds."""
+    sums: dict[tuple[Size, str], dict[float, np.ndarray]] = {}
+    for cell, values in figures.items():
+        by_rate = sums.setdefault((cell.size, cell.variant), {})
+        by_rate[cell.rate] = by_rate.get(cell.rate, 0) + np.array(values["sums"], dtype=np.float64)
+    return [
+        {"drafter": name, "title": VARIANTS[name].title, "labels": size.labels}
+        | {"by_rate": {f"{rate:g}": tokens_per_step(by_rate[rate]) for rate in sorted(by_rate)}}
+        for (size, name), by_rate in sorted(sums.items(), key=lambda item: (item[0][0], [*VARIANTS].index(item[0][1])))
+    ]
 
 
 def tokens_per_step(sums: np.ndarray) -> float:
@@ -121,6 +138,17 @@ def curve_table(rows: Sequence[StudyRow]) -> str:
     return "\n".join(lines) if len(sizes) > 1 else ""
 
 
+def rates_table(rows: Sequence[StudyRow]) -> str:
+    """Format tokens per step over the learning rate."""
+    lines = ["| tokens per step by rate | labels | " + " | ".join(f"{rate:g}" for rate in RATE_VALUES) + " |"]
+    lines.append("|---|---:|" + "---:|" * len(RATE_VALUES))
+    for row in rows:
+        values = [row["by_rate"].get(f"{rate:g}") for rate in RATE_VALUES]
+        cells = [row["title"], f"{row['labels']:,}", *("-" if value is None else f"{value:.2f}" for value in values)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if rows else ""
+
+
 def curves_of(rows: Sequence[StudyRow]) -> dict[str, list[StudyRow]]:
     """Return the rows of each drafter that was measured at several sizes, from few labels to many."""
     curves: dict[str, list[StudyRow]] = {}
@@ -174,6 +202,8 @@ def notes(figures: Figures, num_cells: int) -> list[str]:
         "Intervals (95 %) are bootstraps over prompts of the sums over all seeds. The seeds' own figures show their spread.",
         "Each drafter has the learning rate of its recipe, conf/drafter/KIND_demo.yaml, at all sizes.",
     ]
+    if any(cell.part == RATES for cell in figures):
+        lines.append("The rates were compared on the suite's other prompts, which no other figure here is of.")
     if len(figures) < num_cells:
         lines.append(f"{len(figures)} of {num_cells} cells were measured so far.")
     if any(cell.label_weights == DPACE for cell in figures):

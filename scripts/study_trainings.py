@@ -29,10 +29,14 @@ def trained(config: RunConfig, target: HFTarget, shards: Path, folder: Path) -> 
     return folder / "drafter"
 
 
-def held_out_prompts(target: HFTarget, *, limit: int, new_tokens: int) -> list[torch.Tensor]:
-    """Return the tokens of held-out prompts that leave room for the answers, shortest first."""
-    suites = load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=limit)]))
-    turns = [Turn(role="user", content=prompt.turns[0]) for suite in suites for prompt in suite.prompts]
+def held_out_prompts(target: HFTarget, *, limit: int, new_tokens: int, others: bool = False) -> list[torch.Tensor]:
+    """Return the tokens of held-out prompts that leave room for the answers, shortest first.
+
+    `limit` samples them. With `others`, return those that this sample leaves out.
+    """
+    chosen, whole = (load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=some)]))[0] for some in (limit, None))
+    prompts = [prompt for prompt in whole.prompts if prompt not in chosen.prompts] if others else chosen.prompts
+    turns = [Turn(role="user", content=prompt.turns[0]) for prompt in prompts]
     room = target.context_length - new_tokens
     prompts = [encode_prompt([turn], target.tokenizer)[0][-room:] for turn in turns]
     return sorted(prompts, key=len)

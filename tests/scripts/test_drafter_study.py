@@ -7,6 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -47,6 +51,7 @@ def test_every_drafter_is_trained_and_decodes_and_a_killed_study_resumes(
         study.run(args)
     study.run(args)
     expected = study.chosen_cells(cells.PARTS, list(cells.VARIANTS), args)
+    assert len({cell.training for cell in expected}) < len(expected), "the rates share no training with the other parts"
     assert len(decoded) == len(expected) + 1, "finished cells were decoded again, or some weren't decoded"
     names = {path.name for path in record.iterdir()}
     assert names == {"drafter_study.json", "table.md", "label_curves.png"}
@@ -62,12 +67,16 @@ def test_each_cell_has_a_name_of_its_own_and_a_recipe(study: Any, cells: Any) ->
     args = study.parse_args(["--target", "models/demo_target"])
     chosen = study.chosen_cells(cells.PARTS, list(cells.VARIANTS), args)
     assert len({cell.name for cell in chosen}) == len(chosen)
+    rates = {cell.rate for cell in chosen if cell.part == cells.RATES}
+    assert rates == set(cells.RATE_VALUES)
+    assert {cell.rate for cell in chosen} <= rates, "a recipe has a rate that wasn't compared"
     assert {cell.variant for cell in chosen} == set(cells.VARIANTS)
     study.register()
     labels = set()
     for cell in {cell.variant: cell for cell in chosen}.values():
         config = study.recipe(cell, args)
         assert config.train.steps * config.train.max_positions == cell.size.labels
+        assert config.train.learning_rate == cell.rate
         labels.add((config.distill.horizon, config.distill.features, tuple(config.distill.feature_layers), config.data.limit))
     assert len(labels) == 1, "the drafters would be trained on different labels"
 
@@ -76,6 +85,7 @@ def test_a_plan_estimates_from_finished_cells_of_the_same_drafter(
     study: Any, cells: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = study.parse_args(["--plan", "--parts", "full", "--seeds", "0", "1", "--output", str(tmp_path)])
+    study.register()
     done = study.chosen_cells(["full"], ["block"], args)[0]
     figures = {"sums": [[1, 1]], "parameters": 1, "seconds": {"training": 600.0, "decoding": 60.0}}
     study.path_of(done, args).parent.mkdir(parents=True)
@@ -83,16 +93,23 @@ def test_a_plan_estimates_from_finished_cells_of_the_same_drafter(
     study.run(args)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{2 * 6} cells, 1 of them done"
-    assert "  block-500x1024-uniform-1: about 11.0 min" in lines
+    assert f"  {done.name.removesuffix('0')}1: about 11.0 min" in lines
     assert lines[-1] == "about 11 min for the cells with an estimate"
     assert not (tmp_path / "settings.json").exists(), "a plan measured something"
+
+
+def all_cells(cells: Any, seeds: list[int]) -> list[Any]:
+    rates = dict.fromkeys(cells.VARIANTS, 8e-3)
+    options = {"rates": rates, "seeds": seeds, "curve_seeds": seeds, "sizes": cells.SIZES}
+    found: list[Any] = cells.cells_of(cells.PARTS, list(cells.VARIANTS), **options)
+    return found
 
 
 def measured(cells: Any, sizes: dict[str, Any]) -> dict[Any, Any]:
     """Return figures of two prompts: drafter and seed -> tokens of each prompt in ten steps."""
     figures = {}
     for (part, name, seed), tokens in sizes.items():
-        cell = cells.Cell(part=part, variant=name, size=cells.SIZES[part][0], seed=seed)
+        cell = cells.Cell(part=part, variant=name, size=cells.SIZES[part][0], seed=seed, rate=8e-3)
         figures[cell] = {"sums": [[count, 10] for count in tokens], "parameters": 7}
     return figures
 
@@ -122,6 +139,28 @@ def test_ratios_compare_the_seeds_that_both_sides_have(cells: Any, reports: Any)
     assert low < 4.5 < high
 
 
+def test_rates_are_compared_apart_from_all_other_figures(cells: Any, reports: Any) -> None:
+    figures = {}
+    for cell in all_cells(cells, [0, 1]):
+        tokens = 90 if cell.part == cells.RATES else 20
+        figures[cell] = {"sums": [[tokens + 1000 * cell.rate + cell.seed, 10]], "parameters": 7}
+    rows = reports.rate_rows({cell: values for cell, values in figures.items() if cell.part == cells.RATES})
+    row = next(row for row in rows if row["drafter"] == "block" and row["labels"] == cells.ALL.labels)
+    assert row["by_rate"] == {"0.002": 9.25, "0.004": 9.45, "0.008": 9.85, "0.016": 10.65}
+    assert "| block, recurrent | 512,000 | 9.25 | 9.45 | 9.85 | 10.65 |" in reports.rates_table(rows)
+
+
+def test_no_other_figure_is_of_a_prompt_that_chose_the_rates(study: Any, demo_target_dir: Path) -> None:
+    trainings = importlib.import_module("study_trainings")
+    target = load_target(TargetConfig(name_or_path=str(demo_target_dir)), torch.device("cpu"))
+    prompts, others = (
+        {tuple(prompt.tolist()) for prompt in trainings.held_out_prompts(target, limit=30, new_tokens=16, others=which)}
+        for which in (False, True)
+    )
+    assert (len(prompts), len(others)) == (30, 48)
+    assert not prompts & others
+
+
 def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
     rows = reports.rows_of(
         measured(
@@ -147,7 +186,7 @@ def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
 
 def test_the_table_is_at_most_80_columns_wide_and_the_page_shows_it(cells: Any, reports: Any, tmp_path: Path) -> None:
     figures = {}
-    for cell in cells.cells_of(cells.PARTS, list(cells.VARIANTS), [0, 1, 2], [0, 1, 2], cells.SIZES):
+    for cell in all_cells(cells, [0, 1, 2]):
         figures[cell] = {"sums": [[20 + cell.seed, 10], [31, 11]], "parameters": 7}
     reports.write_report(figures, len(figures) + 1, {}, tmp_path)
     table = (tmp_path / "table.md").read_text()

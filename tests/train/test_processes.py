@@ -110,7 +110,12 @@ def launched(
     ],
 )
 def test_two_processes_train_like_one_on_the_same_texts_per_step(
-    which: str, name: str, launched: Callable[[str], Path], shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
+    which: str,
+    name: str,
+    launched: Callable[[str], Path],
+    shards_dir: Path,
+    special_shards: dict[str, Path],
+    run_train: Callable[..., Run],
 ) -> None:
     run = run_train(
         shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
