@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from outrider.cli.config import RunConfig
 from outrider.data.chat import encode_prompt
+from outrider.data.suites import Prompt
 from outrider.data.types import Turn
 from outrider.distill.label.run import distill
 from outrider.eval.config import EvalConfig, SuiteConfig
@@ -32,14 +33,21 @@ def trained(config: RunConfig, target: HFTarget, shards: Path, folder: Path) -> 
 def held_out_prompts(target: HFTarget, *, limit: int, new_tokens: int, others: bool = False) -> list[torch.Tensor]:
     """Return the tokens of held-out prompts that leave room for the answers, shortest first.
 
-    `limit` samples them. With `others`, return those that this sample leaves out.
+    `limit` samples them. With `others`, return as many that this sample leaves out.
     """
-    chosen, whole = (load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=some)]))[0] for some in (limit, None))
-    prompts = [prompt for prompt in whole.prompts if prompt not in chosen.prompts] if others else chosen.prompts
+    prompts = sampled(limit, seed=0)
+    if others:
+        prompts = [prompt for prompt in sampled(2 * limit, seed=1) if prompt not in prompts][:limit]
     turns = [Turn(role="user", content=prompt.turns[0]) for prompt in prompts]
     room = target.context_length - new_tokens
     prompts = [encode_prompt([turn], target.tokenizer)[0][-room:] for turn in turns]
     return sorted(prompts, key=len)
+
+
+def sampled(limit: int, seed: int) -> list[Prompt]:
+    """Return so many prompts of the standard library's suite."""
+    (suite,) = load_suites(EvalConfig(suites=[SuiteConfig(name="stdlib", limit=limit)], seed=seed))
+    return list(suite.prompts)
 
 
 def decode(

@@ -48,7 +48,9 @@ CAUGHT = 1e-6
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
 @pytest.mark.parametrize(
-    "shapes", [pytest.param(SMALL_SHAPES, marks=pytest.mark.slow), ["late branch"]], ids=["all shapes", "late branch"]
+    "shapes",
+    [pytest.param(SMALL_SHAPES, marks=[pytest.mark.slow, pytest.mark.long]), ["late branch"]],
+    ids=["all shapes", "late branch"],
 )
 def test_speculative_sampling_is_exact(shapes, drawing):
     checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), shapes=shapes, drawings=[drawing]))
@@ -277,7 +279,7 @@ def test_greedy_texts_with_a_training_free_drafter_or_a_merge_are_those_of_plain
     ("drawing", "chance", "num_rows"),
     [
         *[(*loop, 4_000) for loop in QUICK_LOOPS],
-        *[pytest.param(*loop, 10_000, marks=pytest.mark.slow) for loop in LOOPS],
+        *[pytest.param(*loop, 10_000, marks=[pytest.mark.slow, pytest.mark.long]) for loop in LOOPS],
     ],
 )
 def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, chance, num_rows):

@@ -179,6 +179,7 @@ def test_the_table_has_counts_reasons_and_what_broke(attacks: Callable[[str], An
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_few_cases_of_each_kind_run_and_a_second_command_repeats_none(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "attack.py"), "--output", str(tmp_path), "--limit-seconds", "60", "--most", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_loss_memory.py"
 VOCAB, LABELS = 2048, (2048, 8192)

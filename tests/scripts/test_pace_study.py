@@ -73,7 +73,8 @@ def test_the_study_runs_to_the_end_and_resumes(run: Callable[..., Path], capsys:
         assert 0 < row["tokens_per_draft_pass"] <= row["tokens_per_step"]
         if row["method"] != "best fixed":
             low, high = row["over_best_fixed_ci95"]
-            assert low <= row["over_best_fixed"] <= high
+            assert low <= row["over_best_fixed"] + 1e-12  # equal ones differ by a rounding
+            assert row["over_best_fixed"] <= high + 1e-12
     assert (output / "pace.png").stat().st_size > 1000
     assert "Mark: expected at least 0.95" in (output / "table.md").read_text()
     # A resume makes what is missing only, and gives the same record.

@@ -89,7 +89,7 @@ def evaluate_graphed(
 
 
 @pytest.mark.parametrize("tree_nodes", [6, pytest.param(None, marks=pytest.mark.slow)], ids=["one size", "buckets"])
-@pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=[pytest.mark.slow, pytest.mark.long])])
 def test_no_graph_is_recorded_while_an_answer_is_measured(
     sizes: list[int], tree_nodes: int | None, evaluate_graphed: Callable[..., Any], recordings: Counter[bool]
 ) -> None:

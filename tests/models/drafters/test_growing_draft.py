@@ -713,7 +713,9 @@ def test_damaged_weights_are_an_error(target, twin):
 
 @torch.inference_mode()
 @pytest.mark.slow
-@pytest.mark.parametrize(("pace", "tree_nodes"), [("steady", 1), *((pace, 2) for pace in PACES)])
+@pytest.mark.parametrize(
+    ("pace", "tree_nodes"), [("steady", 1), *(pytest.param(pace, 2, marks=pytest.mark.long) for pace in PACES)]
+)
 def test_all_outcomes_of_steps_with_a_re_rooted_tree_sum_to_the_targets_distribution(target, pace, tree_nodes, kept):
     """Whole texts, with every outcome of every draw, a clock that jumps, and passes that wait."""
     large, small = make_tiny(target, seed=0), make_tiny(target, seed=1)

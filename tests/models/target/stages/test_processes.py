@@ -102,7 +102,8 @@ def kill_at(running: Any, rank: int, seconds: float) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [20])
 def test_a_stage_killed_at_any_moment_is_named(
     count: int, folder: Path, uninterrupted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
