@@ -95,7 +95,6 @@ def run(args: argparse.Namespace) -> None:
     for name in ("seeds", "curve_seeds"):
         if len(set(getattr(args, name))) < len(getattr(args, name)):
             raise ValueError(f"--{name.replace('_', '-')} has a seed twice; give each seed once")
-    register()
     cells = chosen_cells(args.parts, args.variants, args)
     if not cells:
         raise ValueError(
@@ -210,6 +209,7 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
+    register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         return to_run_config(compose("config", overrides=["conf=demo", *overrides]))
 

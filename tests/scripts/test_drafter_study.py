@@ -71,7 +71,6 @@ def test_each_cell_has_a_name_of_its_own_and_a_recipe(study: Any, cells: Any) ->
     assert rates == set(cells.RATE_VALUES)
     assert {cell.rate for cell in chosen} <= rates, "a recipe has a rate that wasn't compared"
     assert {cell.variant for cell in chosen} == set(cells.VARIANTS)
-    study.register()
     labels = set()
     for cell in {cell.variant: cell for cell in chosen}.values():
         config = study.recipe(cell, args)
@@ -85,7 +84,6 @@ def test_a_plan_estimates_from_finished_cells_of_the_same_drafter(
     study: Any, cells: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = study.parse_args(["--plan", "--parts", "full", "--seeds", "0", "1", "--output", str(tmp_path)])
-    study.register()
     done = study.chosen_cells(["full"], ["block"], args)[0]
     figures = {"sums": [[1, 1]], "parameters": 1, "seconds": {"training": 600.0, "decoding": 60.0}}
     study.path_of(done, args).parent.mkdir(parents=True)
