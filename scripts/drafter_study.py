@@ -10,7 +10,8 @@ the clock. The part `rates` compares learning rates, on held-out prompts that no
 other parts have the rates of the recipes.
 
 OUTPUT has a file for each cell, and the same command continues after a kill. It also gets
-`drafter_study.json`, `table.md` and `label_curves.png`, which `--record` copies to another folder.
+`drafter_study.json`, `table.md` and `label_curves.png`. `--record` copies these and the cells to
+another folder, and continues from the cells there.
 """
 
 import argparse
@@ -54,7 +55,7 @@ FEATURE_LAYERS = [2, 4, 7]
 """Layers of the demo's target that EAGLE-3 and the block drafter read."""
 WARMUP_STEPS = 15
 """Steps of the demo's warm-up; a short training has a tenth of its steps."""
-TRAINED_FILE = "trained.json"
+CELLS, TRAINED_FILE = "cells", "trained.json"
 SETTINGS = ("texts", "prompts", "new_tokens", "tiny")
 TINY = {"texts": 6, "prompts": 2, "new_tokens": 6, "seeds": [0, 1], "curve_seeds": [0], "threads": 1}
 TINY_STEPS, TINY_POSITIONS = {FULL: 3, CURVE: 1}, 16
@@ -101,12 +102,15 @@ def run(args: argparse.Namespace) -> None:
             f"no part of {', '.join(args.parts)} measures {', '.join(args.variants)}; see scripts/drafter_cells.py"
         )
     settings = {"target": args.target.resolve().name, "nodes": NODES, **{name: getattr(args, name) for name in SETTINGS}}
-    require_same_settings(args.output, settings)
+    for folder in filter(None, (args.output, args.record)):
+        require_same_settings(folder, settings)
     print_plan(cells, args)
     if args.plan:
         return
     # 2. The cells that are missing, and a report after each part.
     with locked(args.output), cpu_threads(args.threads):
+        if args.record is not None and (args.record / SETTINGS_FILE).is_file():
+            shutil.copytree(args.record / CELLS, args.output / CELLS, dirs_exist_ok=True)
         write_json(args.output / SETTINGS_FILE, settings)
         target = load_target(recipe(cells[0], args).target, torch.device("cpu"))
         for part in args.parts:
@@ -150,7 +154,7 @@ def measure(cell: Cell, args: argparse.Namespace, target: HFTarget, prompts: Seq
 
 def path_of(cell: Cell, args: argparse.Namespace) -> Path:
     """Return the file of a cell's figures."""
-    path: Path = args.output / "cells" / f"{cell.name}.json"
+    path: Path = args.output / CELLS / f"{cell.name}.json"
     return path
 
 
@@ -221,8 +225,8 @@ def report(settings: Mapping[str, Any], args: argparse.Namespace) -> None:
     environment = asdict(describe_environment(torch.device("cpu")))
     names = write_report(figures, len(cells), {**settings, "seeds": args.seeds, "environment": environment}, args.output)
     if args.record is not None:
-        args.record.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        shutil.copytree(args.output / CELLS, args.record / CELLS, dirs_exist_ok=True)
+        for name in (*names, SETTINGS_FILE):
             shutil.copyfile(args.output / name, args.record / name)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+import torch
 
 FIRST, EVERY = 200, 16
 
@@ -34,6 +35,8 @@ def sometimes(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(thing)
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal calls
+            if torch.compiler.is_compiling():  # a changing number would be compiled anew at each call
+                return thing(*arguments, **named)
             calls += 1
             chosen = checked if calls <= FIRST or calls % EVERY == 0 else thing
             return chosen(*arguments, **named)

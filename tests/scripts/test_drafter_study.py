@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +55,12 @@ def test_every_drafter_is_trained_and_decodes_and_a_killed_study_resumes(
     assert len({cell.training for cell in expected}) < len(expected), "the rates share no training with the other parts"
     assert len(decoded) == len(expected) + 1, "finished cells were decoded again, or some weren't decoded"
     names = {path.name for path in record.iterdir()}
-    assert names == {"drafter_study.json", "table.md", "label_curves.png"}
+    assert names == {"drafter_study.json", "table.md", "label_curves.png", "settings.json", "cells"}
     report = json.loads((record / "drafter_study.json").read_text())
     assert {row["drafter"] for row in report["rows"]} == set(cells.VARIANTS)
+    shutil.rmtree(output)
+    study.run(args)
+    assert len(decoded) == len(expected) + 1, "the record's cells were measured again"
     assert {row["drafter"] for row in report["rows"] if row["label_weights"] == "dpace"} == {"redrafter", "block", "eagle3"}
     assert all(1 <= row["tokens_per_step"] <= 6 for row in report["rows"])
     with pytest.raises(ValueError, match=r"texts.*--output"):
