@@ -11,7 +11,7 @@ POSITIONS_PER_TEXT = 64
 """Labelled positions per text and step, as in conf=demo."""
 UNIFORM, DPACE = "uniform", "dpace"
 RATE_VALUES = (2e-3, 4e-3, 8e-3, 16e-3)
-"""Learning rates of the part `rates`. The recipe of each drafter has the best of them."""
+"""Learning rates of the part `rates`. Each recipe has one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

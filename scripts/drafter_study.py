@@ -102,8 +102,9 @@ def run(args: argparse.Namespace) -> None:
             f"no part of {', '.join(args.parts)} measures {', '.join(args.variants)}; see scripts/drafter_cells.py"
         )
     settings = {"target": args.target.resolve().name, "nodes": NODES, **{name: getattr(args, name) for name in SETTINGS}}
-    for folder in filter(None, (args.output, args.record)):
-        require_same_settings(folder, settings)
+    require_same_settings(args.output, settings)
+    if args.record is not None:
+        require_same_settings(args.record, settings, "--record")
     print_plan(cells, args)
     if args.plan:
         return

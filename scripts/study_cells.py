@@ -34,12 +34,12 @@ SECONDS_PER_LAYER = 5e-4
 """Rough time of a layer beside its weights, in the estimate."""
 
 
-def require_same_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if the folder holds cells that were measured with other settings."""
-    path = output / SETTINGS_FILE
+def require_same_settings(folder: Path, settings: Mapping[str, Any], option: str = "--output") -> None:
+    """Raise ValueError if the folder that `option` names holds cells that were measured with other settings."""
+    path = folder / SETTINGS_FILE
     if path.is_file() and (changes := differences(read_json(path), dict(settings))):
         raise ValueError(
-            f"{output} was measured differently: {'; '.join(changes.values())}. Give another --output, or delete that folder"
+            f"{folder} was measured differently: {'; '.join(changes.values())}. Give another {option}, or delete that folder"
         )
 
 

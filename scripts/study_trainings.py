@@ -33,11 +33,14 @@ def trained(config: RunConfig, target: HFTarget, shards: Path, folder: Path) -> 
 def held_out_prompts(target: HFTarget, *, limit: int, new_tokens: int, others: bool = False) -> list[torch.Tensor]:
     """Return the tokens of held-out prompts that leave room for the answers, shortest first.
 
-    `limit` samples them. With `others`, return as many that this sample leaves out.
+    `limit` samples them. With `others`, return as many that this sample leaves out. Raises ValueError
+    if it leaves out none.
     """
     prompts = sampled(limit, seed=0)
     if others:
         prompts = [prompt for prompt in sampled(2 * limit, seed=1) if prompt not in prompts][:limit]
+    if not prompts:
+        raise ValueError(f"--prompts is {limit}, which is every prompt, so no other is left to choose rates with; give fewer")
     turns = [Turn(role="user", content=prompt.turns[0]) for prompt in prompts]
     room = target.context_length - new_tokens
     prompts = [encode_prompt([turn], target.tokenizer)[0][-room:] for turn in turns]

@@ -1,11 +1,12 @@
 """Checks of the library's annotations at run time: a wrong type or shape in a signature fails a test.
 
 The checks took half of the suite's time. So each function's first calls in a process are checked,
-and then one call in several.
+and then one call in several. `CHECK_ALL_CALLS=1 make test` checks all of them.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ FIRST, EVERY = 200, 16
 def install() -> None:
     """Check the annotations of all modules of outrider that are imported from now on."""
     jaxtyped = jaxtyping.jaxtyped
-    # The hook writes `@jaxtyping.jaxtyped(typechecker=...)` above every function and class.
-    jaxtyping.jaxtyped = lambda *, typechecker: sometimes(jaxtyped(typechecker=typechecker))
+    if not os.environ.get("CHECK_ALL_CALLS"):
+        # The hook writes `@jaxtyping.jaxtyped(typechecker=...)` above every function and class.
+        jaxtyping.jaxtyped = lambda *, typechecker: sometimes(jaxtyped(typechecker=typechecker))
     jaxtyping.install_import_hook("outrider", "beartype.beartype")
 
 

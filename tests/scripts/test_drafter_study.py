@@ -65,6 +65,8 @@ def test_every_drafter_is_trained_and_decodes_and_a_killed_study_resumes(
     assert all(1 <= row["tokens_per_step"] <= 6 for row in report["rows"])
     with pytest.raises(ValueError, match=r"texts.*--output"):
         study.run(study.parse_args(["--target", str(tiny_target_dir), "--output", str(output)]))
+    with pytest.raises(ValueError, match=r"texts.*--record"):
+        study.run(study.parse_args(["--target", str(tiny_target_dir), "--output", str(tmp_path), "--record", str(record)]))
 
 
 def test_each_cell_has_a_name_of_its_own_and_a_recipe(study: Any, cells: Any) -> None:
@@ -161,6 +163,8 @@ def test_no_other_figure_is_of_a_prompt_that_chose_the_rates(study: Any, demo_ta
     )
     assert (len(prompts), len(others)) == (30, 30)
     assert not prompts & others
+    with pytest.raises(ValueError, match=r"--prompts is 100000.*give fewer"):
+        trainings.held_out_prompts(target, limit=100_000, new_tokens=16, others=True)
 
 
 def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
