@@ -29,6 +29,8 @@ What is larger is a slip of the keyboard: it would hang or end the process witho
 """
 PositiveInt = Annotated[int, Field(gt=0, lt=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+RecordedCount = Annotated[int, Field(ge=0, lt=2**63)]
+"""A count that a run measured, such as bytes or tokens: large runs exceed MAX_COUNT."""
 SmallCount = Annotated[int, Field(gt=0, le=MAX_SMALL_COUNT)]
 NumThreads = Annotated[int, Field(gt=0, le=MAX_THREADS)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
-from ..data.fields import NonNegativeInt, PositiveInt
+from ..data.fields import NonNegativeInt, PositiveInt, RecordedCount
 from ..data.files import partial_directory, read_dataclass, read_json, replacing_directory, sha256_file, sha256_json
 from .state import HostCopy, random_state, set_random_state
 
@@ -42,7 +42,7 @@ STATE_FILE = "state.pt"
 class FileFacts:
     """Size and digest of one file of a checkpoint."""
 
-    num_bytes: NonNegativeInt
+    num_bytes: RecordedCount
     sha256: str
 
 
