@@ -4,12 +4,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PARTS = RATES, EQUAL, FULL, WEIGHTS, CURVE, CORRECTIONS = "rates", "equal", "full", "weights", "curve", "corrections"
+PARTS = RATES, EQUAL, FULL, WEIGHTS, CURVE, CORRECTIONS, ON_POLICY, MIXTURE = (
+    "rates",
+    "equal",
+    "full",
+    "weights",
+    "curve",
+    "corrections",
+    "on_policy",
+    "mixture",
+)
 NODES = 40
 """Draft tokens of every tree."""
 POSITIONS_PER_TEXT = 64
 """Labelled positions per text and step, as in conf=demo."""
 UNIFORM, DPACE = "uniform", "dpace"
+MIXED_LOSS = "{cross_entropy: 0.1, tv: 0.9}"
+"""`train.loss` of the part `mixture`."""
+ON_POLICY_EVERY = 2
+"""`train.on_policy_every` of the part `on_policy`: a quarter of every second step's positions."""
 RATE_VALUES = (2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates of the part `rates`. Each recipe has one of them."""
 
@@ -28,13 +41,15 @@ class Variant:
     search: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-MAIN = (RATES, EQUAL, FULL, WEIGHTS, CURVE)
+MAIN = (RATES, EQUAL, FULL, WEIGHTS, CURVE, ON_POLICY, MIXTURE)
 UNWEIGHTED = (RATES, EQUAL, FULL, CURVE)
-LATTICE = {"width": 16, "candidates": 128}
+LATTICE, RECURRENT = {"width": 16, "candidates": 128}, {"width": 16, "depth": 5}
+"""Searches of block drafters. All drafters search 5 tokens deep, but Medusa and the lattice, which have no
+more than they were trained for."""
 VARIANTS = {
     "redrafter": Variant(title="ReDrafter", recipe="redrafter_demo", parts=MAIN, search={"beam_width": 16, "beam_length": 5}),
-    "block": Variant(title="block, recurrent", recipe="block_demo", parts=MAIN, search={"width": 16}),
-    "redrafter2": Variant(title="ReDrafter-2", recipe="redrafter2_demo", parts=UNWEIGHTED, search={"width": 16}),
+    "block": Variant(title="block, rnn", recipe="block_demo", parts=MAIN, search=RECURRENT),
+    "redrafter2": Variant(title="ReDrafter-2", recipe="redrafter2_demo", parts=UNWEIGHTED, search=RECURRENT),
     "eagle3": Variant(title="EAGLE-3", recipe="eagle3_demo", parts=MAIN, search={"depth": 5, "top_k": 8}),
     "medusa": Variant(title="Medusa", recipe="medusa_demo", parts=UNWEIGHTED),
     "draft_model": Variant(
@@ -47,6 +62,14 @@ VARIANTS = {
         options=("drafter.correction=bilinear",),
         search=LATTICE,
     ),
+    "block_markov": Variant(
+        title="block, Markov",
+        recipe="block_demo",
+        parts=(CORRECTIONS,),
+        options=("drafter.correction=markov",),
+        search=LATTICE,
+    ),
+    "block_dspark": Variant(title="block, DSpark", recipe="block_dspark_demo", parts=(CORRECTIONS,), search=LATTICE),
     "block_none": Variant(
         title="block, none", recipe="block_demo", parts=(CORRECTIONS,), options=("drafter.correction=none",), search=LATTICE
     ),
@@ -82,7 +105,16 @@ BETWEEN = (
 )
 """Further sizes of the curves."""
 Sizes = Mapping[str, tuple[Size, ...]]
-SIZES: Sizes = {RATES: (FEW, ALL), EQUAL: (FEW,), FULL: (ALL,), WEIGHTS: (FEW,), CURVE: BETWEEN, CORRECTIONS: (FEW,)}
+SIZES: Sizes = {
+    RATES: (FEW, ALL),
+    EQUAL: (FEW,),
+    FULL: (ALL,),
+    WEIGHTS: (FEW,),
+    CURVE: BETWEEN,
+    CORRECTIONS: (FEW,),
+    ON_POLICY: (FEW,),
+    MIXTURE: (FEW,),
+}
 """Sizes of the trainings of each part."""
 
 
@@ -103,9 +135,14 @@ class Cell:
         return DPACE if self.part == WEIGHTS else UNIFORM
 
     @property
+    def change(self) -> str:
+        """What the training changes besides its rate and seed: the loss, positions, or the weights of the labels."""
+        return self.part if self.part in (ON_POLICY, MIXTURE) else self.label_weights
+
+    @property
     def training(self) -> str:
         """Name of the training. Cells of several parts may have the same one."""
-        return f"{self.variant}-{self.size.name}-{self.label_weights}-{self.rate:g}-{self.seed}"
+        return f"{self.variant}-{self.size.name}-{self.change}-{self.rate:g}-{self.seed}"
 
     @property
     def name(self) -> str:

@@ -27,7 +27,11 @@ import torch
 from drafter_cells import (
     CURVE,
     FULL,
+    MIXED_LOSS,
+    MIXTURE,
     NODES,
+    ON_POLICY,
+    ON_POLICY_EVERY,
     PARTS,
     POSITIONS_PER_TEXT,
     RATES,
@@ -201,6 +205,8 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
         f"train.warmup_steps={min(WARMUP_STEPS, cell.size.steps // 10)}",
         f"train.learning_rate={cell.rate}",
         f"train.label_weights={cell.label_weights}",
+        f"train.loss={MIXED_LOSS if cell.part == MIXTURE else 'cross_entropy'}",
+        f"train.on_policy_every={ON_POLICY_EVERY if cell.part == ON_POLICY else 'null'}",
         "train.checkpoint_every=100",
         *variant.options,
     ]
@@ -208,7 +214,10 @@ def recipe(cell: Cell, args: argparse.Namespace) -> RunConfig:
         overrides.append("data.max_length=200")
         overrides += {
             "redrafter_demo": ["drafter={exit_width: null, head_init: random}"],
-            **{name: ["drafter.feature_layers=null"] for name in ("eagle3_demo", "block_demo", "redrafter2_demo")},
+            **{
+                name: ["drafter.feature_layers=null"]
+                for name in ("eagle3_demo", "block_demo", "block_dspark_demo", "redrafter2_demo")
+            },
         }.get(variant.recipe, [])
     return composed(overrides)
 

@@ -5,7 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drafter_cells import ALL, DPACE, FEW, RATE_VALUES, RATES, UNIFORM, VARIANTS, Cell, Size
+from drafter_cells import (
+    ALL,
+    CURVE,
+    DPACE,
+    FEW,
+    MIXED_LOSS,
+    MIXTURE,
+    ON_POLICY,
+    ON_POLICY_EVERY,
+    RATE_VALUES,
+    RATES,
+    UNIFORM,
+    VARIANTS,
+    Cell,
+    Size,
+)
 from free_marks import Mark, mark
 
 from outrider.data.files import atomic_write_text, write_json
@@ -20,7 +35,7 @@ GAIN, FEW_STEPS = 1.08, 2.33
 Figures = Mapping[Cell, Mapping[str, Any]]
 StudyRow = dict[str, Any]
 Group = tuple[str, Size, str]
-"""A drafter, the size of its training, and the weights of its labels."""
+"""A drafter, the size of its training, and its `Cell.change`."""
 
 
 def write_report(figures: Figures, num_cells: int, facts: Mapping[str, Any], output: Path) -> list[str]:
@@ -29,7 +44,7 @@ def write_report(figures: Figures, num_cells: int, facts: Mapping[str, Any], out
     rates = rate_rows({cell: values for cell, values in figures.items() if cell.part == RATES})
     lines = notes(figures, num_cells)
     marks = judge(rows)
-    tables = "\n\n".join(filter(None, [size_tables(rows), weights_table(rows), curve_table(rows), rates_table(rates)]))
+    tables = "\n\n".join(filter(None, [size_tables(rows), changes_table(rows), curve_table(rows), rates_table(rates)]))
     lines += [mark["text"] for mark in marks]
     record = {**facts, "rows": rows, "rates": rates, "marks": marks, "tables": tables, "notes": lines}
     write_json(output / RECORD_FILE, record)
@@ -44,7 +59,7 @@ def write_report(figures: Figures, num_cells: int, facts: Mapping[str, Any], out
 
 
 def rows_of(figures: Figures) -> list[StudyRow]:
-    """Return a row for each drafter, size and weights of the labels, over all its seeds.
+    """Return a row for each drafter, size and change of the training, over all its seeds.
 
     A ratio compares the sums over all prompts of the seeds that both sides have. Its interval is a
     bootstrap over prompts, with the same prompts on both sides; it doesn't include the spread over
@@ -54,20 +69,20 @@ def rows_of(figures: Figures) -> list[StudyRow]:
     groups: dict[Group, dict[int, np.ndarray]] = {}
     for cell, values in figures.items():
         sums = np.array(values["sums"], dtype=np.float64)
-        groups.setdefault((cell.variant, cell.size, cell.label_weights), {})[cell.seed] = sums
+        groups.setdefault((cell.variant, cell.size, cell.change), {})[cell.seed] = sums
     parameters = {cell.variant: values["parameters"] for cell, values in figures.items()}
     rates = {cell.variant: cell.rate for cell in figures}
     # 2. The figures of each group.
     rows = []
-    for (name, size, weights), by_seed in sorted(groups.items(), key=lambda item: (item[0][1], [*VARIANTS].index(item[0][0]))):
+    for (name, size, change), by_seed in sorted(groups.items(), key=lambda item: (item[0][1], [*VARIANTS].index(item[0][0]))):
         point, interval = bootstrap(np.sum([*by_seed.values()], axis=0), ratio, seed=0)
         row: StudyRow = {"drafter": name, "title": VARIANTS[name].title, "parameters": parameters[name]}
         row["learning_rate"] = rates[name]
-        row |= {"steps": size.steps, "positions": size.positions, "labels": size.labels, "label_weights": weights}
+        row |= {"steps": size.steps, "positions": size.positions, "labels": size.labels, "change": change}
         row |= {"seeds": sorted(by_seed), "tokens_per_step": point, "interval": interval}
         row["by_seed"] = [tokens_per_step(by_seed[seed]) for seed in sorted(by_seed)]
         row["over_reference"] = compared(by_seed, groups.get((REFERENCE, size, UNIFORM)))
-        row["over_uniform"] = compared(by_seed, groups.get((name, size, UNIFORM))) if weights != UNIFORM else None
+        row["over_uniform"] = compared(by_seed, groups.get((name, size, UNIFORM))) if change != UNIFORM else None
         rows.append(row)
     return rows
 
@@ -103,7 +118,7 @@ def compared(by_seed: Mapping[int, np.ndarray], others: Mapping[int, np.ndarray]
 
 def size_tables(rows: Sequence[StudyRow]) -> str:
     """Format the drafters at each size that has several seeds, and at the whole one."""
-    tables, uniform = [], [row for row in rows if row["label_weights"] == UNIFORM]
+    tables, uniform = [], [row for row in rows if row["change"] == UNIFORM]
     for labels in dict.fromkeys(row["labels"] for row in uniform if len(row["seeds"]) > 1 or row["labels"] == ALL.labels):
         of_size = [row for row in uniform if row["labels"] == labels]
         head = f"{labels:,} labels"
@@ -116,12 +131,12 @@ def size_tables(rows: Sequence[StudyRow]) -> str:
     return "\n\n".join(tables)
 
 
-def weights_table(rows: Sequence[StudyRow]) -> str:
-    """Format what `train.label_weights` changes."""
+def changes_table(rows: Sequence[StudyRow]) -> str:
+    """Format what weights of the labels, positions on-policy and another loss change."""
     weighted = [row for row in rows if row["over_uniform"] is not None]
-    lines = ["| label weights | labels | tokens per step | by seed | of uniform |", "|---|---:|---:|---:|---:|"]
+    lines = ["| changed training | labels | tokens per step | by seed | of uniform |", "|---|---:|---:|---:|---:|"]
     for row in weighted:
-        cells = [f"{row['title']}, {row['label_weights']}", f"{row['labels']:,}", f"{row['tokens_per_step']:.2f}"]
+        cells = [f"{row['title']}, {row['change'].replace('_', '-')}", f"{row['labels']:,}", f"{row['tokens_per_step']:.2f}"]
         lines.append(f"| {' | '.join([*cells, seeds_text(row['by_seed']), over_text(row['over_uniform'])])} |")
     return "\n".join(lines) if weighted else ""
 
@@ -153,7 +168,7 @@ def curves_of(rows: Sequence[StudyRow]) -> dict[str, list[StudyRow]]:
     """Return the rows of each drafter that was measured at several sizes, from few labels to many."""
     curves: dict[str, list[StudyRow]] = {}
     for row in sorted(rows, key=lambda row: row["labels"]):
-        if row["label_weights"] == UNIFORM:
+        if row["change"] == UNIFORM:
             curves.setdefault(row["title"], []).append(row)
     return {title: curve for title, curve in curves.items() if len(curve) > 1}
 
@@ -173,7 +188,7 @@ def over_text(over: Mapping[str, Any] | None) -> str:
 def judge(rows: Sequence[StudyRow]) -> list[Mark]:
     """Judge the marks whose figures were measured."""
     by_size = {
-        size: {row["drafter"]: row for row in rows if row["labels"] == size.labels and row["label_weights"] == UNIFORM}
+        size: {row["drafter"]: row for row in rows if row["labels"] == size.labels and row["change"] == UNIFORM}
         for size in (FEW, ALL)
     }
     marks = []
@@ -198,6 +213,7 @@ def notes(figures: Figures, num_cells: int) -> list[str]:
     """List the notes below the tables: what the figures mean, and what is missing."""
     lines = [
         "Tokens per step: greedy, bonus token included, prefill excluded. Trees have the same number of nodes.",
+        "Trees are 5 tokens deep; with Medusa, and with block drafters whose correction isn't rnn, 4.",
         "Labels: labelled positions that the training read. A position counts each time that it was read.",
         "Intervals (95 %) are bootstraps over prompts of the sums over all seeds. The seeds' own figures show their spread.",
         "Each drafter has the learning rate of its recipe, conf/drafter/KIND_demo.yaml, at all sizes.",
@@ -208,6 +224,12 @@ def notes(figures: Figures, num_cells: int) -> list[str]:
         lines.append(f"{len(figures)} of {num_cells} cells were measured so far.")
     if any(cell.label_weights == DPACE for cell in figures):
         lines.append('dpace: `train.label_weights=dpace`; "of uniform" compares it with the same trainings with equal weights.')
+    if any(cell.part == ON_POLICY for cell in figures):
+        lines.append(f"on-policy: `train.on_policy_every={ON_POLICY_EVERY}`, with as many positions per step.")
+    if any(cell.part == MIXTURE for cell in figures):
+        lines.append(f"mixture: `train.loss='{MIXED_LOSS}'` in place of the recipe's cross-entropy.")
+    if any(cell.part == CURVE for cell in figures):
+        lines.append("Sizes that only the curves have were trained with one seed.")
     return lines
 
 

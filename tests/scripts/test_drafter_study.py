@@ -61,7 +61,7 @@ def test_every_drafter_is_trained_and_decodes_and_a_killed_study_resumes(
     shutil.rmtree(output)
     study.run(args)
     assert len(decoded) == len(expected) + 1, "the record's cells were measured again"
-    assert {row["drafter"] for row in report["rows"] if row["label_weights"] == "dpace"} == {"redrafter", "block", "eagle3"}
+    assert {row["drafter"] for row in report["rows"] if row["change"] == "dpace"} == {"redrafter", "block", "eagle3"}
     assert all(1 <= row["tokens_per_step"] <= 6 for row in report["rows"])
     with pytest.raises(ValueError, match=r"texts.*--output"):
         study.run(study.parse_args(["--target", str(tiny_target_dir), "--output", str(output)]))
@@ -129,7 +129,7 @@ def test_ratios_compare_the_seeds_that_both_sides_have(cells: Any, reports: Any)
             ("weights", "eagle3", 0): (30, 60),
         },
     )
-    rows = {(row["drafter"], row["label_weights"]): row for row in reports.rows_of(figures)}
+    rows = {(row["drafter"], row["change"]): row for row in reports.rows_of(figures)}
     assert rows["redrafter", "uniform"]["tokens_per_step"] == 2.5
     assert rows["redrafter", "uniform"]["by_seed"] == [2.0, 3.0]
     over = rows["block", "uniform"]["over_reference"]
@@ -151,7 +151,7 @@ def test_rates_are_compared_apart_from_all_other_figures(cells: Any, reports: An
     rows = reports.rate_rows({cell: values for cell, values in figures.items() if cell.part == cells.RATES})
     row = next(row for row in rows if row["drafter"] == "block" and row["labels"] == cells.ALL.labels)
     assert row["by_rate"] == {"0.002": 9.25, "0.004": 9.45, "0.008": 9.85, "0.016": 10.65}
-    assert "| block, recurrent | 512,000 | 9.25 | 9.45 | 9.85 | 10.65 |" in reports.rates_table(rows)
+    assert "| block, rnn | 512,000 | 9.25 | 9.45 | 9.85 | 10.65 |" in reports.rates_table(rows)
 
 
 def test_no_other_figure_is_of_a_prompt_that_chose_the_rates(study: Any, demo_target_dir: Path) -> None:
@@ -183,10 +183,10 @@ def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
     )
     verdicts = {mark["rule"]: mark["reached"] for mark in reports.judge(rows)}
     assert verdicts == {
-        "block, recurrent at least 2.33 with 57,600 labels": False,
-        "block, recurrent at least 1.08 of ReDrafter's tokens per step with 512,000 labels": True,
-        "block, recurrent at least EAGLE-3's tokens per step with 512,000 labels": True,
-        "block, recurrent at least draft model's tokens per step with 512,000 labels": False,
+        "block, rnn at least 2.33 with 57,600 labels": False,
+        "block, rnn at least 1.08 of ReDrafter's tokens per step with 512,000 labels": True,
+        "block, rnn at least EAGLE-3's tokens per step with 512,000 labels": True,
+        "block, rnn at least draft model's tokens per step with 512,000 labels": False,
     }
 
 
