@@ -1,13 +1,14 @@
 """Collation of labelled examples into batches."""
 
 import math
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
 
 from .choices import LABELS
 from .packing import packed, padded
-from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
+from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, HostBatch, TargetReads
 
 
 def text_continuations(
@@ -66,7 +67,7 @@ def collate(
     assert len(tops) == len(examples) * reads.top, "every example must have the tensors that are read"
     layers = [torch.cat([example.layers[layer].decode() for layer in reads.layers], 1) for example in examples if reads.layers]
     # 3. One tensor of each, padded.
-    return DrafterBatch(
+    batch = DrafterBatch(
         input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
         attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
         positions=layout.place(_thin(positions, max_positions, generator), False),
@@ -77,6 +78,7 @@ def collate(
         top_log_probs=layout.place([top.log_probs for top in tops], -math.inf) if tops else None,
         starts=layout.starts() if packing else None,
     )
+    return replace(batch, host=HostBatch.of(batch))
 
 
 def _thin(

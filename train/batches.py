@@ -8,10 +8,12 @@ more or fewer texts per step continues at the position that it had reached.
 """
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -38,7 +40,8 @@ class BatchStream:
     """The batches of one process, step by step. A shard is read when its first text is needed.
 
     `held_out` texts are in no batch. `reads` are the states of the target that training needs;
-    batches hold those that the shards hold.
+    batches hold those that the shards hold. With `ahead`, a thread makes the batches of the next step
+    during this one, in pinned memory: an accelerator then needn't wait for them.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class BatchStream:
         num_processes: int,
         held_out: Collection[TextLocation] = (),
         reads: TargetReads = TOKENS_ONLY,
+        ahead: bool = False,
     ) -> None:
         if not manifest.num_labels:
             raise ValueError(
@@ -69,6 +73,8 @@ class BatchStream:
         self._reads = manifest.stored(reads)
         read = lru_cache(maxsize=config.shuffle_shards)
         self._read = read(lambda index: read_shard(shards_dir, self.entries[index], self._reads))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") if ahead else None
+        self._next: tuple[int, Future[list[DrafterBatch]]] | None = None
 
     @property
     def step_size(self) -> int:
@@ -87,11 +93,20 @@ class BatchStream:
 
     def go_on(self, step: int, position: int) -> None:
         """Let `step` begin at `position`."""
-        self._origin = (step, position)
+        self._origin, self._next = (step, position), None
 
     def batches(self, step: int) -> list[DrafterBatch]:
         """Return this process's micro-batches of a step, on the CPU."""
-        return [self._batch(step, micro) for micro in range(self.config.gradient_accumulation)]
+        ready, self._next = self._next, None
+        batches = ready[1].result() if ready is not None and ready[0] == step else self._batches(step)
+        if self._thread is not None and step + 1 < self.config.steps:
+            self._next = step + 1, self._thread.submit(self._batches, step + 1)
+        return batches
+
+    def _batches(self, step: int) -> list[DrafterBatch]:
+        batches = [self._batch(step, micro) for micro in range(self.config.gradient_accumulation)]
+        pins = self._thread is not None and torch.cuda.is_available()
+        return [batch.pinned() for batch in batches] if pins else batches
 
     def ids(self, step: int) -> list[str]:
         """Return the ids of a step's texts, over all processes, without reading a shard."""
@@ -161,12 +176,6 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
     return counts
 
 
-def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
-    """Move the batch's tensors to `device`."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
-
-
 def target_reads(drafter: TrainableDrafter, objective: Objective, other: OtherDrafter | None = None) -> TargetReads:
     """Return which states of the target the training of this drafter needs.
 
@@ -188,7 +197,7 @@ def with_hidden_states(
 
     With `other` the batch also has the number of draft tokens that this drafter proposes.
     """
-    batch = to_device(batch, target.device)
+    batch = batch.to(target.device)
     last = reads.hidden_states and batch.hidden_states is None
     layers = reads.layers if batch.features is None else ()
     hidden_states, features = states_of_texts(target, batch, last=last, layers=layers)
@@ -197,7 +206,8 @@ def with_hidden_states(
         "features": features if layers else batch.features,
     }
     # Drafters train in float32, whatever the target's type is. Autocast, if on, casts down again.
-    batch = replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
+    floats: dict[str, Any] = {name: value.float() for name, value in states.items() if value is not None}
+    batch = replace(batch, **floats)
     return batch if other is None else other.mark(batch)
 
 

@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..data.types import DrafterBatch
+from ..data.types import DrafterBatch, to_device
 from ..models.drafters.objective import Loss
 from .batches import label_counts, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses
@@ -103,7 +104,7 @@ def _count(batches: Sequence[DrafterBatch], num_on_policy: int, device: torch.de
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     positions = sum(int(batch.positions.sum()) for batch in batches)
     tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
-    return [labels.to(device), torch.tensor([positions, tokens, num_on_policy], device=device)]
+    return [to_device(values, device) for values in (labels.cpu().numpy(), np.array([positions, tokens, num_on_policy]))]
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

@@ -173,6 +173,7 @@ def open_stream(
         num_processes=accelerator.num_processes,
         held_out=[text.location for text in held_out],
         reads=reads,
+        ahead=accelerator.device.type != "cpu",
     )
     logger.info("%s", describe_batch(config, stream, manifest))
     if stream.step_size > stream.num_texts:

@@ -21,6 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...models.target.attention_kernels import attention, has_kernel, prepare_mask
+
 IMPLEMENTATION = "outrider_branch"
 
 # Queries per call. A small number wastes less work on masked keys; a large number makes fewer
@@ -70,6 +72,7 @@ class BranchCache:
         self.rows = rows
         self.positions = positions
         self.segments = make_segments(rows, positions, text_keys[0].dtype)
+        self._masks: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     @property
     def num_steps(self) -> int:
@@ -86,6 +89,7 @@ class BranchCache:
             for per_step in per_layer:
                 per_step[:] = [tensor[kept] for tensor in per_step]
         self.segments = make_segments(self.rows, self.positions, self.text_keys[0].dtype)
+        self._masks = {}
 
     def attend(
         self,
@@ -117,20 +121,27 @@ class BranchCache:
     ) -> tuple[Float[torch.Tensor, "branch head value_dim"], Float[torch.Tensor, "branch head"]]:
         outputs, lses = [], []
         keys, values = self.text_keys[layer], self.text_values[layer]
-        # The kernel needs equal widths of keys and values.
-        attend = _flash_attention_cpu if query.is_cpu and keys.shape[-1] == values.shape[-1] else attention_with_lse
-        for segment in self.segments:
+        attend, masks = attention_with_lse, [segment.mask for segment in self.segments]
+        if has_kernel(query, values):
+            attend, masks = attention_by_kernel, self._prepared_masks(query.shape[1], keys.shape[1])
+        for segment, mask in zip(self.segments, masks, strict=True):
             num_keys = segment.mask.shape[1]
             output, lse = attend(
                 query[segment.start : segment.stop].transpose(0, 1),
                 keys[segment.row, :, :num_keys],
                 values[segment.row, :, :num_keys],
-                segment.mask,
+                mask,
                 scale,
             )
             outputs.append(output.transpose(0, 1))
             lses.append(lse.transpose(0, 1))
         return torch.cat(outputs), torch.cat(lses)
+
+    def _prepared_masks(self, *heads: int) -> list[torch.Tensor]:
+        """Return the segments' masks as a kernel reads them, once for all layers of so many heads."""
+        if heads not in self._masks:
+            self._masks[heads] = [prepare_mask(segment.mask[None, None], *heads) for segment in self.segments]
+        return self._masks[heads]
 
 
 def make_segments(
@@ -155,18 +166,15 @@ def make_segments(
     return segments
 
 
-def _flash_attention_cpu(
+def attention_by_kernel(
     query: Float[torch.Tensor, "head query head_dim"],
     key: Float[torch.Tensor, "kv_head key head_dim"],
-    value: Float[torch.Tensor, "kv_head key head_dim"],
-    mask: Float[torch.Tensor, "query key"],
+    value: Float[torch.Tensor, "kv_head key value_dim"],
+    mask: Float[torch.Tensor, "1 _ folded key"],
     scale: float,
-) -> tuple[Float[torch.Tensor, "head query head_dim"], Float[torch.Tensor, "head query"]]:
-    # The kernel of scaled_dot_product_attention. It is called directly, because only then it
-    # returns the log-sum-exp. It supports grouped heads.
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query[None], key[None], value[None], attn_mask=mask[None, None], scale=scale
-    )
+) -> tuple[Float[torch.Tensor, "head query value_dim"], Float[torch.Tensor, "head query"]]:
+    """Compute attention and the log-sum-exp of its scores by a kernel; see `prepare_mask`."""
+    output, lse = attention(query[None], key[None], value[None], mask, scale)
     return output[0], lse[0]
 
 

@@ -34,8 +34,9 @@ from ...models.target.hidden_states import without_head
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 
-# Logits held at a time: the head's output [chunk, vocab] has about this many elements.
-LOGIT_ELEMENTS = 2**23
+# Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator
+# reads the head for each chunk, 65 rows of 128,000 tokens with 2**23 elements; and it has the memory.
+LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
 
 # Largest relative errors of hidden states that rounding explains: in types of at least float32's
 # precision, and in narrower types.
@@ -342,5 +343,6 @@ def _logit_chunks(
 ) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
     """Yield the head's output, a chunk of positions at a time."""
     head = model.get_output_embeddings()
-    chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
+    elements = LOGIT_ELEMENTS if hidden_states.is_cpu else ACCELERATOR_LOGIT_ELEMENTS
+    chunk = max(1, elements // model.config.get_text_config().vocab_size)
     return (head(states) for states in hidden_states.split(chunk))

@@ -15,7 +15,7 @@ from ...data.files import read_dataclass
 from ...models.decoding.protocols import Drafter
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
-from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
@@ -252,9 +252,7 @@ def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:
     If the target replays CUDA graphs and the drafter can be recorded, the drafter is replayed as a
     CUDA graph too.
     """
-    if target.cuda_graphs and isinstance(drafter, RecordableDrafter):
-        return GraphedDrafter(drafter)
-    return drafter
+    return graphed(drafter) if target.cuda_graphs else drafter
 
 
 def methods_by_place(

@@ -14,7 +14,7 @@ The tree is a function of the text. So decoding is exact, greedily and sampled (
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,25 +28,26 @@ from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers, decoder_of
-from ..target.tree_cache import CacheSnapshot
-from .base import TrainableDrafter
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_options import BlockConfig, spread_feature_layers
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
 from .branches.attention import Slots
 from .branches.layout import Branches
-from .corrections import Bilinear, Correction, Markov, NoCorrection, Pairwise, Recurrent
+from .cached_drafter import CachedDrafter
+from .corrections import Pairwise, Recurrent, make_correction
 from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
+from .labels import Labels
 from .lattice import lattice_search
-from .objective import Labels, Loss, Objective, score
+from .objective import Loss, Objective, score
 from .unread import MAX_UNREAD
 from .vocabulary import ReducedVocabulary
 
 
-class Block(ReducedVocabulary, TrainableDrafter):
+class Block(ReducedVocabulary, CachedDrafter):
     """The block drafter."""
 
     Config = BlockConfig
@@ -57,6 +58,8 @@ class Block(ReducedVocabulary, TrainableDrafter):
     def __init__(self, config: BlockConfig, target: HFTarget) -> None:
         super().__init__()
         width, num_target_layers = target.hidden_size, len(decoder_layers(target.model))
+        if config.num_layers > num_target_layers:
+            raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {num_target_layers}")
         feature_layers = config.feature_layers or spread_feature_layers(num_target_layers)
         if not all(layer < num_target_layers for layer in feature_layers):
             raise ValueError(
@@ -235,7 +238,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
     ) -> Float[torch.Tensor, "row token hidden"]:
         """Return the output that serves each draft token: its slot's, or else the last slot's."""
         last = outputs[:, -1:].expand(-1, max(0, num_tokens - self.num_slots), -1)
-        return torch.cat([outputs, last], dim=1)
+        return torch.cat([outputs, last], dim=1)[:, :num_tokens]
 
     def _layer(self, index: int) -> Any:
         return self.layers[index]
@@ -270,7 +273,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
         tokens = labels.previous.clamp(min=0)
         hidden = self.of_tokens(self.read_blocks(batch, tokens[:, 0]), tokens.shape[1])
         states = self.correction.states(tokens, self.embed)
-        inputs = hidden[labels.known], states[labels.known]
+        inputs = labels.take(hidden), labels.take(states)
         loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective.decay(self.config.loss_decay))
 
@@ -289,7 +292,7 @@ class Block(ReducedVocabulary, TrainableDrafter):
             empty = torch.cat([parameter.flatten()[:0] for parameter in own if parameter.requires_grad])
             return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
         # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
-        inputs = branches.spread(self.slot_inputs(first_tokens, context[batch.positions]))  # [batch, branch, slot, hidden]
+        inputs = branches.spread(self.slot_inputs(first_tokens, branches.at_tokens(context)))  # [batch, branch, slot, hidden]
         slot = torch.arange(num_slots, device=inputs.device)
         positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
         outputs = self.read_slots(
@@ -314,12 +317,12 @@ class Block(ReducedVocabulary, TrainableDrafter):
         num_outputs = self.vocabulary.num_outputs
         steps = num_outputs if self.config.correction == "rnn" else min(self.config.candidates, num_outputs)
         sizes = [min(self.config.width, steps)]
-        for _ in range(self.config.block - 1):
+        for _ in range(self.config.search_depth - 1):
             sizes.append(min(self.config.width, sizes[-1] * steps))
         return min(self.config.tree_nodes, sum(sizes))
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> BlockState:
-        return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> BlockState:
+        return read_prompts(self, cache, prompts, self.target_features(prefill))
 
     def propose(
         self, state: BlockState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -330,8 +333,9 @@ class Block(ReducedVocabulary, TrainableDrafter):
 
     def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
         cache = state.text.writable()
-        hidden = draft_pass(self, cache, state, last_token)
-        return self.search_slots(self.of_tokens(hidden, self.config.block), last_token), cache.snapshot()
+        features = state.features[:, : max(state.num_unread.host)]
+        hidden = draft_pass(self, cache, last_token, state.num_unread, features)
+        return self.search_slots(self.of_tokens(hidden, self.config.search_depth), last_token), cache.snapshot()
 
     def search_slots(
         self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
@@ -355,19 +359,35 @@ class Block(ReducedVocabulary, TrainableDrafter):
     ) -> BlockState:
         return advanced(drafted, accepted, self.target_features(output))
 
-    def select(self, state: BlockState, rows: Sequence[int]) -> BlockState:
-        return state.select(rows)
+    # --- decoding in a recording: see `CachedDrafter`
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return True
 
-def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_outputs: int) -> Correction:
-    """Return the correction that the options name, with fresh weights."""
-    if config.correction == "rnn":
-        return Recurrent(hidden_size)
-    if config.correction == "markov":
-        return Markov(vocab_size, num_outputs, config.rank)
-    if config.correction == "bilinear":
-        return Bilinear(hidden_size, vocab_size, num_outputs, config.rank)
-    return NoCorrection()
+    @property
+    def num_cache_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def draft_entries(self) -> int:
+        return self.config.search_depth + 1
+
+    @property
+    def draft_columns(self) -> int:
+        return self.draft_entries + self.num_slots
+
+    def draft_inputs(self, state: BlockState) -> tuple[torch.Tensor, ...]:
+        return (state.features,)
+
+    def num_kept(self, num_unread: Counts) -> Counts:
+        return num_unread
+
+    def draft_in(
+        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
+    ) -> DraftTree:
+        hidden = self.of_tokens(draft_pass(self, cache, last_token, num_unread, *inputs), self.config.search_depth)
+        return pack_likeliest(self.search_slots(hidden, last_token), self.config.tree_nodes)
 
 
 def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,6 +57,10 @@ class BlockConfig:
     zero, so the slots' inputs pass through unchanged. `random`: random weights."""
     loss_decay: Share = 0.8
     """Factor of the loss from each slot to the next."""
+    depth: PositiveInt | None = None
+    """Draft tokens on the longest path of a tree; None: `block`. With the correction `rnn` it may be
+    larger: the last slot's output then serves the tokens after it, too. May be changed when the
+    drafter is loaded."""
     width: PositiveInt = 16
     """Paths that the search keeps at each depth. May be changed when the drafter is loaded."""
     candidates: PositiveInt = 128
@@ -67,10 +71,20 @@ class BlockConfig:
     """Nodes of the tree: the most probable nodes of the search. May be changed when the drafter is
     loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"width", "candidates", "tree_nodes"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "width", "candidates", "tree_nodes"})
+
+    @property
+    def search_depth(self) -> int:
+        """Draft tokens on the longest path of a tree."""
+        return self.depth or self.block
 
     def __post_init__(self) -> None:
         problems = []
+        if self.search_depth > self.block and self.correction != "rnn":
+            problems.append(
+                f"depth is {self.depth}, more than the {self.block} draft tokens of block, and correction {self.correction}; "
+                "lower depth, or choose the correction rnn"
+            )
         if self.num_slots is not None and self.num_slots > self.block:
             problems.append(f"num_slots is {self.num_slots}, more than the {self.block} draft tokens of block; lower num_slots")
         if (self.num_slots or self.block) < self.block and self.correction == "none":
@@ -78,11 +92,12 @@ class BlockConfig:
                 f"num_slots is {self.num_slots} and correction none, so all draft tokens from {self.num_slots} on would be "
                 "predicted alike; choose a correction, or set num_slots to null"
             )
-        num_nodes, breadth = self.width * self.block, max(self.width, self.candidates)
+        num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates)
+        depth = f"block {self.block}" if self.depth is None else f"depth {self.depth}"
         if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
             problems.append(
-                f"width is {self.width}, candidates {self.candidates} and block {self.block}; a search of more than "
-                f"{MAX_SEARCH_NODES} nodes (width x block) or {MAX_CANDIDATES} candidates (width x block x the larger of width "
+                f"width is {self.width}, candidates {self.candidates} and {depth}; a search of more than "
+                f"{MAX_SEARCH_NODES} nodes (width x depth) or {MAX_CANDIDATES} candidates (width x depth x the larger of width "
                 "and candidates) is a mistake: lower one of them"
             )
         if self.rank > MAX_RANK:

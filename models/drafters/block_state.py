@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..decoding.prompts import Prompts
 from ..decoding.types import AcceptedPath, Counts
 from ..target.tree_attention import visible_columns
-from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .unread import append
 
 
@@ -50,17 +50,15 @@ class BlockReader(Protocol):
 
 
 def read_prompts(
-    drafter: BlockReader, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"], *, max_new_tokens: int
+    drafter: BlockReader, cache: TreeCache, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"]
 ) -> BlockState:
     """Read all tokens of the prompts except the last."""
     batch, num_tokens = prompts.input_ids.shape
-    room = num_tokens + max_new_tokens + drafter.config.block
-    step = extent_step(features.device, is_fixed=False)
-    cache = TreeCache(drafter.config.num_layers, batch, room, features.device, extent_step=step)
-    cache.begin_prefill(batch, num_tokens - 1)
-    if num_tokens > 1:
-        positions = torch.arange(num_tokens - 1, device=features.device)[None]
-        drafter.write_context(drafter.context(features[:, :-1]), positions, cache)
+    # At least one token, which isn't kept: the cache then has its memory before anything is recorded.
+    num_read = max(1, num_tokens - 1)
+    cache.begin_prefill(batch, num_read)
+    positions = torch.arange(num_read, device=features.device)[None]
+    drafter.write_context(drafter.context(features[:, :num_read]), positions, cache)
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     last = prompts.last(features)[:, None]
     return BlockState(text=cache.snapshot(), features=last, num_unread=Counts.of([1] * batch, features.device))
@@ -77,7 +75,11 @@ def read_unread(drafter: BlockReader, cache: TreeCache, state: BlockState) -> No
 
 
 def draft_pass(
-    drafter: BlockReader, cache: TreeCache, state: BlockState, last_token: Int[torch.Tensor, " batch"]
+    drafter: BlockReader,
+    cache: TreeCache,
+    last_token: Int[torch.Tensor, " batch"],
+    num_unread: Counts,
+    features: Float[torch.Tensor, "batch entry feature"],
 ) -> Float[torch.Tensor, "batch slot hidden"]:
     """Read the unread tokens of each row and a block after them, and return the block's outputs.
 
@@ -88,8 +90,8 @@ def draft_pass(
         row 1   k l|m . . + +           unread m: no query sees the padding
     """
     # 1. The unread tokens, and the inputs of the slots.
-    num_entries, unread = max(state.num_unread.host), state.num_unread.device
-    context = drafter.context(state.features[:, :num_entries])
+    num_entries, unread = features.shape[1], num_unread.device
+    context = drafter.context(features)
     last = (unread - 1)[:, None, None].expand(-1, -1, context.shape[-1])
     inputs = drafter.slot_inputs(last_token, context.gather(1, last)[:, 0])
     # 2. The pass. All its queries see the same columns. Slots have the positions after the row's tokens.
@@ -101,7 +103,7 @@ def draft_pass(
     visible = visible_columns((is_slot | (entry < unread[:, None]))[:, None], lengths, cache.extent)[:, None]
     positions = lengths[:, None] + torch.where(is_slot, entry - num_entries + unread[:, None], entry)
     outputs = drafter.read_slots(inputs, positions, visible.expand(-1, -1, size, -1), lambda _: cache, context=context)
-    cache.keep(None, state.num_unread)
+    cache.keep(None, num_unread)
     return outputs
 
 

@@ -23,6 +23,8 @@ from jaxtyping import Float, Int
 from torch import nn
 from torch.nn import functional as F
 
+from .block_options import BlockConfig
+
 EMBEDDING_STD = 0.02
 """Standard deviation of W1 before training. W2 is zero then, so no logit is corrected."""
 
@@ -167,3 +169,14 @@ class Bilinear(Markov):
         self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
     ) -> Float[torch.Tensor, "*batch rank"]:
         return state * (self.gate(hidden) + 1.0)
+
+
+def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_outputs: int) -> Correction:
+    """Return the correction that the options name, with fresh weights."""
+    if config.correction == "rnn":
+        return Recurrent(hidden_size)
+    if config.correction == "markov":
+        return Markov(vocab_size, num_outputs, config.rank)
+    if config.correction == "bilinear":
+        return Bilinear(hidden_size, vocab_size, num_outputs, config.rank)
+    return NoCorrection()

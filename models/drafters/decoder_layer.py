@@ -122,8 +122,8 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
     if layer is None or {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
-            "gated MLP and a norm before each, so this drafter can't copy their architecture; "
-            "choose another drafter, such as redrafter"
+            "gated MLP and a norm before each, so this drafter can't copy their architecture; name another one with "
+            "drafter.layer={model_type: llama} and drafter.init=random, or choose another drafter, such as redrafter"
         )
     norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
         name for name, _ in layer.named_parameters()

@@ -37,7 +37,8 @@ from .branches.layout import Branches
 from .calibration import Prior
 from .fixed_draft import FixedSearch
 from .growing_draft import GrowingSearch
-from .objective import Labels, Loss, Objective, score
+from .labels import Labels
+from .objective import Loss, Objective, score
 from .small_models import (
     DraftModelConfig,
     architecture_of,
@@ -177,7 +178,7 @@ class DraftModel(TrainableDrafter):
         )
         # 3. Score the branches' outputs.
         outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
-        inputs = branches.collect(outputs)[labels.known]
+        inputs = labels.take(branches.collect(outputs))
         vocabulary = DraftVocabulary(size=self.reader.vocab_size)
         return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=vocabulary)
 

@@ -13,6 +13,7 @@ its input and none at its output. The two papers differ only in the draft tree (
 from dataclasses import replace
 from typing import Annotated
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from pydantic import NonNegativeFloat
@@ -26,7 +27,8 @@ from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import Labels, Loss, Objective, score
+from .labels import Labels
+from .objective import Loss, Objective, score
 
 MEASURED_EVERY = 4
 """One in so many positions is measured at untrained depths.
@@ -137,9 +139,9 @@ class Eagle(FeatureDrafter):
     ) -> Loss:
         """Return the loss with counts and hits of the untrained depths added."""
         if self.training:
-            measured_positions = batch.positions.flatten().nonzero()[:, 0][::MEASURED_EVERY]
-            positions = torch.zeros_like(batch.positions).flatten().index_fill(0, measured_positions, True)
-            batch = replace(batch, positions=positions.view_as(batch.positions))
+            positions = np.zeros_like(batch.on_host.positions)
+            positions.flat[np.flatnonzero(batch.on_host.positions)[::MEASURED_EVERY]] = True
+            batch = batch.at(positions)
         labels, num_trained = Labels.of(batch), len(loss.sums)
         measured = self._score(labels, self.unroll(batch, labels, features), batch, objective, trained_depths=0)
         deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
@@ -153,5 +155,5 @@ class Eagle(FeatureDrafter):
         objective: Objective,
         trained_depths: int | None = None,
     ) -> Loss:
-        rows = (outputs[labels.known],)
+        rows = (labels.take(outputs),)
         return score(self.logits, rows, labels, batch, objective, vocabulary=self.vocabulary, trained_depths=trained_depths)

@@ -27,7 +27,8 @@ from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import Labels, Loss, Objective, score
+from .labels import Labels
+from .objective import Loss, Objective, score
 from .vocabulary import ReducedVocabulary
 
 
@@ -162,5 +163,5 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
         outputs = self.unroll(batch, labels, self.target_features(batch))
-        loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
+        loss = score(self.logits, (labels.take(outputs),), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective.decay(self.config.loss_decay))

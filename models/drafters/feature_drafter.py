@@ -9,7 +9,6 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
@@ -27,18 +26,27 @@ from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_of
-from ..target.tree_cache import CacheSnapshot
-from .base import TrainableDrafter
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
+from .cached_drafter import CachedDrafter
 from .decoder_layer import check_form, make_layer, make_rotary, rotary_options
-from .feature_search import FeatureState, completed, drawn_children, likeliest_children, read_committed, read_prompts, search
+from .feature_search import (
+    FeatureState,
+    completed,
+    drawn_children,
+    likeliest_children,
+    read_committed,
+    read_prompts,
+    read_unread,
+    search,
+)
 from .group_search import GroupDrawing, level_sizes
-from .objective import Labels
+from .labels import Labels
 from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
@@ -86,7 +94,7 @@ class KeyValues(Protocol):
         """Add keys and values [batch, kv_head, entry, head_dim], and return all to be read."""
 
 
-class FeatureDrafter(TrainableDrafter):
+class FeatureDrafter(CachedDrafter):
     """A drafter with one decoder layer over pairs of embedding and feature.
 
     Subclasses define the layer's inputs and the logits of its outputs.
@@ -194,7 +202,7 @@ class FeatureDrafter(TrainableDrafter):
         text = text_layer.keys, text_layer.values
         visible = branches.text_mask(with_own_column=False)
         # 3. Read the branches depth by depth.
-        hidden = branches.spread(hidden[batch.positions])
+        hidden = branches.spread(branches.at_tokens(hidden))
         earlier: list[KeysAndValues] = []
         outputs = []
         for depth, depth_tokens in enumerate(labels.previous.clamp(min=0).unbind(1)):
@@ -232,8 +240,8 @@ class FeatureDrafter(TrainableDrafter):
     def _num_children(self) -> int:
         return min(self.config.top_k, self.vocabulary.num_outputs)
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FeatureState:
-        return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> FeatureState:
+        return read_prompts(self, cache, prompts, self.target_features(prefill))
 
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -246,9 +254,11 @@ class FeatureDrafter(TrainableDrafter):
 
     def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
         cache = state.text.writable()
-        output = read_committed(self, cache, state, last_token)
-        tree_of_search = search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
-        return tree_of_search, cache.snapshot()
+        output = read_unread(self, cache, state, last_token)
+        return self._search_after(cache, output), cache.snapshot()
+
+    def _search_after(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
+        return search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
 
     def _draw(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
@@ -261,7 +271,7 @@ class FeatureDrafter(TrainableDrafter):
             vocabulary=self.vocabulary,
             generator=generator,
         )
-        output = read_committed(self, cache, state, last_token)
+        output = read_unread(self, cache, state, last_token)
         num_groups = self.config.tree_nodes // num_children
         depth = min(self.config.depth, num_groups)  # a deeper node has no room
         tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
@@ -273,7 +283,7 @@ class FeatureDrafter(TrainableDrafter):
             tokens = append(state.tokens, state.num_unread, last_token[:, None])
             return replace(state, tokens=tokens, num_unread=state.num_unread + 1)
         cache = state.text.writable()
-        read_committed(self, cache, state, last_token)
+        read_unread(self, cache, state, last_token)
         return cache.snapshot()
 
     def advance(
@@ -281,5 +291,34 @@ class FeatureDrafter(TrainableDrafter):
     ) -> FeatureState:
         return completed(drafted, tree.tokens, accepted, self.target_features(output))
 
-    def select(self, state: FeatureState, rows: Sequence[int]) -> FeatureState:
-        return state.select(rows)
+    # --- decoding in a recording: see `CachedDrafter`
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return not self.config.temperature
+
+    @property
+    def num_cache_layers(self) -> int:
+        return 1
+
+    @property
+    def draft_entries(self) -> int:
+        return self.config.depth + 1
+
+    @property
+    def draft_columns(self) -> int:
+        return self.draft_entries + (self.config.depth - 1) * self.config.top_k
+
+    def draft_inputs(self, state: FeatureState) -> tuple[torch.Tensor, ...]:
+        return state.tokens, state.features
+
+    def num_kept(self, num_unread: Counts) -> Counts:
+        return num_unread + 1
+
+    def draft_in(
+        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
+    ) -> DraftTree:
+        tokens, features = inputs
+        tokens = tokens.scatter(1, num_unread.device[:, None], last_token[:, None])
+        output = read_committed(self, cache, tokens, features, num_unread)
+        return pack_likeliest(self._search_after(cache, output), self.config.tree_nodes)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..decoding.prompts import Prompts
 from ..decoding.types import AcceptedPath, Counts
 from ..target.tree_attention import visible_columns
-from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .group_search import GroupDrawing, GroupSearch
 from .ranking import largest
@@ -66,17 +66,15 @@ class FeatureReader(Protocol):
 
 
 def read_prompts(
-    drafter: FeatureReader, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"], *, max_new_tokens: int
+    drafter: FeatureReader, cache: TreeCache, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"]
 ) -> FeatureState:
     """Read all entries of the prompts except the last, whose token the target chooses."""
     batch, num_tokens = prompts.input_ids.shape
-    room = max_new_tokens + drafter.config.depth * drafter.config.top_k
-    step = extent_step(features.device, is_fixed=False)
-    cache = TreeCache(1, batch, num_tokens + room, features.device, extent_step=step)
-    cache.begin_prefill(batch, num_tokens - 1)
-    if num_tokens > 1:
-        positions = torch.arange(num_tokens - 1, device=features.device)[None]
-        drafter.read(prompts.input_ids[:, 1:], drafter.fuse(features[:, :-1]), positions, cache, None)
+    # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
+    num_read = max(1, num_tokens - 1)
+    cache.begin_prefill(batch, num_read)
+    positions = torch.arange(num_read, device=features.device)[None]
+    drafter.read(prompts.input_ids[:, -num_read:], drafter.fuse(features[:, :num_read]), positions, cache, None)
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     return FeatureState(
         text=cache.snapshot(),
@@ -86,22 +84,34 @@ def read_prompts(
     )
 
 
-def read_committed(
+def read_unread(
     drafter: FeatureReader, cache: TreeCache, state: FeatureState, last_token: Int[torch.Tensor, " batch"]
 ) -> Float[torch.Tensor, "batch hidden"]:
-    """Read the accepted entries with the target's features, and return the last entry's output."""
-    last = state.num_unread.device[:, None]
+    """Read the accepted entries of a state, with the bonus token, and return the last entry's output."""
     tokens = append(state.tokens, state.num_unread, last_token[:, None])
-    num_entries = tokens.shape[1]
+    return read_committed(drafter, cache, tokens, state.features[:, : tokens.shape[1]], state.num_unread)
+
+
+def read_committed(
+    drafter: FeatureReader,
+    cache: TreeCache,
+    tokens: Int[torch.Tensor, "batch entry"],
+    features: Float[torch.Tensor, "batch entry feature"],
+    num_unread: Counts,
+) -> Float[torch.Tensor, "batch hidden"]:
+    """Read `num_unread + 1` entries of each row with the target's features; keep them.
+
+    Returns the output of the last of them. What follows it in a row is padding.
+    """
+    last, num_entries = num_unread.device[:, None], tokens.shape[1]
     cache.begin_pass(num_entries)
     cache.locate()
     lengths = cache.lengths.device
     steps = torch.arange(num_entries, device=tokens.device)
     related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
     mask = visible_columns(related, lengths, cache.extent)[:, None]
-    features = drafter.fuse(state.features[:, :num_entries])
-    outputs = drafter.read(tokens, features, lengths[:, None] + steps, cache, mask)
-    cache.keep(None, state.num_unread + 1)
+    outputs = drafter.read(tokens, drafter.fuse(features), lengths[:, None] + steps, cache, mask)
+    cache.keep(None, num_unread + 1)
     return outputs.gather(1, last[..., None].expand(-1, -1, outputs.shape[-1]))[:, 0]
 
 

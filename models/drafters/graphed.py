@@ -1,15 +1,20 @@
 """Drafters that are recorded and replayed as CUDA graphs."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
+from torch.nn.functional import pad
 
+from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
+from ..decoding.types import Counts, TargetOutput
 from ..target.cuda_graphs import GraphedFunction, Recorder
+from ..target.tree_cache import TreeCache
+from .cached_drafter import CachedDrafter
 
 
 @runtime_checkable
@@ -50,3 +55,70 @@ class GraphedDrafter:
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
         return self.drafter.trim(self._draft(state, last_token)), None
+
+
+class GraphedCachedDrafter:
+    """Wrapper that replays a drafter with a KV cache as a CUDA graph.
+
+    The cache stays at its address: the next batch that fits takes it over, and the states of the
+    batch before are then gone. A state that isn't the newest drafts without a recording, in a copy.
+    The next proposal overwrites the tree.
+    """
+
+    def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
+        self.drafter = drafter
+        self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
+        self.advance, self.select, self.meanwhile = drafter.advance, drafter.select, drafter.meanwhile
+        self._cache: TreeCache | None = None
+        self._num_moves = 0
+        self._draft = GraphedFunction(self._draft_and_undo, recorder)
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
+        capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
+        if self._cache is not None and self._cache.fits(len(prompts.lengths), capacity):
+            self._cache.restart()
+        else:
+            self._cache = None  # free its memory before the next cache is allocated
+            self._draft.forget()
+            self._cache = self.drafter.new_cache(prompts, max_new_tokens=max_new_tokens, is_fixed=True)
+        return self.drafter.begin(self._cache, prompts, prefill)
+
+    def propose(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, Any]:
+        cache: TreeCache = state.text.writable()
+        num_kept = self.drafter.num_kept(state.num_unread)
+        if cache is not self._cache or max(num_kept.host) > self.drafter.draft_entries:
+            return self.drafter.propose(state, last_token, generator=generator)
+        extent = cache.reserve_columns(self.drafter.draft_columns)
+        if cache.num_moves > self._num_moves:
+            self._draft.forget()
+            self._num_moves = cache.num_moves
+        inputs = [to_width(values, self.drafter.draft_entries) for values in self.drafter.draft_inputs(state)]
+        tree = self._draft(last_token, state.num_unread.device, *inputs, key=extent)
+        cache.keep(None, num_kept)
+        return tree, cache.snapshot()
+
+    def _draft_and_undo(self, last_token: torch.Tensor, num_unread: torch.Tensor, *inputs: torch.Tensor) -> DraftTree:
+        """Draft, and leave the cache's lengths as they were, since a recording may run several times."""
+        assert self._cache is not None, "init_state must come before propose"
+        # The host's numbers only choose shapes, which the arguments and `reserve_columns` have chosen.
+        counts = Counts(num_unread, (0,) * len(num_unread))
+        tree = self.drafter.draft_in(self._cache, last_token, counts, *inputs)
+        self._cache.keep(None, -self.drafter.num_kept(counts))
+        return tree
+
+
+def to_width(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return [batch, entry, ...] with so many entries: cut, or padded with zeros."""
+    missing = width - values.shape[1]
+    return pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing > 0 else values[:, :width]
+
+
+def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
+    """Return a drafter that is replayed as a CUDA graph; the drafter itself if it can't be recorded."""
+    if isinstance(drafter, RecordableDrafter):
+        return GraphedDrafter(drafter, recorder)
+    if isinstance(drafter, CachedDrafter) and drafter.can_be_recorded:
+        return GraphedCachedDrafter(drafter, recorder)
+    return drafter

@@ -34,8 +34,9 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
 from .beams import SearchTree
+from .labels import Labels
 from .last_state import LastStateDrafter
-from .objective import HIT_RANKS, Labels, Loss, Objective, score
+from .objective import HIT_RANKS, Loss, Objective, score
 from .ranking import largest
 from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
@@ -267,9 +268,9 @@ class Medusa(LastStateDrafter):
         labels, num_heads = Labels.of(batch), self.config.num_heads
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(num_heads)
-        states = self.states(batch.hidden_states[batch.positions])
+        states = self.states(labels.at_positions(batch.hidden_states))
         index = torch.arange(num_heads, device=states.device).expand_as(labels.tokens)
-        inputs = states[labels.known], index[labels.known]
+        inputs = labels.take(states), labels.take(index)
         vocabulary = DraftVocabulary(size=self.vocab_size)
         loss = score(self._logits_of, inputs, labels, batch, objective, vocabulary=vocabulary)
         if self.config.one_head_per_step and self.training:

@@ -1,22 +1,24 @@
-"""The training objective of all drafters: labels, their losses, and counts of right drafts.
+"""The training objective of all drafters: the losses of labels, and counts of right drafts.
 
 Losses are computed in chunks of labels and recomputed for the gradient, so memory doesn't grow with
 labels x vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ...data.types import UNKNOWN, DrafterBatch
-from .label_weights import dpace_weights, missed_share
+from ...data.types import DrafterBatch, to_device
+from .label_weights import dpace_weights
+from .labels import Labels
 from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
@@ -93,66 +95,6 @@ class Objective:
         return 1.0 if self.weights == "dpace" else factor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """The labelled draft tokens of a batch: `tokens[n, d]` at position n and depth d.
-
-    `known` marks those that exist. `previous[n, d]` is the token before it, which the drafter
-    reads; at depth 0 the target has already chosen it. `text_index[n, d]` is the index of that
-    token in the text, among all batch x seq tokens. `on_text` marks where the continuation has
-    followed the text so far; there the target's state in the text is also that of the continuation.
-    """
-
-    previous: Int[torch.Tensor, "position depth"]
-    tokens: Int[torch.Tensor, "position depth"]
-    known: Bool[torch.Tensor, "position depth"]
-    text_index: Int[torch.Tensor, "position depth"]
-    on_text: Bool[torch.Tensor, "position depth"]
-    missed: Float[torch.Tensor, "position depth"] | None = None
-    """The `missed_share` of each label; None if the batch has no `num_covered`."""
-
-    @classmethod
-    def of(cls, batch: DrafterBatch) -> "Labels":
-        """Read the labels at the batch's positions.
-
-        Raises ValueError if they leave nothing to draft.
-        """
-        # 1. The continuations at the labelled positions.
-        continuations = batch.continuations[batch.positions]  # [position, horizon]
-        if continuations.shape[1] < 2:
-            raise ValueError(
-                f"labels of {continuations.shape[1]} token leave nothing to draft; distil with distill.horizon of at least 2"
-            )
-        # 2. Where in the texts these tokens are, if the texts contain them.
-        row, column = batch.positions.nonzero(as_tuple=True)
-        depth = torch.arange(1, continuations.shape[1], device=row.device)
-        seq = batch.input_ids.shape[1]
-        index = column[:, None] + depth  # [position, depth]: column of `previous`, if it is in the text
-        text_index = row[:, None] * seq + index.clamp(max=seq - 1)
-        previous = continuations[:, :-1]
-        in_text = batch.attention_mask.flatten()[text_index] & (index < seq)
-        if batch.starts is not None:  # packed rows: the next token may belong to another text
-            in_text &= batch.starts.flatten()[text_index] == batch.starts[batch.positions][:, None]
-        follows_text = (batch.input_ids.flatten()[text_index] == previous) & in_text
-        # 3. A label is known up to the first unknown token, and on the text up to the first
-        # difference.
-        known = (continuations != UNKNOWN).cumprod(1).bool()[:, 1:]
-        return cls(
-            previous=previous,
-            tokens=continuations[:, 1:],
-            known=known,
-            text_index=text_index,
-            on_text=follows_text.cumprod(1).bool(),
-            missed=None if batch.num_covered is None else missed_share(batch.num_covered[batch.positions], known),
-        )
-
-    def first(self, num_depths: int) -> "Labels":
-        """Return the labels of the first `num_depths` depths."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        values = {name: None if value is None else value[:, :num_depths] for name, value in values.items()}
-        return Labels(**values)
-
-
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
     inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
@@ -170,15 +112,15 @@ def score(
     every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
     # 1. Find each label's depth, and the labels that have a teacher's distribution.
-    known = labels.known
+    known, host = labels.known, labels.on_host
     num_depths = known.shape[1]
-    depth = torch.arange(num_depths, device=known.device).expand_as(known)[known]
+    depth = host.known.nonzero()[1]
     trained = depth < (num_depths if trained_depths is None else trained_depths)
-    rows = LabelRows(*vocabulary.outputs(labels.tokens[known]), labels.text_index[known], inputs)
+    rows = LabelRows(*vocabulary.outputs(labels.take(labels.tokens)), host.text_index[host.known], inputs)
     teacher = make_teacher(batch, objective, vocabulary)
-    has_teacher = torch.zeros_like(trained)
+    has_teacher = np.zeros_like(trained)
     if teacher is not None:
-        has_teacher = trained & labels.on_text[known] & teacher.knows(rows.text_index)
+        has_teacher = trained & host.on_text[host.known] & teacher.knows(rows.text_index)
     # 2. Evaluate the labels of one kind together, so only those with a teacher cost its
     # computation. The kinds don't depend on the labels: every process runs the same modules, and
     # every parameter has a gradient.
@@ -190,21 +132,21 @@ def score(
     if trained_depths is not None:
         parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
-    order = torch.cat([index for index, _ in parts]).argsort()
+    order = to_device(np.concatenate([index for index, _ in parts]).argsort(), known.device)
     values = LabelLoss(*(torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True)))
     loss = combine(values, objective.terms)
-    ranks = torch.full(known.shape, HIT_RANKS, device=known.device, dtype=values.rank.dtype).masked_scatter(known, values.rank)
+    ranks = labels.spread(values.rank, HIT_RANKS)
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
-        loss = loss * F.pad(right_so_far[:, :-1], (1, 0), value=1)[known]
+        loss = loss * labels.take(F.pad(right_so_far[:, :-1], (1, 0), value=1))
     elif objective.weights == "dpace":
-        log_probs = torch.zeros(known.shape, device=known.device, dtype=loss.dtype).masked_scatter(known, values.log_prob)
-        loss = loss * dpace_weights(log_probs, known)[known]
+        loss = loss * labels.take(dpace_weights(labels.spread(values.log_prob.to(loss.dtype), 0), known))
     elif objective.weights == "missed_by":
         assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
-        loss = loss * labels.missed[known]
+        loss = loss * labels.take(labels.missed)
+    sums = torch.zeros(num_depths, device=loss.device, dtype=loss.dtype)
     return Loss(
-        sums=torch.zeros(num_depths, device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)[:trained_depths],
+        sums=sums.index_add(0, to_device(depth, loss.device), loss)[:trained_depths],
         counts=known.sum(0),
         hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
         joint_hits=right_so_far.sum(0),
@@ -218,19 +160,21 @@ class LabelRows(NamedTuple):
     """Index of the label among the drafter's outputs; arbitrary if it isn't among them."""
     inside: Bool[torch.Tensor, " label"]
     """Whether the drafter's vocabulary has the label."""
-    text_index: Int[torch.Tensor, " label"]
-    """Index of the teacher's distribution of this label: see `Labels.text_index`."""
+    text_index: Int[np.ndarray, " label"]
+    """Index of the teacher's distribution of this label, on the host: see `Labels.text_index`."""
     inputs: tuple[torch.Tensor, ...]
     """Arguments of `predict`, one row per label."""
 
-    def take(self, index: Int[torch.Tensor, " taken"]) -> "LabelRows":
+    def take(self, index: Int[np.ndarray, " taken"]) -> "LabelRows":
         """Return the rows `index`, in its order."""
-        inputs = tuple(column[index] for column in self.inputs)
-        return LabelRows(self.output[index], self.inside[index], self.text_index[index], inputs)
+        rows = to_device(index, self.output.device)
+        inputs = tuple(column.index_select(0, rows) for column in self.inputs)
+        return LabelRows(self.output[rows], self.inside[rows], self.text_index[index], inputs)
 
     def split(self, size: int) -> "list[LabelRows]":
         """Return chunks of `size` rows."""
-        labels = zip(self.output.split(size), self.inside.split(size), self.text_index.split(size), strict=True)
+        text_index = np.split(self.text_index, range(size, len(self.text_index), size))
+        labels = zip(self.output.split(size), self.inside.split(size), text_index, strict=True)
         inputs = zip(*(column.split(size) for column in self.inputs), strict=True)
         return [LabelRows(*label, rows) for label, rows in zip(labels, inputs, strict=True)]
 
@@ -337,20 +281,20 @@ def logits_and_rank(
 def per_label_loss(
     evaluate: Callable[[LabelRows], LabelLoss],
     rows: LabelRows,
-    chosen: Bool[torch.Tensor, " label"],
+    chosen: Bool[np.ndarray, " label"],
     num_columns: int,
     *,
     in_text_order: bool = False,
-) -> tuple[Int[torch.Tensor, " chosen"], LabelLoss]:
-    """Evaluate the chosen rows in chunks; return their indexes and losses.
+) -> tuple[Int[np.ndarray, " chosen"], LabelLoss]:
+    """Evaluate the chosen rows in chunks; return their indexes, on the host, and losses.
 
     `num_columns` is the width of the widest tensor that `evaluate` computes. Several chunks keep
     only the result: the backward pass recomputes the rest. `in_text_order` puts labels of one token
     next to each other.
     """
-    index = chosen.nonzero()[:, 0]
+    index = np.flatnonzero(chosen)
     if in_text_order:
-        index = index[rows.text_index[index].argsort(stable=True)]
+        index = index[rows.text_index[index].argsort(kind="stable")]
     if in_text_order or len(index) < len(chosen):
         rows = rows.take(index)
     size = max(1, MAX_CHUNK // num_columns)

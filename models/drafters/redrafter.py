@@ -37,8 +37,9 @@ from .beams import (
     pack_separately,
     pack_survivors,
 )
+from .labels import Labels
 from .last_state import LastStateDrafter
-from .objective import Labels, Loss, Objective, score
+from .objective import Loss, Objective, score
 from .vocabulary import ReducedVocabulary
 
 TREE_PADDINGS = ("exact", "bucket", "full")
@@ -281,8 +282,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         states = [self.first_state(embeddings[:, 0])]
         for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))
-        hidden = batch.hidden_states[batch.positions][:, None].expand(-1, labels.tokens.shape[1], -1)
-        inputs = hidden[labels.known], torch.stack(states, dim=1)[labels.known]
+        hidden = labels.at_positions(batch.hidden_states)[:, None].expand(-1, labels.tokens.shape[1], -1)
+        inputs = labels.take(hidden), labels.take(torch.stack(states, dim=1))
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
     def has_unused_parameters(self, horizon: int) -> bool:

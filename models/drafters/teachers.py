@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from ...data.types import UNKNOWN, DrafterBatch
+from ...data.types import DrafterBatch, to_device
 from .vocabulary import DraftVocabulary
 
 TINY = 1e-12
@@ -41,12 +42,12 @@ class Teacher:
         """Columns of the widest tensor that the teacher computes."""
         return self.vocabulary.size
 
-    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+    def knows(self, index: Int[np.ndarray, " label"]) -> Bool[np.ndarray, " label"]:
         """Return which labels have a distribution: all."""
-        return torch.ones_like(index, dtype=torch.bool)
+        return np.ones_like(index, dtype=bool)
 
     def outcomes(
-        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+        self, index: Int[np.ndarray, " label"], log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
         """Return p of the drafter's outputs, and `log_q` unchanged.
 
@@ -54,11 +55,12 @@ class Teacher:
         share its distribution.
         """
         with torch.no_grad():
-            tokens, row = index.unique_consecutive(return_inverse=True)
+            is_new = np.diff(index, prepend=-1) != 0
+            tokens = to_device(index[is_new], log_q.device)
             logits: torch.Tensor = self.head(self.states[tokens].to(self.head.weight.dtype))
             probs = logits.float().softmax(1)
             probs = probs if self.vocabulary.tokens is None else probs[:, self.vocabulary.tokens]
-            return probs if len(tokens) == len(index) else probs[row], log_q
+            return probs if is_new.all() else probs[to_device(is_new.cumsum() - 1, log_q.device)], log_q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +75,20 @@ class TopTeacher:
     outputs: Int[torch.Tensor, "token top"]
     inside: Bool[torch.Tensor, "token top"]
     probs: Float[torch.Tensor, "token top"]
-    known: Bool[torch.Tensor, " token"]
+    known: Bool[np.ndarray, " token"]
     reduced: bool
     num_columns: int
     """Columns of the widest tensor that the teacher needs: the drafter's logits."""
 
-    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+    def knows(self, index: Int[np.ndarray, " label"]) -> Bool[np.ndarray, " label"]:
         """Return which labels have stored top-k tokens."""
         return self.known[index]
 
     @classmethod
     def of(cls, batch: DrafterBatch, vocabulary: DraftVocabulary) -> "TopTeacher":
         """Read the batch's top-k tokens. Raises ValueError if it has none."""
-        if batch.top_tokens is None or batch.top_log_probs is None:
+        has_top = batch.on_host.has_top
+        if batch.top_tokens is None or batch.top_log_probs is None or has_top is None:
             raise ValueError(
                 "the teacher top_k needs the target's top-k tokens, and the batch has none; distil with "
                 "distill.top_logprobs, or train with train.teacher=full"
@@ -97,17 +100,18 @@ class TopTeacher:
             outputs=outputs.view_as(tokens),
             inside=inside.view_as(tokens),
             probs=probs,
-            known=tokens[:, 0] != UNKNOWN,
+            known=has_top.ravel(),
             reduced=vocabulary.tokens is not None,
             num_columns=vocabulary.num_outputs,
         )
 
     def outcomes(
-        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+        self, index: Int[np.ndarray, " label"], log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
         """Return p and log q of the top-k tokens and, in the last column, of any other token."""
-        probs, inside = self.probs[index], self.inside[index]
-        top_log_q = log_q.gather(1, self.outputs[index])
+        tokens = to_device(index, log_q.device)
+        probs, inside = self.probs[tokens], self.inside[tokens]
+        top_log_q = log_q.gather(1, self.outputs[tokens])
         rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)
         rest_q = (1 - (top_log_q.exp() * inside).sum(1, keepdim=True)).clamp(min=LEAST_REST)
         log_q = torch.cat([top_log_q.masked_fill(~inside, math.log(TINY)), rest_q.log()], dim=1)

@@ -116,8 +116,10 @@ class TreeCache(Cache):
         self.max_batch = batch
         self._host_lengths: tuple[int, ...] = ()
         self._version = self._oldest_version = 0
-        self.extent = 0
+        self.extent = self._least_extent = 0
         self.num_written = 0
+        self.num_moves = 0
+        """How often the cache was too small and moved. Recordings made before are then invalid."""
         self._offset = 0
         # Memory that is allocated outside inference mode can be written in any mode.
         with torch.inference_mode(False):
@@ -148,6 +150,7 @@ class TreeCache(Cache):
     def restart(self) -> None:
         """Drop all rows. The next batch has at most as many rows as the first."""
         self._host_lengths = ()
+        self._least_extent = 0
         self._forget_snapshots()
         self._lengths.zero_()
         for buffer in self._buffers:
@@ -200,8 +203,20 @@ class TreeCache(Cache):
         has_moved = end > self.capacity
         if has_moved:
             self._grow(max(end, 2 * self.capacity))
-        self.extent = self._rounded(end) if is_masked else end
+        self.extent = max(self._rounded(end), self._least_extent) if is_masked else end
         return has_moved
+
+    def reserve_columns(self, num_columns: int) -> int:
+        """Make room for `num_columns` entries after each text, which several passes will write.
+
+        All these passes then see the same number of columns, which is returned: a recording of them
+        serves all texts for which it is equal.
+        """
+        end = max(self._host_lengths) + num_columns
+        if end > self.capacity:
+            self._grow(max(end, 2 * self.capacity))
+        self._least_extent = self._rounded(end)
+        return self._least_extent
 
     def locate(self) -> None:
         """Compute the columns that the pass writes. A CUDA graph must repeat this each time."""
@@ -328,6 +343,7 @@ class TreeCache(Cache):
         more = self._rounded(capacity) - self.capacity
         self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
         self.capacity += more
+        self.num_moves += 1
 
     def _behind(self, num_entries: int, *, offset: int = 0, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
         """Return the `num_entries` columns that start `offset` after each row's committed columns.

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import efficient_attention
 import torch
 from host_reads import Transfers
 from kernel_counter import KERNELS, REST, Counted, CountingRecorder
@@ -37,14 +38,13 @@ from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
 from train_bench import Case, random_batch
 
 from outrider.data.files import write_json
-from outrider.distill.label import branch_attention as labelling_attention
 from outrider.distill.label import continuations
+from outrider.distill.label.branch_attention import SEGMENT_QUERIES as SEGMENT_QUERIES
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, feature_search, parse_drafter
-from outrider.models.drafters.branches import attention as branch_attention
+from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -109,16 +109,11 @@ def cuda_paths() -> Iterator[None]:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
             (tree_reader, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
-            (feature_search, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
-            (branch_attention.Entries, "attend", _attend_densely),
-            (labelling_attention, "_flash_attention_cpu", labelling_attention.attention_with_lse),
+            (cached_drafter, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
         ):
             stack.enter_context(patch.object(owner, name, on_cuda))
+        stack.enter_context(efficient_attention.on_cpu())
         yield
-
-
-def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    return branch_attention.attend_densely(query, entries.text, entries.branches, seen, scale)
 
 
 # --- decoding
@@ -205,7 +200,7 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
         return DraftModel(DraftModelConfig(length=options["length"]), reader)
     drafter: Any = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
-    return GraphedDrafter(drafter, form["recorder"]) if form and isinstance(drafter, RecordableDrafter) else drafter
+    return graphed(drafter, form["recorder"]) if form else drafter
 
 
 @functools.cache

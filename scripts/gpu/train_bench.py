@@ -341,9 +341,8 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
     positions[:, torch.linspace(0, case.seq - horizon - 1, count).long()] = True
     # The continuations follow the text, so all labels have a teacher; off the text there is none.
     continuations = torch.stack([texts.roll(-depth, 1) for depth in range(1, horizon + 1)], dim=2)
-    return DrafterBatch(
-        input_ids=texts, attention_mask=torch.ones_like(positions), positions=positions, continuations=continuations
-    )
+    values = {"input_ids": texts, "attention_mask": torch.ones_like(positions), "positions": positions}
+    return DrafterBatch(**values, continuations=continuations).to(texts.device)
 
 
 # --- measuring

@@ -180,7 +180,8 @@ def test_every_drafter_has_a_demo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "learning_rate"), [("medusa", 8e-3), ("eagle", 5e-3), ("eagle3", 8e-3), ("draft_model", 4e-3)]
+    ("kind", "learning_rate"),
+    [("medusa", 8e-3), ("eagle", 5e-3), ("eagle3", 4e-3), ("block", 4e-3), ("redrafter2", 4e-3), ("draft_model", 2e-3)],
 )
 def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learning_rate: float) -> None:
     (demo,) = run_config("conf=demo", f"drafter={kind}_demo").drafter_runs()

@@ -11,7 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, Prompts
-from outrider.models.drafters.branches.attention import attend_densely
+from outrider.models.drafters.branches.attention import Entries, attend_densely
+from outrider.models.target.attention_kernels import has_kernel
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_attention import IMPLEMENTATION, tree_attention_mask
 
@@ -165,8 +166,14 @@ def tree_logits(target: HFTarget, device: torch.device) -> torch.Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
+def in_two_parts(query: Any, text: Any, branch_entries: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    assert has_kernel(query, text[1])
+    return Entries(text, branch_entries).attend(query, seen, scale)
+
+
+@pytest.mark.parametrize("attend", [attend_densely, in_two_parts])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_gradients_of_branches_in_training_equal_plain_arithmetic(device, backend, dtype):
+def test_gradients_of_branches_in_training_equal_plain_arithmetic(device, backend, dtype, attend):
     branches, seq, depth = 21, 70, 3
     query, key, value, seen = tensors(device, dtype, branches, seq)
     seen[:, :, 0] = False  # one branch attends to no token of the text
@@ -185,7 +192,7 @@ def test_gradients_of_branches_in_training_equal_plain_arithmetic(device, backen
         text, branch = (leaves[1], leaves[2]), list(zip(leaves[3::2], leaves[4::2], strict=True))
         return function(leaves[0], text, branch, seen, HEAD_DIM**-0.5)
 
-    actual = kernel_or_skip(backend, lambda: output(attend_densely))
+    actual = kernel_or_skip(backend, lambda: output(attend))
     kernel_or_skip(backend, lambda: (actual * weights).sum().backward())
     gradients = [leaf.grad.double() for leaf in leaves]
     for leaf in leaves:

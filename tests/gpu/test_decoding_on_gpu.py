@@ -11,7 +11,7 @@ from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampli
 from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "tree_nodes": 6},
     "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 6},
     "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 6},
+    "block": {"block": 3, "width": 3, "tree_nodes": 6},
     "draft_model": {"length": 3, "init": "target_layers", "num_layers": 1},
 }
 KINDS = ("plain", *OPTIONS)
@@ -82,9 +83,11 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
     drafter: Any = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     drafter.load_state_dict(weights)
     drafter.eval().requires_grad_(False)
-    if not (target.cuda_graphs and isinstance(drafter, RecordableDrafter)):
+    if not target.cuda_graphs:
         return drafter
-    return GraphedDrafter(drafter, None if target.device.type == "cuda" else ReplayingRecorder())
+    replayed = graphed(drafter, None if target.device.type == "cuda" else ReplayingRecorder())
+    assert replayed is not drafter
+    return replayed
 
 
 def whole_cpu_copy(target: HFTarget) -> HFTarget:

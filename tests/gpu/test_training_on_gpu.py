@@ -27,7 +27,7 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 from outrider.models.target.text_states import require_packing, states_of_texts
-from outrider.train.batches import BatchStream, target_reads, to_device, with_hidden_states
+from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.checkpoint import Checkpoints, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
@@ -207,7 +207,7 @@ def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(
 def test_reading_states_needs_no_host_read(shards_dir: Path, load: Callable[..., HFTarget], device: torch.device) -> None:
     config = TrainConfig(steps=1, batch_size=6)
     stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1)
-    rows, target = to_device(stream.batches(0)[0], device), load(device)
+    rows, target = stream.batches(0)[0].to(device), load(device)
     expected, _ = states_of_texts(target, rows, last=True, layers=(1,))
     with no_waits(device):
         states, _ = states_of_texts(target, rows, last=True, layers=(1,))

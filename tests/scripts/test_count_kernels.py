@@ -10,6 +10,8 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 MOST_KERNELS_PER_LAYER = 45
 """Bound for the target's pass over a draft tree, in eager PyTorch."""
+MOST_LAUNCHES_OF_A_DRAFT = 10
+"""Copies of a recording's inputs, paddings, the replay, and the new length of a KV cache."""
 
 
 @pytest.fixture
@@ -46,11 +48,27 @@ def test_with_graphs_the_target_is_one_launch_and_copies_of_inputs(counting: Any
     assert eager["kernels"]["verify"] <= graphed["kernels"]["verify"] <= eager["kernels"]["verify"] + 8
 
 
-def test_training_counts_every_phase(counting: Any) -> None:
+@pytest.mark.parametrize("kind", ["redrafter, padded", "medusa", "eagle-1", "eagle-3", "block", "block, bilinear"])
+def test_a_recorded_draft_is_one_launch_and_copies_of_inputs(counting: Any, kind: str) -> None:
+    row = counting.decode_step(kind, 1, graphs=True)
+    assert row["replays"] == 2, "the drafter's and the target's"
+    assert row["launches"]["propose"] <= MOST_LAUNCHES_OF_A_DRAFT < row["kernels"]["propose"]
+
+
+def test_labelling_calls_one_kernel_for_each_segment_and_layer(counting: Any) -> None:
+    few, many = (counting.labelling(layers)["each_further_token"] for layers in (1, 3))
+    num_segments = counting.LABELLED.batch * counting.LABELLED.seq // counting.SEGMENT_QUERIES
+    # A copy of the query, the kernel, the copy of its log-sum-exp; and what a layer computes besides.
+    assert (many - few) / 2 <= 3 * num_segments + MOST_KERNELS_PER_LAYER
+
+
+def test_training_counts_every_phase_and_never_waits(counting: Any) -> None:
     for kind in counting.TRAINED_KINDS:
         row = counting.training_step(kind, 3)
         assert (row["kernels"]["target"] == 0) == (kind == "draft_model"), "a draft model reads no states of the target"
         assert min(row["kernels"]["loss"], row["kernels"]["backward"]) > 50
+        # Medusa reads how many labels each head has.
+        assert sum(row["host_reads"].values()) == (2 if kind == "medusa" else 0), kind
 
 
 def test_views_and_allocations_are_no_kernels_and_a_sort_is_several(counting: Any) -> None:

@@ -34,6 +34,32 @@ def texts(stream: BatchStream, step: int) -> list[tuple[int, ...]]:
     ]
 
 
+def test_batches_made_ahead_are_the_same_and_end_with_the_training(shards_dir: Path) -> None:
+    plain, manifest = make_stream(shards_dir, steps=4), label_store(shards_dir).load()
+    ahead = BatchStream(shards_dir, manifest, plain.config, rank=0, num_processes=1, ahead=True)
+    for step in (0, 1, 2, 3, 1):  # the last one wasn't expected
+        for ours, theirs in zip(ahead.batches(step), plain.batches(step), strict=True):
+            for name in ("input_ids", "positions", "continuations"):
+                assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
+            assert ours.host is not None
+            assert (ours.host.positions == ours.positions.numpy()).all()
+    assert ahead._next is not None
+    assert ahead._next[0] == 2
+    ahead.batches(3)
+    assert ahead._next is None, "a step after the last one was made"
+
+
+def test_an_error_of_the_thread_is_raised_where_its_batches_are_needed(
+    shards_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainConfig(steps=9, batch_size=4)
+    stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1, ahead=True)
+    monkeypatch.setattr(stream, "_batches", lambda step: [] if step == 0 else 1 / 0)
+    assert stream.batches(0) == []
+    with pytest.raises(ZeroDivisionError):
+        stream.batches(1)
+
+
 def test_each_epoch_reads_every_text_once_in_another_order() -> None:
     sizes = (4, 4, 1, 3)
     orders = [[tuple(row) for row in epoch_order(sizes, 0, epoch, 2).tolist()] for epoch in range(3)]

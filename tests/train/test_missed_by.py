@@ -16,8 +16,9 @@ from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetR
 from outrider.models.decoding import DraftTree, Prompts
 from outrider.models.drafters import build_drafter, make_training_free, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LEAST_WEIGHT
-from outrider.models.drafters.objective import Labels, Objective
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.prompt_lookup import PromptLookup
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.saved.loading import load_trained

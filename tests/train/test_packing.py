@@ -11,8 +11,9 @@ import torch
 from outrider.data.shards import label_store
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters import build_drafter, parse_drafter
+from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossKind
-from outrider.models.drafters.objective import Labels, Loss, Objective
+from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import require_packing, states_of_texts
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...target.attention_kernels import attention, attention_gradient, has_kernel, prepare_mask
 from ...target.tree_attention import attend_folded, hidden_score
 
 Query = Float[torch.Tensor, "batch head branch head_dim"]
@@ -36,11 +37,11 @@ class Entries:
 
     def attend(self, query: Query, visible: Visible, scale: float) -> Query:
         """Attend from the last depth's entries to their branch and to the `visible` text."""
-        # Only the CPU has a kernel that takes a mask and returns the log-sum-exp.
-        if query.device.type != "cpu":
+        if not has_kernel(query, self.text[1]):
             return attend_densely(query, self.text, self.branches, visible, scale)
         # A finite score, not minus infinity: a branch may see nothing of the text.
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, hidden_score(query.dtype))
+        mask = prepare_mask(mask, query.shape[1], self.text[0].shape[1])
         keys, values = zip(*self.branches, strict=True)
         output: torch.Tensor = _SplitAttention.apply(query, *self.text, mask, scale, len(self.branches), *keys, *values)
         return output
@@ -60,7 +61,7 @@ class Slots(Entries):
     def attend(self, query: Query, visible: Visible, scale: float) -> Query:
         """Attend from all slots to the slots of their branch and to the `visible` text."""
         ((keys, values),) = self.branches
-        if query.device.type != "cpu":
+        if not has_kernel(query, self.text[1]):
             return attend_densely(query, self.text, self.branches, visible, scale, num_slots=self.num_slots)
         # Every slot sees slot j of its branch, as an entry sees depth j of its branch in `Entries`.
         key_slots, value_slots = (
@@ -107,9 +108,7 @@ class _SplitAttention(torch.autograd.Function):
     ) -> Query:
         # 1. The text, by the kernel.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        text_output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
-        )
+        text_output, lse = attention(query, key, value, mask, scale)
         # 2. The branch: one score per depth, and the log-sum-exp over text and branch.
         grouped = _grouped(query, key)
         branch_keys, branch_values = branch[:num_depths], branch[num_depths:]
@@ -129,9 +128,7 @@ class _SplitAttention(torch.autograd.Function):
         # 1. The text's part, by the kernel's backward pass with the joint log-sum-exp.
         query, key, value, mask, output, total, *branch = ctx.saved_tensors
         grad = grads[0].contiguous()
-        query_grad, key_grad, value_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, total, 0.0, False, attn_mask=mask, scale=ctx.scale
-        )
+        query_grad, key_grad, value_grad = attention_gradient(grad, query, key, value, mask, output, total, ctx.scale)
         # 2. The branch's part, depth by depth, by the gradient of softmax.
         delta = _grouped((grad * output).sum(-1), key)  # [batch, kv_head, group, branch]
         grouped, grouped_grad, grouped_total = _grouped(query, key), _grouped(grad, key), _grouped(total, key)

@@ -9,11 +9,12 @@ drafter has in decoding.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch.nn.functional import pad
 
-from ....data.types import DrafterBatch
+from ....data.types import DrafterBatch, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +28,31 @@ class Branches:
     columns: Int[torch.Tensor, "batch branch"]
     starts: Int[torch.Tensor, "batch branch"]
     real: Bool[torch.Tensor, "batch branch"]
+    index: Int[torch.Tensor, " position"]
+    """Index of each position's branch among all batch x branch, padding included."""
+    tokens: Int[torch.Tensor, " position"]
+    """Index of each position's token among all batch x seq tokens."""
     text_starts: Int[torch.Tensor, "rows seq"]
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Branches":
         """Make a branch for each of the batch's positions, in their order."""
-        count = batch.positions.sum(1)
-        real = torch.arange(int(count.max()), device=count.device) < count[:, None]
-        columns, starts = torch.zeros_like(real, dtype=torch.long), torch.zeros_like(real, dtype=torch.long)
-        columns[real] = batch.positions.nonzero()[:, 1]
-        text_starts = torch.zeros_like(batch.position_ids)
-        if batch.starts is not None:
-            text_starts = batch.starts
-            starts[real] = batch.starts[batch.positions]
-        return cls(columns=columns, starts=starts, real=real, text_starts=text_starts)
+        host, device = batch.on_host, batch.positions.device
+        count = host.positions.sum(1)
+        real = np.arange(count.max()) < count[:, None]
+        columns, starts = np.zeros(real.shape, np.int64), np.zeros(real.shape, np.int64)
+        columns[real] = host.positions.nonzero()[1]
+        if host.starts is not None:
+            starts[real] = host.starts[host.positions]
+        arrays = {
+            "columns": columns,
+            "starts": starts,
+            "real": real,
+            "index": np.flatnonzero(real),
+            "tokens": np.flatnonzero(host.positions),
+        }
+        text_starts = torch.zeros_like(batch.position_ids) if batch.starts is None else batch.starts
+        return cls(text_starts=text_starts, **{name: to_device(array, device) for name, array in arrays.items()})
 
     @property
     def num_columns(self) -> int:
@@ -53,13 +65,16 @@ class Branches:
 
     def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
         """Move values of each position to its branch; zeros at the padding."""
-        result = values.new_zeros(*self.real.shape, *values.shape[1:])
-        result[self.real] = values
-        return result
+        result = values.new_zeros(self.real.numel(), *values.shape[1:]).index_copy(0, self.index, values)
+        return result.unflatten(0, self.real.shape)
 
     def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
         """Return the values of all branches by position: the inverse of `spread`."""
-        return values[self.real]
+        return values.flatten(0, 1).index_select(0, self.index)
+
+    def at_tokens(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
+        """Return the values of the tokens at which the branches leave their texts."""
+        return values.flatten(0, 1).index_select(0, self.tokens)
 
     def text_mask(self, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch seq"]:
         """Mark the columns of its text that a branch sees: those before its column.

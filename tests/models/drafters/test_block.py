@@ -1,6 +1,7 @@
 """The block drafter, against a slow version with full attention over one block at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -299,11 +300,53 @@ def test_one_slot_learns_from_labels_of_any_length(llama: HFTarget) -> None:
     [
         ({"num_slots": 5}, "num_slots is 5, more than the 4 draft tokens of block"),
         ({"num_slots": 2, "correction": "none"}, "num_slots is 2 and correction none"),
+        ({"depth": 5, "correction": "markov"}, "depth is 5, more than the 4 draft tokens of block, and correction markov"),
     ],
 )
 def test_slots_that_draft_nothing_sensible_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockConfig(**options)
+
+
+@pytest.mark.parametrize(("options", "depth"), [({}, 5), ({"num_slots": 1}, 6), ({}, 2), ({"correction": "markov"}, 2)])
+def test_trees_are_as_deep_as_depth_says_and_decode_losslessly(llama: HFTarget, options: dict[str, Any], depth: int) -> None:
+    drafter = block_drafter(llama, feature_layers=[2, 3, 4], width=4, tree_nodes=4 * depth, depth=depth, **options).eval()
+    drafter = drafter.to(llama.dtype)
+    deepest = 0
+    with patch_propose(drafter) as trees:
+        texts = [decoded(llama, proposer) for proposer in (drafter, NullDrafter())]
+    assert texts[0] == texts[1]
+    for tree in trees:
+        assert tree.num_nodes <= drafter.max_nodes
+        deepest = max(deepest, int(tree.depths.max()))
+    assert deepest == depth
+    shallow = block_drafter(llama, feature_layers=[2, 3, 4], **options)
+    assert set(shallow.state_dict()) == set(drafter.state_dict()), "the depth of the search is no part of the weights"
+
+
+@contextmanager
+def patch_propose(drafter: Block) -> Iterator[list[Any]]:
+    """Collect the trees that a drafter proposes."""
+    trees: list[Any] = []
+    propose = drafter.propose
+
+    def collecting(*arguments: Any, **named: Any) -> Any:
+        tree, drafted = propose(*arguments, **named)
+        trees.append(tree)
+        return tree, drafted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "propose", collecting)
+        yield trees
+
+
+def decoded(target: HFTarget, drafter: Any) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers
 
 
 def test_a_search_without_bounds_is_refused() -> None:
@@ -329,3 +372,8 @@ def test_the_tree_is_never_larger_than_the_bound(llama: HFTarget, correction: st
         for step in generate(llama, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=4):
             sizes += [] if step.is_prefill else [step.num_nodes]
         assert max(sizes) == drafter.max_nodes <= nodes
+
+
+def test_more_layers_than_the_target_has_are_an_error_before_they_are_built(llama: HFTarget) -> None:
+    with pytest.raises(ValueError, match=r"drafter\.num_layers is 1000000; the target has only \d+"):
+        block_drafter(llama, num_layers=1_000_000)

@@ -22,7 +22,8 @@ from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import FeatureDrafter
 from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
-from outrider.models.drafters.objective import Labels, Objective
+from outrider.models.drafters.labels import Labels
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.hidden_states import decoder_layers
 

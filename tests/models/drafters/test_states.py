@@ -12,7 +12,7 @@ from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, TRAINING_FREE, NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -49,6 +49,7 @@ MERGES: dict[str, list[str]] = {
     "merged eagles": ["eagle3", "eagle"],
     "merged training-free": ["recycling", "suffix"],
 }
+RECORDED = {f"recorded {kind}": kind for kind in ("redrafter", "eagle", "eagle3", "block")}
 KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
 
 
@@ -58,7 +59,7 @@ def build(name: str, target: HFTarget) -> Any:
     return build_drafter(parse_drafter(KINDS[name]), target).to(target.dtype).eval()
 
 
-@pytest.fixture(params=[*KINDS, *FREE, *MERGES, "null", "oracle", "recorded redrafter"])
+@pytest.fixture(params=[*KINDS, *FREE, *MERGES, "null", "oracle", *RECORDED])
 def drafter(request, target) -> Any:
     torch.manual_seed(0)
     if request.param == "null":
@@ -68,11 +69,12 @@ def drafter(request, target) -> Any:
     if request.param in MERGES:
         sources = {name: build(name, target) for name in MERGES[request.param]}
         return MergedDrafter(sources, MergedConfig(tree_nodes=9, pace="fixed"))
-    built = build(request.param if request.param in {*KINDS, *FREE} else "redrafter", target)
-    if request.param != "recorded redrafter":
+    built = build(RECORDED.get(request.param, request.param), target)
+    if request.param not in RECORDED:
         return built
-    assert isinstance(built, RecordableDrafter)
-    return GraphedDrafter(built, ReplayingRecorder())
+    replayed = graphed(built, ReplayingRecorder())
+    assert replayed is not built
+    return replayed
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,14 @@ def test_an_old_state_can_be_continued_again(drafter, target):
     assert same(again, first)
 
 
+def require_states_in_own_memory(drafter: Any) -> None:
+    if isinstance(drafter, GraphedCachedDrafter):
+        pytest.skip("its states share memory of a fixed address; that this is an error, test_cuda_graphs tests")
+
+
 @torch.inference_mode()
 def test_selected_rows_and_all_rows_continue_side_by_side(drafter, target):
+    require_states_in_own_memory(drafter)
     whole = run(target, drafter, [1, 2, 3])
     for rows in ([0, 2], [1, 2, 2]):
         alone = selected(drafter, run(target, drafter, [1]), rows)
@@ -211,6 +219,7 @@ def test_selected_rows_and_all_rows_continue_side_by_side(drafter, target):
 @torch.inference_mode()
 def test_two_answers_of_one_drafter_can_be_decoded_in_turns(drafter, target):
     """A draft model once kept its texts in itself, so that a second answer was an error."""
+    require_states_in_own_memory(drafter)
     points = [start(target, drafter), start(target, drafter)]
     for choice in (1, 2, 3):
         points = [step(target, drafter, point, choice) for point in points]

@@ -18,8 +18,9 @@ from outrider.models.decoding import (
 from outrider.models.decoding.loop import kept_places
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import graphed as graphed_drafters
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.graphed import GraphedCachedDrafter, GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
@@ -28,7 +29,7 @@ from outrider.models.target.cuda_graphs import CudaGraphRecorder, GraphedFunctio
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
-from ..recorder import ReplayingRecorder
+from ..recorder import PoolRecorder, ReplayingRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 STEP = 8
@@ -78,6 +79,112 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redr
     drafter = GraphedDrafter(redrafter, recorder)
     assert answers(graphed, drafter) == answers(target, redrafter)
     assert recorder.num_replays > 10
+
+
+CACHED = {
+    "eagle": {"kind": "eagle", "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle, static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 2, "tree_nodes": 6},
+    "eagle3": {"kind": "eagle3", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
+    "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "bilinear", "rank": 4},
+    "block, one slot": {"kind": "block", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
+}
+"""Drafters with a KV cache of their own."""
+
+
+def cached(target, name, **options):
+    torch.manual_seed(0)
+    return build_drafter(parse_drafter(CACHED[name] | options), target).to(target.dtype).eval().requires_grad_(False)
+
+
+def steps(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[object]:
+    """Return all steps: what was accepted depends on the drafts."""
+    prompts = [torch.tensor(row) for row in rows]
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
+    return [
+        (step.rows, step.tokens, step.num_accepted, step.num_nodes)
+        for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits)
+    ]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_replayed_drafter_with_a_cache_drafts_what_a_plain_one_does(target, monkeypatch, name):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    recorder, drafter = PoolRecorder(), cached(target, name)
+    replayed = graphed_drafters.graphed(drafter, recorder)
+    assert isinstance(replayed, GraphedCachedDrafter)
+    proposals = {}
+    for proposer in (drafter, replayed):
+        proposals[proposer] = [tree_of(proposer, target, rows) for rows in (PROMPTS, PROMPTS[:1], PROMPTS[::-1], [[7]])]
+    assert proposals[drafter] == proposals[replayed]
+    num_replays = recorder.num_replays
+    assert num_replays == 4 * 6
+    assert steps(target, replayed) == steps(target, drafter)
+    assert recorder.num_replays > num_replays
+
+
+def tree_of(drafter, target, rows) -> list[object]:
+    """Return the trees of six steps in which different paths of the trees are accepted."""
+    texts = [torch.tensor(row) for row in rows]
+    prompts, last = Prompts.of(texts), torch.arange(len(rows)) + 30
+    layers = drafter.feature_layers
+    prefill = target.prefill(prompts, max_new_tokens=60, max_nodes=drafter.max_nodes, feature_layers=layers)
+    state, trees = drafter.init_state(prompts, prefill, max_new_tokens=60), []
+    for index in range(6):
+        tree, drafted = drafter.propose(state, last)
+        trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+        output = target.verify(last, tree)
+        nodes = [(3 * index + 2 * row) % tree.num_nodes for row in range(len(rows))]
+        paths = [[node for node in reversed(tree.lineage[row, node].tolist()) if node >= 0] for row, node in enumerate(nodes)]
+        accepted = accepted_path(tree, [path if index % 3 else [] for path in paths])
+        target.commit(tree, accepted)
+        state, last = drafter.advance(drafted, tree, accepted, output), (last * 5 + 7) % 90
+    return trees
+
+
+def test_one_recording_serves_all_steps_until_the_cache_shows_more_columns(target, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", 64)
+    replayed = graphed_drafters.graphed(cached(target, "eagle3"), ReplayingRecorder())
+    tree_of(replayed, target, PROMPTS[:1])
+    assert len(replayed._draft) == 1
+    cache = replayed._cache
+    tree_of(replayed, target, PROMPTS[2:3])
+    assert (len(replayed._draft), replayed._cache) == (1, cache), "the next batch that fits was recorded again"
+    tree_of(replayed, target, PROMPTS[:2])
+    assert replayed._cache is not cache, "two rows were drafted in the memory of one"
+
+
+def test_recordings_of_a_drafter_are_dropped_when_its_cache_grows(target, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    drafter = cached(target, "eagle3")
+    replayed = graphed_drafters.graphed(drafter, ReplayingRecorder())
+    new_cache = type(drafter).new_cache
+    monkeypatch.setattr(
+        type(drafter),
+        "new_cache",
+        lambda self, prompts, *, max_new_tokens, is_fixed=False: new_cache(self, prompts, max_new_tokens=1, is_fixed=is_fixed),
+    )
+    assert tree_of(replayed, target, PROMPTS) == tree_of(drafter, target, PROMPTS)
+    assert replayed._num_moves > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block"])
+def test_a_state_whose_memory_a_later_batch_took_over_is_an_error(target, name):
+    replayed = graphed_drafters.graphed(cached(target, name), ReplayingRecorder())
+    prompts = Prompts.of([torch.tensor(PROMPTS[0])])
+    layers = replayed.feature_layers
+    states = []
+    for _ in range(2):
+        prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=replayed.max_nodes, feature_layers=layers)
+        states.append(replayed.init_state(prompts, prefill, max_new_tokens=8))
+    replayed.propose(states[1], torch.tensor([5]))
+    with pytest.raises(RuntimeError, match="taken over by a later batch"):
+        replayed.propose(states[0], torch.tensor([5]))
+
+
+def test_a_drafter_that_draws_its_tree_is_not_recorded(target):
+    drafter = cached(target, "eagle3", temperature=1.0)
+    assert graphed_drafters.graphed(drafter) is drafter
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
