@@ -42,8 +42,9 @@ from outrider.data.types import DrafterBatch
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossChoice, LossKind
-from outrider.models.drafters.objective import Labels, Objective, score
+from outrider.models.drafters.objective import Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 from outrider.models.target.hf_target import HFTarget
 
