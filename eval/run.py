@@ -21,6 +21,7 @@ from ..models.decoding.sampling import Sampling
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
+from ..models.target.graphed_rule import GraphedRule
 from ..models.target.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
@@ -109,7 +110,7 @@ def evaluate(
         bench = Bench(
             target=target,
             texts=texts,
-            rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
+            rules={temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures},
             methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()},
             config=config,
             file=file,
@@ -174,12 +175,18 @@ def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:
     return min([target.context_length, *limits])
 
 
-def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
-    """Choose the acceptance rule at a temperature (see `EvalConfig.acceptance`)."""
-    if temperature == 0:
-        return GreedyAcceptance()
+def acceptance_rule(acceptance: str, temperature: float, target: HFTarget) -> AcceptanceRule:
+    """Choose the acceptance rule at a temperature (see `EvalConfig.acceptance`).
+
+    If the target replays CUDA graphs, the rule is replayed as a CUDA graph too.
+    """
     sampling = Sampling(temperature=temperature)
-    return TypicalAcceptance(sampling=sampling) if acceptance == "typical" else SpeculativeSampling(sampling=sampling)
+    rule: AcceptanceRule = SpeculativeSampling(sampling=sampling)
+    if temperature == 0:
+        rule = GreedyAcceptance()
+    elif acceptance == "typical":
+        rule = TypicalAcceptance(sampling=sampling)
+    return GraphedRule(rule) if target.cuda_graphs else rule
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:

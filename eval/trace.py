@@ -121,7 +121,7 @@ def _answer(
     method: Method, config: EvalConfig, target: HFTarget, input_ids: Int[torch.Tensor, " seq"], temperature: float
 ) -> Callable[[], Any]:
     """Return a function that answers the prompt with a method, with its phases marked."""
-    rule = acceptance_rule(config.acceptance, temperature)
+    rule = acceptance_rule(config.acceptance, temperature, target)
 
     def answer() -> Any:
         return time_generation(

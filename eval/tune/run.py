@@ -130,7 +130,7 @@ def tune(
         trial = Trial(
             parts=parts,
             target=target,
-            rule=acceptance_rule("exact", temperature),
+            rule=acceptance_rule("exact", temperature, target),
             answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
         )
         if is_replayed(parts, settings):
@@ -366,7 +366,7 @@ def _answers(
         )
 
     # 2. Answer them.
-    rule = acceptance_rule("exact", config.temperatures[0])
+    rule = acceptance_rule("exact", config.temperatures[0], target)
     answered = answer_prompts(target, prompts, rule, max_new_tokens=config.max_new_tokens, feature_layers=feature_layers)
     answered = [item for item in answered if len(item.answer) > 1]  # others end with their prefill
     if not answered:

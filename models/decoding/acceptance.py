@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from .sampling import Randomness, Sampling, choose, draw, flip, warp
 from .tree import DraftTree, Drawn
-from .types import NO_NODE, Acceptance, AcceptedPath, TargetOutput
+from .types import NO_NODE, Acceptance, TargetOutput
 
 
 class GreedyAcceptance:
@@ -22,7 +22,7 @@ class GreedyAcceptance:
     The tokens are exactly those of greedy decoding.
     """
 
-    lossless = True
+    lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         return follow_choices(tree, output.logits.max(-1).indices)
@@ -58,6 +58,10 @@ class SpeculativeSampling:
     def lossless(self) -> bool:
         return True
 
+    @property
+    def is_random(self) -> bool:
+        return True
+
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
         if tree.drawn is None:
@@ -86,6 +90,10 @@ class TypicalAcceptance:
     @property
     def lossless(self) -> bool:
         return False
+
+    @property
+    def is_random(self) -> bool:
+        return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
@@ -179,7 +187,7 @@ class Walk:
     entry: Int[torch.Tensor, " batch"]
 
     def accept(self, bonus_token: Int[torch.Tensor, " batch"]) -> Acceptance:
-        return Acceptance(path=self.path, num_accepted=self.num_accepted, bonus_token=bonus_token)
+        return Acceptance(path=self.path, num_accepted=self.num_accepted, entry=self.entry, bonus_token=bonus_token)
 
 
 def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
@@ -199,15 +207,10 @@ def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -
     its choice after node n. The choice after the last node of the path is the bonus token.
     """
     if tree.num_nodes == 0:  # plain decoding, which is the baseline, does nothing that it doesn't need
-        return Acceptance(path=tree.tokens, num_accepted=tree.depths.sum(1), bonus_token=choices[:, 0])
+        nothing = tree.depths.sum(1)
+        return Acceptance(path=tree.tokens, num_accepted=nothing, entry=nothing, bonus_token=choices[:, 0])
     walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
     return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
-
-
-def last_entry(accepted: AcceptedPath) -> Int[torch.Tensor, " batch"]:
-    """Return the target's entry of the last accepted token: 0 if none was accepted."""
-    last = pad(accepted.nodes, (1, 0), value=NO_NODE).gather(1, accepted.num_accepted.device[:, None])
-    return last[:, 0] + 1
 
 
 def _path_to(

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..machine import synchronize
 from ..phases import PhaseSeconds
-from .acceptance import GreedyAcceptance
 from .prompts import Prompts
 from .protocols import AcceptanceRule, Drafter, State, Target
 from .reading import Emitted, accept, in_batch, read_acceptance, require_numbers
@@ -117,7 +116,7 @@ def wants_few_sizes(target: Target, rule: AcceptanceRule, generator: Randomness,
     Copies must decode the same text as their row. They do if they use the same random numbers, or
     none.
     """
-    are_alike = isinstance(generator, RowSeeds) or (isinstance(rule, GreedyAcceptance) and not step.drawn)
+    are_alike = isinstance(generator, RowSeeds) or not (rule.is_random or step.drawn)
     return target.has_fixed_shapes and are_alike
 
 

@@ -223,4 +223,8 @@ class AcceptanceRule(Protocol):
     def lossless(self) -> bool:
         """Whether the output follows the target's distribution exactly. Printed in every table."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the rule makes random decisions."""
+
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance: ...

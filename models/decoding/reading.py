@@ -70,17 +70,34 @@ def accept(
     return emitted, _at_all_entries(output, 1 + tree.num_nodes)
 
 
+def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Int[torch.Tensor, "batch number"]:
+    """Return all that the host reads of a decision, in one tensor: it is one transfer.
+
+    Each row has num_accepted, entry and bonus token; the path; its draft tokens; and whether the
+    logits of the root and of each entry of the path are numbers.
+    """
+    drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
+    first = torch.stack([acceptance.num_accepted, acceptance.entry, acceptance.bonus_token], dim=1)
+    return torch.cat([first, acceptance.path, drafts, _are_numbers(output, acceptance)], dim=1)
+
+
+def acceptance_of(numbers: Int[torch.Tensor, "batch number"], depth: int) -> Acceptance:
+    """Return the decision in the first columns of `numbers`, whose paths are `depth` wide."""
+    num_accepted, entry, bonus_token = numbers[:, :3].unbind(1)
+    path = numbers[:, 3 : 3 + depth]
+    return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, numbers=numbers)
+
+
 def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Emitted:
     """Read each row's new tokens and its path, in one transfer from the device."""
     # 1. Transfer everything at once.
-    drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    counts = torch.stack([acceptance.num_accepted, acceptance.bonus_token], dim=1)
-    values = torch.cat([counts, acceptance.path, drafts, _are_numbers(output, acceptance)], dim=1).tolist()
+    numbers = numbers_of(tree, output, acceptance) if acceptance.numbers is None else acceptance.numbers
+    values = numbers.tolist()
     # 2. Cut each row before the first token that was chosen from no numbers.
     width = acceptance.path.shape[1]
     tokens: list[list[int]] = []
     nodes: list[list[int]] = []
-    for num_accepted, bonus, *entries in values:
+    for num_accepted, _, bonus, *entries in values:
         path, row_drafts, are_numbers = entries[:width], entries[width : 2 * width], entries[2 * width :]
         row_tokens = [*row_drafts[:num_accepted], bonus]
         if 0 in are_numbers[: num_accepted + 1]:

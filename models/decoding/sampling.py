@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .counter_random import exponential, stream_keys, uniform
+
 MIN_PRECISION = torch.float32
+MAX_SEED = 2**63 - 1
+"""Larger seeds of rows are cut to their lower 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,54 +147,65 @@ class RowSeeds:
     invariance", arXiv 2408.07978.) Sampling stays exact: with or without a tree, the draw of token
     t is independent of the text before it.
 
-    Other decisions (`draw`, `flip`) are seeded by the seed, t, and the number of earlier decisions.
-    On a CPU the first values of a seeded generator don't depend on how many values are drawn, so
-    padding after a row's nodes changes nothing. On other devices this matters only to drawn trees,
-    which have one size in all batches.
+    Other decisions (`draw`, `flip`) also depend on the number of earlier decisions. Padding after a
+    row's nodes changes nothing. All numbers are the same on every device (see `counter_random`).
 
     Use an instance for one call of `generate`.
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None) -> None:
-        self.seeds = tuple(seeds)
-        self._positions = tuple(positions) if positions is not None else (0,) * len(self.seeds)
+        self.seeds = tuple(seed & MAX_SEED for seed in seeds)
+        self._positions = (0,) * len(self.seeds) if positions is None else tuple(positions)
+        self._rows: torch.Tensor | None = None
         self._num_decisions = 0
+
+    @classmethod
+    def of_rows(cls, rows: Int[torch.Tensor, "2 batch"]) -> "RowSeeds":
+        """Return an instance with the seeds and positions of `rows`, which needs no copy from the host."""
+        result = cls([])
+        result._rows = rows
+        return result
+
+    def rows(self, device: torch.device) -> Int[torch.Tensor, "2 batch"]:
+        """Return the seed of each row, and the number of tokens of its answer so far."""
+        if self._rows is None:
+            self._rows = torch.tensor([self.seeds, self._positions], dtype=torch.long).to(device, non_blocking=True)
+        return self._rows
 
     def choose(
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
-        self._require_rows(probs)
-        clocks = torch.empty(len(probs), max_depth + 1, probs.shape[-1], dtype=probs.dtype, device=probs.device)
-        for row, seed, position in zip(clocks, self.seeds, self._positions, strict=True):
-            for depth, clock in enumerate(row):
-                wind_clocks(clock, seed, position + depth)
+        seeds, positions = self._rows_for(probs)[..., None]
+        keys = stream_keys(seeds, positions + torch.arange(max_depth + 1, device=probs.device))
+        clocks = exponential(keys, probs.shape[-1]).to(probs.dtype)  # [batch, depth, vocab]
         return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
-        return _first_to_ring(probs, self._fill(probs, torch.Tensor.exponential_))
+        return _first_to_ring(probs, self._numbers(exponential, probs).to(probs.dtype))
 
     def draw_several(self, probs: Float[torch.Tensor, "batch *entry vocab"], count: int) -> Int[torch.Tensor, "..."]:
-        return (probs / self._fill(probs, torch.Tensor.exponential_)).topk(count, dim=-1).indices
+        return (probs / self._numbers(exponential, probs).to(probs.dtype)).topk(count, dim=-1).indices
 
     def flip(self, probs: Float[torch.Tensor, "batch *entry"]) -> Bool[torch.Tensor, "batch *entry"]:
-        return self._fill(probs, torch.Tensor.uniform_) < probs
+        return self._numbers(uniform, probs) < probs
 
     def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
         """Return the seeds of these rows after their answers have grown by `num_emitted` tokens."""
         positions = [self._positions[row] + num_emitted[row] for row in rows]
         return RowSeeds([self.seeds[row] for row in rows], positions)
 
-    def _fill(self, like: torch.Tensor, fill: Callable[..., torch.Tensor]) -> torch.Tensor:
-        self._require_rows(like)
-        values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        for row, seed, position in zip(values, self.seeds, self._positions, strict=True):
-            fill(row, generator=_generator(like.device, seed, position, self._num_decisions))
+    def _numbers(self, make: Callable[[torch.Tensor, int], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """Return random numbers of the shape of `like`: number i of each row's stream."""
         self._num_decisions += 1
-        return values
+        seeds, positions = self._rows_for(like)
+        decision = torch.full_like(seeds, self._num_decisions)
+        return make(stream_keys(seeds, positions, decision), like[0].numel()).view(like.shape)
 
-    def _require_rows(self, values: torch.Tensor) -> None:
-        if len(values) != len(self.seeds):
-            raise ValueError(f"there are {len(self.seeds)} seeds for {len(values)} rows; give one per row")
+    def _rows_for(self, values: Float[torch.Tensor, "batch *_"]) -> Int[torch.Tensor, "2 batch"]:
+        rows = self.rows(values.device)
+        if len(values) != rows.shape[1]:
+            raise ValueError(f"there are {rows.shape[1]} seeds for {len(values)} rows; give one per row")
+        return rows
 
 
 def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int) -> Float[torch.Tensor, " vocab"]:
@@ -200,12 +214,8 @@ def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int)
     The token is the arg-max of probs / clocks, which is that of logits / temperature - log(clocks).
     So the logits show how narrow a choice was.
     """
-    return clocks.exponential_(generator=_generator(clocks.device, seed, position))
-
-
-def _generator(device: torch.device, *parts: int) -> torch.Generator:
-    # Random hashes a string, so neighbouring seeds, positions and decisions get unrelated streams.
-    return torch.Generator(device).manual_seed(Random("/".join(map(str, parts))).getrandbits(63))
+    seeds, positions = RowSeeds([seed], [position]).rows(clocks.device)
+    return clocks.copy_(exponential(stream_keys(seeds, positions), len(clocks))[0])
 
 
 def _first_to_ring(

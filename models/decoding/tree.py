@@ -106,7 +106,8 @@ def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPa
     device, counts = tree.tokens.device, [len(path) for path in nodes]
     padded = [[*path, *[NO_NODE] * (max(counts) - len(path))] for path in nodes]
     return AcceptedPath(
-        nodes=torch.tensor(padded, dtype=torch.long, device=device).view(len(counts), max(counts)),
+        path=torch.tensor(padded, dtype=torch.long, device=device).view(len(counts), max(counts)),
+        entry=torch.tensor([path[-1] + 1 if path else 0 for path in nodes], dtype=torch.long, device=device),
         num_accepted=Counts.of(counts, device),
         host_nodes=tuple(map(tuple, nodes)),
         tokens=tuple(tuple(tree.tokens[row, list(path)].tolist()) for row, path in enumerate(nodes)),

@@ -27,6 +27,8 @@ class TargetOutput:
     hidden_states: Float[torch.Tensor, "batch hidden_entry hidden"]
     features: Float[torch.Tensor, "batch hidden_entry feature"] | None = None
     """The inputs of the requested layers, side by side."""
+    is_fixed: bool = False
+    """Whether the logits of all outputs of this shape have one address, where passes overwrite them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,24 @@ class Counts:
 class AcceptedPath:
     """The accepted draft tokens of a step, after the host has read them.
 
-    `nodes[b, d]` is the accepted node of row b at depth d, NO_NODE past the end of the row's path.
-    The tensor is as wide as the longest path.
+    `path[b, d]` is the accepted node of row b at depth d, NO_NODE past the end of the row's path.
     """
 
-    nodes: Int[torch.Tensor, "batch accepted"]
+    path: Int[torch.Tensor, "batch depth"]
     num_accepted: Counts
     """Draft tokens only: a step emits one more token, the bonus token."""
+    entry: Int[torch.Tensor, " batch"]
+    """The target's entry of each row's last accepted token: 0 if none was accepted."""
     host_nodes: tuple[tuple[int, ...], ...]
     """The nodes of each row's path, without padding."""
     tokens: tuple[tuple[int, ...], ...]
     """The draft tokens of these nodes."""
+
+    @property
+    def nodes(self) -> Int[torch.Tensor, "batch accepted"]:
+        """The path, only as wide as the longest row's."""
+        longest = max(self.num_accepted.host)
+        return self.path if longest == self.path.shape[1] else self.path[:, :longest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,26 +89,33 @@ class Acceptance:
     """The path of draft tokens that the target accepts, and the bonus token after it.
 
     `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted`
-    counts draft tokens only, so a step emits `num_accepted + 1` tokens. All tensors are on the
-    device: a rule doesn't wait for the host.
+    counts draft tokens only, so a step emits `num_accepted + 1` tokens. `entry` is the target's entry
+    of the last accepted token: 0 if none was accepted. All tensors are on the device: a rule doesn't
+    wait for the host.
     """
 
     path: Int[torch.Tensor, "batch depth"]
     num_accepted: Int[torch.Tensor, " batch"]
+    entry: Int[torch.Tensor, " batch"]
     bonus_token: Int[torch.Tensor, " batch"]
+    numbers: Int[torch.Tensor, "batch number"] | None = None
+    """What the host reads of the decision (see `reading.numbers_of`), if it is computed already."""
 
     def select(self, rows: Sequence[int]) -> "Acceptance":
         """Return the decision for these rows of the batch only."""
-        return Acceptance(path=self.path[rows], num_accepted=self.num_accepted[rows], bonus_token=self.bonus_token[rows])
+        return Acceptance(
+            path=self.path[rows],
+            num_accepted=self.num_accepted[rows],
+            entry=self.entry[rows],
+            bonus_token=self.bonus_token[rows],
+        )
 
     def accepted_path(self, host_nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> AcceptedPath:
         """Return the path, with its nodes and their tokens as the host has read them."""
-        num_accepted = tuple(map(len, host_nodes))
-        longest = max(num_accepted)
-        nodes = self.path if longest == self.path.shape[1] else self.path[:, :longest]
         return AcceptedPath(
-            nodes=nodes,
-            num_accepted=Counts(self.num_accepted, num_accepted),
+            path=self.path,
+            entry=self.entry,
+            num_accepted=Counts(self.num_accepted, tuple(map(len, host_nodes))),
             host_nodes=tuple(map(tuple, host_nodes)),
             tokens=tuple(map(tuple, tokens)),
         )

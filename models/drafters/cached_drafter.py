@@ -1,4 +1,4 @@
-"""Base class of drafters with a KV cache of their own, whose drafts can be recorded: EAGLE and block drafters."""
+"""Base class of drafters with a KV cache of their own, whose drafts can be recorded."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxtyping import Int
 from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, TargetOutput
-from ..target.tree_cache import TreeCache, extent_step
+from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .base import TrainableDrafter
 
 
@@ -62,6 +62,10 @@ class CachedDrafter(TrainableDrafter):
         `inputs` are those of `draft_inputs`, padded to `draft_entries` entries. Shapes depend on
         nothing but the shapes of the arguments and the cache's extent.
         """
+
+    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> Any:
+        """Return what `advance` needs after `draft_in`; `text` is the cache's text then."""
+        return text
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""

@@ -31,11 +31,12 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
-from .base import TrainableDrafter
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .branches.layout import Branches
+from .cached_drafter import CachedDrafter
 from .calibration import Prior
-from .fixed_draft import FixedSearch
+from .fixed_draft import FixedSearch, TextState
 from .growing_draft import GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -52,7 +53,7 @@ from .small_models import (
 from .vocabulary import DraftVocabulary
 
 
-class DraftModel(TrainableDrafter):
+class DraftModel(CachedDrafter):
     """Drafter with a model and a KV cache of its own. Its `pace` chooses how it drafts."""
 
     Config = DraftModelConfig
@@ -116,15 +117,26 @@ class DraftModel(TrainableDrafter):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         """Prefill the prompts, then drop their last tokens from the cache."""
+        self._require_room(prompts)
+        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.drafting.max_entries)
+        return self._after(prompts, self.reader.hand_over_cache())
+
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
+        self._require_room(prompts)
+        self.reader.read_prompts(prompts, cache)
+        return self._after(prompts, cache)
+
+    def _after(self, prompts: Prompts, cache: TreeCache) -> Any:
+        """Return the state after prompts that the cache holds."""
+        cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
+        return self.drafting.begin(cache.snapshot(), prompts.last(prompts.input_ids))
+
+    def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
                 f"of {self.reader.context_length} tokens; shorten the prompt, or choose a draft model with a longer one"
             )
-        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.drafting.max_entries)
-        cache = self.reader.hand_over_cache()
-        cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
-        return self.drafting.begin(cache.snapshot(), prompts.last(prompts.input_ids))
 
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -145,6 +157,40 @@ class DraftModel(TrainableDrafter):
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
         return self.drafting.select(state, rows)
+
+    # --- decoding in a recording: see `CachedDrafter`
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return isinstance(self.drafting, FixedSearch) and not self.config.temperature
+
+    @property
+    def num_cache_layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def draft_entries(self) -> int:
+        return 1 + self.config.length  # the last token, and an accepted path
+
+    @property
+    def draft_columns(self) -> int:
+        return 1 + self.draft_entries + self.drafting.max_entries
+
+    def draft_inputs(self, state: TextState) -> tuple[torch.Tensor, ...]:
+        return (state.tokens,)
+
+    def num_kept(self, num_unread: Counts) -> Counts:
+        return num_unread
+
+    def draft_in(
+        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
+    ) -> DraftTree:
+        assert isinstance(self.drafting, FixedSearch)
+        return self.drafting.draft_in(cache, last_token, num_unread, *inputs)
+
+    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> TextState:
+        assert isinstance(self.drafting, FixedSearch)
+        return self.drafting.begin(text, last_token)
 
     # --- training
 

@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
-from ..decoding.acceptance import last_entry
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
 from ..decoding.types import NO_NODE, AcceptedPath, Counts
@@ -122,6 +121,21 @@ class FixedSearch:
         cache.keep(None, state.num_unread)
         return cache, logits.gather(1, last)
 
+    def draft_in(
+        self,
+        cache: TreeCache,
+        last_token: Int[torch.Tensor, " batch"],
+        num_unread: Counts,
+        tokens: Int[torch.Tensor, "batch unread"],
+    ) -> DraftTree:
+        """Draft a tree with shapes that don't depend on the texts (see `CachedDrafter.draft_in`)."""
+        tokens = pad(tokens, (0, 1)).scatter(1, num_unread.device[:, None], last_token[:, None])
+        logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
+        last = num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1])
+        cache.keep(None, num_unread)
+        search = self._search(cache, logits.gather(1, last), last_token)
+        return take(search, likeliest_nodes(search, self.max_nodes))
+
     def _search(
         self, cache: TreeCache, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]
     ) -> SearchTree:
@@ -189,7 +203,7 @@ class FixedSearch:
             kept = pad(entries.gather(1, accepted.nodes.clamp(min=0)), (1, 0))[:, :num_kept]
         cache.keep(kept, accepted.num_accepted)
         tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
-        return self.begin(cache.snapshot(), tokens.gather(1, last_entry(accepted)[:, None])[:, 0])
+        return self.begin(cache.snapshot(), tokens.gather(1, accepted.entry[:, None])[:, 0])
 
     def select(self, state: TextState, rows: Sequence[int]) -> TextState:
         """Return the state of these rows of the batch only."""

@@ -97,7 +97,7 @@ class GraphedCachedDrafter:
         inputs = [to_width(values, self.drafter.draft_entries) for values in self.drafter.draft_inputs(state)]
         tree = self._draft(last_token, state.num_unread.device, *inputs, key=extent)
         cache.keep(None, num_kept)
-        return tree, cache.snapshot()
+        return tree, self.drafter.drafted_in(cache.snapshot(), last_token)
 
     def _draft_and_undo(self, last_token: torch.Tensor, num_unread: torch.Tensor, *inputs: torch.Tensor) -> DraftTree:
         """Draft, and leave the cache's lengths as they were, since a recording may run several times."""

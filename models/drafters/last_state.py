@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int
 
-from ..decoding.acceptance import last_entry
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
@@ -51,8 +50,8 @@ class LastStateDrafter(TrainableDrafter):
         return self.trim(self.draft(state, last_token)), None
 
     def advance(self, drafted: None, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> HiddenState:
-        entry = last_entry(accepted)
-        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
+        entry = accepted.entry[:, None, None].expand(-1, 1, output.hidden_states.shape[-1])
+        return output.hidden_states.gather(1, entry)[:, 0]
 
     def select(self, state: HiddenState, rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
         return state[rows]

@@ -5,8 +5,8 @@ launches the next one. Recorded work must not depend on the host: it reads no nu
 device, and uses the same memory and the same shapes each time.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -47,10 +47,20 @@ class GraphedFunction(Generic[Output]):
     Later calls overwrite the output: use it, or copy it, before the next call. The function must be
     deterministic. It may depend on its inputs, on memory at a fixed address, and on `key`, but on
     nothing else.
+
+    A recording runs the function several times, and so must change nothing for good. A function that
+    changes memory needs `neutral`: from the inputs of a call it returns inputs of the same shapes
+    with which the function changes nothing.
     """
 
-    def __init__(self, function: Callable[..., Output], recorder: Recorder | None = None) -> None:
-        self.function = function
+    def __init__(
+        self,
+        function: Callable[..., Output],
+        recorder: Recorder | None = None,
+        *,
+        neutral: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    ) -> None:
+        self.function, self.neutral = function, neutral
         self.recorder = recorder or CudaGraphRecorder()
         self._recorded: OrderedDict[Hashable, tuple[tuple[torch.Tensor, ...], Callable[[], Any], Output]] = OrderedDict()
 
@@ -59,15 +69,14 @@ class GraphedFunction(Generic[Output]):
         # 1. Record the function if these shapes are new, on inputs at a fixed address.
         if shapes not in self._recorded:
             with torch.inference_mode(False):  # the copies can then be written in any mode
-                static = tuple(tensor.clone() for tensor in inputs)
+                static = tuple(tensor.clone() for tensor in (self.neutral(*inputs) if self.neutral else inputs))
             if len(self._recorded) == MAX_RECORDINGS:
                 self._recorded.popitem(last=False)
             self._recorded[shapes] = static, *self.recorder(lambda: self.function(*static))
         # 2. Replay it with the new inputs. The first recording is the least recently used one.
         self._recorded.move_to_end(shapes)
         static, replay, output = self._recorded[shapes]
-        for recorded_input, new_input in zip(static, inputs, strict=True):
-            recorded_input.copy_(new_input)
+        copy_all(static, inputs)
         replay()
         return output
 
@@ -79,6 +88,17 @@ class GraphedFunction(Generic[Output]):
         """Drop all recordings: the memory that they write to has moved."""
         self._recorded.clear()
         self.recorder.forget()
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, by one kernel for all tensors of a type."""
+    by_dtype: defaultdict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        if target.numel():
+            by_dtype[target.dtype][0].append(target)
+            by_dtype[target.dtype][1].append(source)
+    for same_type_targets, same_type_sources in by_dtype.values():
+        torch._foreach_copy_(same_type_targets, same_type_sources, non_blocking=True)
 
 
 class CudaGraphRecorder:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
@@ -16,7 +17,7 @@ from ..decoding.prompts import Prompts
 from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
+from .cuda_graphs import CudaGraphRecorder, GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
@@ -70,7 +71,9 @@ class HFTarget(FrozenModel):
         self._decoding_model = torch.compile(model) if compiled else model
         self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes, layer_devices=self.layer_devices)
         self._logits = SharedBuffer()
+        recorder = recorder or CudaGraphRecorder()
         self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
+        self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_nodes) if cuda_graphs else None
 
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""
@@ -208,6 +211,11 @@ class HFTarget(FrozenModel):
                 self._trees.kinds = {}
                 raise
 
+    def read_prompts(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
+        """Read prompts like `prefill`, into the caller's empty cache."""
+        self._require_readable(prompts)
+        return self._prefill(prompts, cache)
+
     def _prefill(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
         last = sorted({length - 1 for length in prompts.lengths})
         logits_to_keep = torch.tensor(last, device=self.device)
@@ -262,7 +270,7 @@ class HFTarget(FrozenModel):
     def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:
         """Read a tree, with logits in memory that all recordings share, because they are large."""
         output = self._read_tree(self._decoding_model, self._require_cache(), *inputs)
-        return replace(output, logits=self._logits.hold(output.logits))
+        return replace(output, logits=self._logits.hold(output.logits), is_fixed=True)
 
     def _read_tree(
         self,
@@ -291,7 +299,16 @@ class HFTarget(FrozenModel):
 
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
-        keep_path(self._require_cache(), accepted)
+        cache = self._require_cache()
+        if self._commits is None or not accepted.path.shape[1]:
+            keep_path(cache, accepted)
+            return
+        self._commits(accepted.path, accepted.num_accepted.device)
+        cache.count([1 + count for count in accepted.num_accepted.host])
+
+    def _keep_path_for_replay(self, path: Int[torch.Tensor, "batch depth"], num_accepted: Int[torch.Tensor, " batch"]) -> None:
+        """Do the device's part of `commit` for paths of any length."""
+        self._require_cache().keep_on_device(pad(path + 1, (1, 0)), num_accepted + 1, fixed=True)
 
     def discard(self) -> None:
         """Drop what the last pass wrote."""
@@ -324,8 +341,9 @@ class HFTarget(FrozenModel):
         return self._cache
 
     def _forget_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.forget()
+        for recordings in (self._graphs, self._commits):
+            if recordings is not None:
+                recordings.forget()
 
     def _forward(self, model: Any, tokens: Int[torch.Tensor, "batch query"], **arguments: Any) -> TargetOutput:
         with self._captured.states_of_pass(self._feature_layers) as states:
@@ -396,5 +414,12 @@ class HFTarget(FrozenModel):
 
 def keep_path(cache: TreeCache, accepted: AcceptedPath) -> None:
     """Keep the last committed token and the accepted path of the tree that was read last."""
-    entries = torch.nn.functional.pad(accepted.nodes + 1, (1, 0)) if accepted.nodes.shape[1] else None
+    entries = pad(accepted.nodes + 1, (1, 0)) if accepted.nodes.shape[1] else None
     cache.keep(entries, accepted.num_accepted + 1)
+
+
+def _first_nodes(
+    path: Int[torch.Tensor, "batch depth"], num_accepted: Int[torch.Tensor, " batch"]
+) -> tuple[Int[torch.Tensor, "batch depth"], Int[torch.Tensor, " batch"]]:
+    """Return a path that leaves all entries where they are, and counts that keep none of them."""
+    return torch.arange(path.shape[1], device=path.device).expand_as(path), torch.full_like(num_accepted, -1)

@@ -245,13 +245,23 @@ class TreeCache(Cache):
         read on behind them (its `offset` is their number). A row that commits fewer entries than
         others lists arbitrary ones there. None lists the entries as they are, in the right columns.
         """
+        self.keep_on_device(entries, counts.device)
+        self.count(counts.host)
+
+    def keep_on_device(
+        self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"], *, fixed: bool = False
+    ) -> None:
+        """Do the device's part of `keep`; with `fixed`, so that a recording can repeat it."""
         if entries is not None:
-            source, columns = self._lengths[: self.batch, None] + entries, self._behind(entries.shape[1])
+            source, columns = self._lengths[: self.batch, None] + entries, self._behind(entries.shape[1], fixed=fixed)
             for buffer in self._buffers:
                 move_columns(buffer[:, : self.batch], source, columns)
+        self._lengths[: self.batch].add_(counts)
+
+    def count(self, counts: Sequence[int]) -> None:
+        """Do the host's part of `keep`: add `counts` to the rows' lengths."""
         self._version += 1
-        self._lengths[: self.batch].add_(counts.device)
-        self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
+        self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts, strict=True))
 
     def discard(self) -> None:
         """Drop all entries after the texts, and their values: hidden columns must be finite."""

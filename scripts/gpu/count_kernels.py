@@ -49,6 +49,7 @@ from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import tree_attention, tree_reader
+from outrider.models.target.graphed_rule import GraphedRule
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.batches import target_reads, with_hidden_states
@@ -147,7 +148,7 @@ class OneAccepted:
     lossless = False
 
     def __init__(self, rule: Any, counted: Counted) -> None:
-        self.rule, self.counted = rule, counted
+        self.rule, self.counted, self.is_random = rule, counted, rule.is_random
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Any = None) -> Acceptance:
         decision = self.rule(tree, output, generator=generator)
@@ -156,7 +157,8 @@ class OneAccepted:
         with self.counted.paused():
             path = torch.full_like(decision.path, NO_NODE)
             path[:, 0] = 0
-            return replace(decision, path=path, num_accepted=torch.ones_like(decision.num_accepted))
+            one = torch.ones_like(decision.num_accepted)
+            return replace(decision, path=path, num_accepted=one, entry=one)
 
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
@@ -172,7 +174,9 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     target.verify = counted.within("verify", target.verify)
     seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
     prompt = torch.arange(PROMPT_TOKENS)[None]
-    steps = generate(target, drafter, OneAccepted(rule, counted), prompt, max_new_tokens=64, generator=seeds)
+    decide: Any = OneAccepted(rule, counted)
+    decide = GraphedRule(decide, recorder) if graphs else decide
+    steps = generate(target, drafter, decide, prompt, max_new_tokens=64, generator=seeds)
     # 2. Decode until no new tree size is recorded; count the last step.
     with counted, Transfers(counted.read):
         for _ in range(1 + SETTLED_STEPS):
@@ -198,8 +202,9 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
         return NullDrafter()
     if options["kind"] == "draft_model":
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
-        return DraftModel(DraftModelConfig(length=options["length"]), reader)
-    drafter: Any = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
+        drafter: Any = DraftModel(DraftModelConfig(length=options["length"]), reader)
+    else:
+        drafter = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
     return graphed(drafter, form["recorder"]) if form else drafter
 
 

@@ -53,12 +53,15 @@ from transformers import LlamaForCausalLM
 
 from outrider.data.files import write_json
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
+from outrider.models.decoding.protocols import AcceptanceRule
+from outrider.models.decoding.sampling import flip
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.graphed_rule import GraphedRule
 from outrider.models.target.hf_target import HFTarget
 
 SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
@@ -201,14 +204,13 @@ class ShapedDrafter:
 class SettableAcceptance:
     """Runs greedy acceptance, then accepts a random number of tokens of the deepest path.
 
-    For timing only.
+    For timing only. The coins are those of `RowSeeds`, which a CUDA graph can record.
     """
 
-    lossless = False
+    lossless, is_random = False, True
 
-    def __init__(self, probability: float, device: torch.device) -> None:
+    def __init__(self, probability: float) -> None:
         self.probability = probability
-        self.generator = torch.Generator(device).manual_seed(0)
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Any = None) -> Acceptance:
         real = GreedyAcceptance()(tree, output)
@@ -217,9 +219,14 @@ class SettableAcceptance:
         deepest = tree.depths.argmax(1)
         path = tree.lineage.gather(1, deepest[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]
         on_path = (torch.arange(tree.num_nodes, device=path.device)[:, None] == path[:, None, :]).any(-1)
-        coins = torch.rand(path.shape, device=path.device, generator=self.generator) < self.probability
+        coins = flip(torch.full(path.shape, self.probability, device=path.device), generator)
         count = coins.long().cumprod(1).sum(1)
         return follow(tree, on_path & (tree.depths <= count[:, None])).accept(real.bonus_token)
+
+
+def as_decoded(rule: AcceptanceRule, target: HFTarget) -> AcceptanceRule:
+    """Return the rule as evaluation runs it beside this target."""
+    return GraphedRule(rule) if target.cuda_graphs else rule
 
 
 class Bench:
@@ -273,14 +280,15 @@ class Bench:
         vocab, args = target.vocab_size, self.args
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
-        rule = SettableAcceptance(args.acceptance, target.device)
+        rule = as_decoded(SettableAcceptance(args.acceptance), target)
         num_steps = args.warm_up + args.steps
         most = 6  # tokens per step; the same room in every case, so the cache keeps its shape
         compiled_before = compilations()
 
         def steps(*, timed: bool = False) -> Iterator[Any]:
             limit = most * (2 + max(num_steps, 3 * COUNTED_STEPS))
-            return generate(target, drafter, rule, prompts, max_new_tokens=limit, timed=timed)
+            seeds = RowSeeds(range(case.batch))
+            return generate(target, drafter, rule, prompts, max_new_tokens=limit, timed=timed, generator=seeds)
 
         # 2. Time steps one by one; then count host reads and time phases in separate runs.
         seconds, accepted = [], []

@@ -87,7 +87,7 @@ def test_small_trees_are_padded_to_the_largest_in_the_batch():
 class Wasteful:
     """Speculative sampling that also requests random numbers that it doesn't use."""
 
-    lossless = True
+    lossless, is_random = True, True
 
     def __init__(self, sampling) -> None:
         self.rule = SpeculativeSampling(sampling=sampling)

@@ -465,7 +465,8 @@ class AcceptsAnything(GreedyAcceptance):
             return super().__call__(tree, output, generator=generator)
         path = tree.lineage[:, 0].clone()
         path[:, 0], path[:, 1:] = 0, -1
-        return Acceptance(path=path, num_accepted=torch.ones_like(path[:, 0]), bonus_token=output.logits[:, 1].argmax(-1))
+        one = torch.ones_like(path[:, 0])
+        return Acceptance(path=path, num_accepted=one, entry=one, bonus_token=output.logits[:, 1].argmax(-1))
 
 
 def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_only_reading_the_tokens_makes_the_host_wait(model, monkeypatch, kind, f
             with no_wait(target.device):
                 return function(*args, **kwargs)
 
-        call.lossless = True  # acceptance rules have this attribute
+        call.lossless, call.is_random = True, rule.is_random  # acceptance rules have these attributes
         return call
 
     for owner, name in ((drafter, "propose"), (target, "verify"), (target, "commit"), (drafter, "advance")):

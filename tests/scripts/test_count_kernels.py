@@ -10,8 +10,10 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 MOST_KERNELS_PER_LAYER = 45
 """Bound for the target's pass over a draft tree, in eager PyTorch."""
-MOST_LAUNCHES_OF_A_DRAFT = 10
+MOST_LAUNCHES_OF_A_DRAFT = 8
 """Copies of a recording's inputs, paddings, the replay, and the new length of a KV cache."""
+MOST_LAUNCHES_OF_THE_REST = 12
+"""Two recordings with their inputs (the rule, the commit), the copy of the decision, and `advance`."""
 
 
 @pytest.fixture
@@ -42,17 +44,26 @@ def test_a_decode_step_of_each_kind_has_one_host_read(counting: Any, graphs: boo
 
 def test_with_graphs_the_target_is_one_launch_and_copies_of_inputs(counting: Any) -> None:
     eager, graphed = (counting.decode_step("redrafter, padded", 2, graphs=graphs) for graphs in (False, True))
-    assert graphed["replays"] == 2, "the drafter's and the target's"
-    assert graphed["launches"]["verify"] <= 5 < eager["launches"]["verify"]
+    assert graphed["replays"] == 4, "the drafter's, the target's, the rule's and the commit's"
+    assert graphed["launches"]["verify"] == 2 < eager["launches"]["verify"]
     # Copies of the inputs and of the logits come on top.
     assert eager["kernels"]["verify"] <= graphed["kernels"]["verify"] <= eager["kernels"]["verify"] + 8
 
 
-@pytest.mark.parametrize("kind", ["redrafter, padded", "medusa", "eagle-1", "eagle-3", "block", "block, bilinear"])
-def test_a_recorded_draft_is_one_launch_and_copies_of_inputs(counting: Any, kind: str) -> None:
+RECORDED = ["redrafter, padded", "medusa", "eagle-1", "eagle-3", "block", "block, bilinear", "draft model"]
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_recorded_step_is_few_launches(counting: Any, kind: str) -> None:
     row = counting.decode_step(kind, 1, graphs=True)
-    assert row["replays"] == 2, "the drafter's and the target's"
+    assert row["replays"] == 4, "the drafter's, the target's, the rule's and the commit's"
     assert row["launches"]["propose"] <= MOST_LAUNCHES_OF_A_DRAFT < row["kernels"]["propose"]
+    assert row["launches"]["rest"] <= MOST_LAUNCHES_OF_THE_REST < row["kernels"]["rest"]
+
+
+def test_recorded_sampling_launches_no_more_than_greedy_decisions(counting: Any) -> None:
+    greedy, sampled = (counting.decode_step(kind, 1, graphs=True) for kind in ("redrafter 4x5", "redrafter, top-p"))
+    assert sampled["launches"]["rest"] <= greedy["launches"]["rest"] + 1, "the seeds are one more copy"
 
 
 def test_labelling_calls_one_kernel_for_each_segment_and_layer(counting: Any) -> None:

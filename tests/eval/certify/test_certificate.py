@@ -209,7 +209,7 @@ def test_an_incomplete_request_is_refused(tiny_target_dir: Path) -> None:
 
 
 class Absent:
-    lossless = True
+    lossless, is_random = True, True
 
     def __init__(self, sampling) -> None:
         self.rule = certify.SpeculativeSampling(sampling=sampling)

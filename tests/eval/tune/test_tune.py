@@ -63,7 +63,7 @@ WIDE: dict[str, dict[str, Any]] = {
 
 def answered_by(target: HFTarget, temperature: float, layers: tuple[int, ...] = ()) -> list[Answered]:
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    rule = acceptance_rule("exact", temperature)
+    rule = acceptance_rule("exact", temperature, target)
     return answer_prompts(target, prompts, rule, max_new_tokens=24, feature_layers=layers, batch_size=2)
 
 
@@ -74,7 +74,7 @@ def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: fl
     drafter: Any = None if kind == "oracle" else build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target).eval()
     answered = answered_by(tiny_target, temperature, () if drafter is None else drafter.feature_layers)
     drafter = drafter or OracleDrafter([item.answer.tolist() for item in answered], [1, 3, 2], tiny_target.vocab_size)
-    rule = acceptance_rule("exact", temperature)
+    rule = acceptance_rule("exact", temperature, tiny_target)
     real = run(tiny_target, drafter, rule, answered, timed=False)
     replayed = run(ReplayTarget(answered, tiny_target.vocab_size), drafter, rule, answered, timed=True)
     assert replayed.passes == tuple(
@@ -322,7 +322,10 @@ def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_tar
         tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=is_fixed, recorder=ReplayingRecorder()
     )
     trial = Trial(
-        parts=parse_drafter_name("prompt_lookup"), target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered
+        parts=parse_drafter_name("prompt_lookup"),
+        target=graphed,
+        rule=acceptance_rule("exact", 0.0, graphed),
+        answered=answered,
     )
     (replayed,) = replay_all(trial, [None], [8])
     real = run(graphed, NullDrafter(), trial.rule, answered, timed=False)

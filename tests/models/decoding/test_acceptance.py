@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, chain_tree, empty_tree
-from outrider.models.decoding.acceptance import follow_choices, last_entry
+from outrider.models.decoding.acceptance import follow_choices
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 
@@ -14,11 +14,12 @@ BRANCHED = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([
 def decide(choices: list[int], tree: DraftTree = BRANCHED) -> tuple[list[int], int, int, int]:
     acceptance = follow_choices(tree, torch.tensor([choices]))
     accepted = accepted_path(tree, [acceptance.path[0, : int(acceptance.num_accepted[0])].tolist()])
+    assert torch.equal(accepted.entry, acceptance.entry)
     return (
         acceptance.path[0].tolist(),
         int(acceptance.num_accepted[0]),
         int(acceptance.bonus_token[0]),
-        int(last_entry(accepted)[0]),
+        int(acceptance.entry[0]),
     )
 
 

@@ -88,6 +88,8 @@ CACHED = {
     "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
     "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "bilinear", "rank": 4},
     "block, one slot": {"kind": "block", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
+    "draft model": {"kind": "draft_model", "num_layers": 1, "length": 3},
+    "draft model, tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 7},
 }
 """Drafters with a KV cache of their own."""
 
