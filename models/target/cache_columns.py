@@ -1,5 +1,7 @@
 """Writing and copying columns of a cache's buffers."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Int
 
@@ -28,3 +30,13 @@ def move_columns(
         buffer[:, :, :, target] = kept
     else:
         buffer.scatter_(3, target[None, :, None, :, None].expand(kept.shape), kept)
+
+
+def copied_to_host(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy tensors to the host. The host waits for the `device` once."""
+    if device.type == "cpu":
+        return [tensor.clone() for tensor in tensors]
+    # Copies into pinned memory run at once. For others, which are staged, the host waits for each.
+    copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in tensors]
+    torch.accelerator.current_stream(device).synchronize()
+    return copies

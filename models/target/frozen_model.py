@@ -1,5 +1,6 @@
 """The frozen model that training and labelling read: a causal LM of transformers."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.manifest import TargetIdentity
+from ..decoding.prompts import Prompts
 from .hidden_states import CapturedHiddenStates, decoder_layers, without_head
 
 ROUNDING, NARROW_ROUNDING = 0.001, 0.1
@@ -169,6 +171,42 @@ class FrozenModel:
             without_head(self.model)(**inputs, **cached, use_cache=cache is not None)
         self._captured.layers = ()  # later passes then don't keep references to layers' inputs
         return states.last, states.layer_inputs
+
+    def plain_logits(
+        self, input_ids: Int[torch.Tensor, "batch seq"], num_last: int = 0
+    ) -> Float[torch.Tensor, "batch last vocab"]:
+        """Return the logits of the last `num_last` tokens of each text (0: of all tokens).
+
+        The texts are read at once, without draft trees. A target in stages forgets its batch.
+        """
+        logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=num_last).logits
+        return logits
+
+    def _require_plain(self, rows: Sequence[tuple[Float[torch.Tensor, " vocab"], Int[torch.Tensor, " _"]]]) -> None:
+        """Raise ValueError if logits differ from those after the same tokens in plain passes."""
+        texts = Prompts.of([ids for _, ids in rows])
+        plain = texts.last(self.plain_logits(texts.input_ids))
+        if not all(logits.isfinite().all() for logits, _ in rows):
+            raise ValueError(
+                f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
+            )
+        errors = [self._difference(logits, expected) for (logits, _), expected in zip(rows, plain, strict=True)]
+        if not all(error < self.rounding for error in errors):  # also true for NaN
+            raise ValueError(
+                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
+                f"{max(errors):.2g} of its logits): its positions depend on more than masks and position ids, so decoding "
+                "with trees would change its output. Choose another target"
+            )
+
+    def _difference(self, logits: Float[torch.Tensor, " vocab"], plain: Float[torch.Tensor, " vocab"]) -> float:
+        """Return the relative error of logits against those of a plain pass, each less its mean.
+
+        Softmax ignores a constant that is added to all logits, so a difference of means is no
+        error.
+        """
+        error = logits.float() - plain.float()
+        plain = plain.float()
+        return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -287,16 +287,6 @@ class HFTarget(FrozenModel):
         unread = tokens[:, tokens.shape[1] - cache.num_written :]
         return self._trees.read(cache, lineage, partial(self._forward, model, unread))
 
-    def plain_logits(
-        self, input_ids: Int[torch.Tensor, "batch seq"], num_last: int = 0
-    ) -> Float[torch.Tensor, "batch last vocab"]:
-        """Return the logits of the last `num_last` tokens of each text (0: of all tokens).
-
-        The texts are read at once, without draft trees. A target in stages forgets its batch.
-        """
-        logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=num_last).logits
-        return logits
-
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
         cache = self._require_cache()
@@ -378,38 +368,12 @@ class HFTarget(FrozenModel):
         ]
         self._require_plain([(logits, torch.stack(path_ids)) for logits, path_ids in rows])
 
-    def _require_plain(self, rows: Sequence[tuple[Float[torch.Tensor, " vocab"], Int[torch.Tensor, " _"]]]) -> None:
-        """Raise ValueError if logits differ from those after the same tokens in plain passes."""
-        texts = Prompts.of([ids for _, ids in rows])
-        plain = texts.last(self.plain_logits(texts.input_ids))
-        if not all(logits.isfinite().all() for logits, _ in rows):
-            raise ValueError(
-                f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
-            )
-        errors = [self._difference(logits, expected) for (logits, _), expected in zip(rows, plain, strict=True)]
-        if not all(error < self.rounding for error in errors):  # also true for NaN
-            raise ValueError(
-                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
-                f"{max(errors):.2g} of its logits): its positions depend on more than masks and position ids, so decoding "
-                "with trees would change its output. Choose another target"
-            )
-
     def _read_eagerly(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree
     ) -> Float[torch.Tensor, "batch entry vocab"]:
         """Return a tree's logits by the eager model; recordings of the probe aren't needed."""
         self._trees.begin(cache, tree.num_nodes)
         return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
-
-    def _difference(self, logits: Float[torch.Tensor, " vocab"], plain: Float[torch.Tensor, " vocab"]) -> float:
-        """Return the relative error of logits against those of a plain pass, each less its mean.
-
-        Softmax ignores a constant that is added to all logits, so a difference of means is no
-        error.
-        """
-        error = logits.float() - plain.float()
-        plain = plain.float()
-        return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
 
 
 def keep_path(cache: TreeCache, accepted: AcceptedPath) -> None:

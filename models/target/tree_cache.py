@@ -22,17 +22,14 @@ from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decoding.types import Counts
-from .cache_columns import move_columns, write_columns
+from .cache_columns import copied_to_host, move_columns, write_columns
 
 EXTENT_STEP = 256
 """`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
 
 ACCELERATOR_EXTENT_STEP = 512
-"""The same step on an accelerator, for every kind of pass.
-
-A thousand columns more cost hundredths of a millisecond there; a recording costs tenths of a
-second. Kernels also copy a mask whose rows don't begin at multiples of 16 bytes.
-"""
+"""The same step on an accelerator: a thousand columns more cost hundredths of a millisecond there, and a
+recording tenths of a second. Kernels also copy a mask whose rows don't begin at multiples of 16 bytes."""
 
 
 def extent_step(device: torch.device, *, is_fixed: bool) -> int:
@@ -319,13 +316,7 @@ class TreeCache(Cache):
     def take(self, row: int) -> KeptText:
         """Copy a row's committed keys and values to the host."""
         length = self._host_lengths[row]
-        texts = [buffer[:, row, :, :length] for buffer in self._buffers]
-        if self._lengths.device.type == "cpu":
-            return [text.clone() for text in texts]
-        # Copies into pinned memory run at once. For others, which are staged, the host waits for each.
-        copies = [torch.empty(text.shape, dtype=text.dtype, pin_memory=True).copy_(text, non_blocking=True) for text in texts]
-        torch.accelerator.current_stream(self._lengths.device).synchronize()
-        return copies
+        return copied_to_host([buffer[:, row, :, :length] for buffer in self._buffers], self._lengths.device)
 
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:

@@ -51,8 +51,8 @@ def figures(steps):
     return [(step.rows, step.tokens, step.num_accepted) for step in steps]
 
 
-def answers(steps, num_rows=len(PROMPTS)):
-    texts = [[] for _ in range(num_rows)]
+def answers(steps):
+    texts = [[] for _ in steps[0].rows]
     for step in steps:
         for row, tokens in zip(step.rows, step.tokens, strict=True):
             texts[row] += tokens
@@ -63,7 +63,7 @@ def answers(steps, num_rows=len(PROMPTS)):
 @pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batch", "one row"])
 def test_a_replayed_rule_takes_the_steps_of_the_rule_itself(target, graphed, name, rows):
     """Trees of the target's own tokens: paths of every length are accepted, and committed."""
-    plain = answers(steps_of(target, NullDrafter(), RULES[name], rows), len(rows))
+    plain = answers(steps_of(target, NullDrafter(), RULES[name], rows))
     drafter = OracleDrafter(plain, [1, 3, 2, 5], target.vocab_size)
     expected = steps_of(target, drafter, RULES[name], rows)
     rule = GraphedRule(RULES[name], ReplayingRecorder())
