@@ -514,7 +514,7 @@ RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=S
 @pytest.mark.parametrize("kind", ["null", *KINDS])
 def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     prompts, counts = [PROMPT, [9, 8]], [24, 12]
-    options = [{"generator": RowSeeds([seed])} if rule == "sampled" else {} for seed in (3, 4)]
+    options = [{"generator": RowSeeds([seed])} if rule == "sampled" else {} for seed in (5, 6)]
     drafter = streaming_drafter(NullDrafter() if kind == "null" else build(kind, target, twin))
     late = LateTarget(target, seed=5)
     for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
