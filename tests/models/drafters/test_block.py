@@ -263,6 +263,23 @@ def test_a_fresh_drafter_passes_the_latest_context_through(llama: HFTarget) -> N
     torch.testing.assert_close(outputs[1], drafter.norm(context[0, -1]))
 
 
+def test_slots_that_start_with_nothing_else_are_not_zero(llama: HFTarget) -> None:
+    """The norm of a zero vector multiplies gradients by the inverse root of its epsilon."""
+    torch.manual_seed(0)
+    drafter = Block.for_target(BlockConfig(block=BLOCK, inject=False), llama)
+
+    def gradient_norm() -> torch.Tensor:
+        drafter.zero_grad()
+        drafter.loss(make_batch(llama, drafter.feature_layers), Objective()).sums.sum().backward()
+        return torch.stack([weight.grad.norm() for weight in drafter.parameters() if weight.grad is not None]).norm()
+
+    norm = gradient_norm()
+    with torch.no_grad():
+        drafter.slots.zero_()
+    assert norm < gradient_norm() / 5
+    assert not Block.for_target(BlockConfig(block=BLOCK), llama).slots.any(), "these start with the context"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
