@@ -372,6 +372,9 @@ def test_a_search_without_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="candidates is 4096 and block 16; more than 4194304 pairs"):
         BlockConfig(correction="markov", width=1, candidates=4096, block=16)
     BlockConfig(correction="rnn", width=1, candidates=4096, block=16)
+    BlockConfig(correction="rnn", candidates=100_000)  # it ranks no candidates
+    with pytest.raises(ValueError, match="width is 600 and block 4; .*width x depth x width"):
+        BlockConfig(correction="rnn", width=600)
     with pytest.raises(ValueError, match="rank is 100000; .*lower it"):
         BlockConfig(correction="markov", rank=100_000)
 
