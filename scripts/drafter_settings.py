@@ -18,6 +18,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "medusa": [{"tree_nodes": 5}, {"tree_nodes": 40}],
     "eagle": [{"depth": 3, "top_k": 2, "tree_nodes": 5}, {"depth": 5, "top_k": 8, "tree_nodes": 40}],
     "eagle3": [{"depth": 3, "top_k": 2, "tree_nodes": 5}, {"depth": 5, "top_k": 8, "tree_nodes": 40}],
+    "block": [{"width": 4, "tree_nodes": 5}, {"width": 16, "tree_nodes": 40}],
     "draft_model": [{"length": 3, "top_k": 2, "tree_nodes": 5}, {"length": 5, "top_k": 8, "tree_nodes": 40}],
 }
 """A small and a large tree for each kind of drafter."""

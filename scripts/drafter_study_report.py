@@ -82,6 +82,9 @@ def rows_of(figures: Figures) -> list[StudyRow]:
         row |= {"seeds": sorted(by_seed), "tokens_per_step": point, "interval": interval}
         row["by_seed"] = [tokens_per_step(by_seed[seed]) for seed in sorted(by_seed)]
         row["over_reference"] = compared(by_seed, groups.get((REFERENCE, size, UNIFORM)))
+        if change == UNIFORM and name in CHALLENGERS:
+            others = {rival: compared(by_seed, groups.get((rival, size, UNIFORM))) for rival in RIVALS}
+            row["over_rivals"] = {rival: over for rival, over in others.items() if over is not None}
         row["over_uniform"] = compared(by_seed, groups.get((name, size, UNIFORM))) if change != UNIFORM else None
         rows.append(row)
     return rows
@@ -203,9 +206,10 @@ def judge(rows: Sequence[StudyRow]) -> list[Mark]:
             marks.append(mark(rule, over["ratio"] >= GAIN, f"{over_text(over)}, by seed {seeds_text(over['by_seed'])}"))
         if size == FEW:
             marks.append(mark(f"{best['title']} at least {FEW_STEPS} {where}", steps >= FEW_STEPS, f"{steps:.2f}"))
-        for rival in (found[name] for name in RIVALS if name in found):
-            rule = f"{best['title']} at least {rival['title']}'s tokens per step {where}"
-            marks.append(mark(rule, steps >= rival["tokens_per_step"], f"{steps:.2f} and {rival['tokens_per_step']:.2f}"))
+        for name, over_rival in best["over_rivals"].items():
+            rule = f"{best['title']} at least {found[name]['title']}'s tokens per step {where}"
+            figures = f"{over_text(over_rival)}, by seed {seeds_text(over_rival['by_seed'])}"
+            marks.append(mark(rule, over_rival["ratio"] >= 1, figures))
     return marks
 
 

@@ -46,6 +46,9 @@ from .objective import Loss, Objective, score
 from .unread import MAX_UNREAD
 from .vocabulary import ReducedVocabulary
 
+SLOT_STD = 0.02
+"""Standard deviation of the slots' vectors before training, where slots read nothing else."""
+
 
 class Block(ReducedVocabulary, CachedDrafter):
     """The block drafter."""
@@ -75,8 +78,7 @@ class Block(ReducedVocabulary, CachedDrafter):
         for index in range(config.num_layers):
             self._layer(index).self_attn.layer_idx = index
         rotary: Any = None if config.layer else decoder_of(target.model).rotary_emb
-        # References only: in a tuple, the target's parts are neither saved nor trained with the
-        # drafter.
+        # References only: in a tuple, the target's parts are neither saved nor trained.
         self._target_parts = target.embed_tokens, rotary, target.head
         # 2. The context and the slots.
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
@@ -86,6 +88,8 @@ class Block(ReducedVocabulary, CachedDrafter):
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
         if config.mask_token_id is None:
             self.slots = nn.Parameter(torch.zeros(self.num_slots, width))
+            if not config.inject:  # zeros would enter a norm, whose gradient is enormous there
+                nn.init.normal_(self.slots, std=SLOT_STD)
         # 3. The correction, and a head if it is trained.
         self.correction = make_correction(config, width, target.vocab_size, num_outputs)
         if self.has_own_head:

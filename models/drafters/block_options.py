@@ -92,18 +92,19 @@ class BlockConfig:
                 f"num_slots is {self.num_slots} and correction none, so all draft tokens from {self.num_slots} on would be "
                 "predicted alike; choose a correction, or set num_slots to null"
             )
-        num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates)
+        is_ranked = self.correction != "rnn"
+        num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates if is_ranked else 0)
         depth = f"block {self.block}" if self.depth is None else f"depth {self.depth}"
         if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
             problems.append(
-                f"width is {self.width}, candidates {self.candidates} and {depth}; a search of more than "
-                f"{MAX_SEARCH_NODES} nodes (width x depth) or {MAX_CANDIDATES} candidates (width x depth x the larger of width "
-                "and candidates) is a mistake: lower one of them"
+                f"width is {self.width}{f', candidates {self.candidates}' if is_ranked else ''} and {depth}; a search of more "
+                f"than {MAX_SEARCH_NODES} nodes (width x depth) or {MAX_CANDIDATES} candidates (width x depth x "
+                f"{'the larger of width and candidates' if is_ranked else 'width'}) is a mistake: lower one of them"
             )
         if self.rank > MAX_RANK:
             problems.append(f"rank is {self.rank}; a correction of rank above {MAX_RANK} is a mistake: lower it")
         num_pairs = (self.block - 1) * self.candidates**2
-        if self.correction != "rnn" and num_pairs > MAX_PAIRS:
+        if is_ranked and num_pairs > MAX_PAIRS:
             problems.append(
                 f"candidates is {self.candidates} and block {self.block}; more than {MAX_PAIRS} pairs of candidates "
                 "((block - 1) x candidates x candidates) don't fit in memory: lower one of them"

@@ -79,15 +79,33 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
         del options["head_dim"]  # recomputed from the number of heads
     options |= {name: value for name, value in form.items() if name != "model_type"}
     try:
-        return make_config(
+        config = make_config(
             **copy.deepcopy(options),
             hidden_size=target_config.hidden_size,
             vocab_size=target_config.vocab_size,
             max_position_embeddings=target_config.max_position_embeddings,
             num_hidden_layers=1,
         )
+        require_heads_that_divide(config)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"transformers can't build a layer of drafter.layer {dict(form)} ({error})") from error
+    return config
+
+
+def require_heads_that_divide(config: Any) -> None:
+    """Raise ValueError for heads that attention can't compute.
+
+    Transformers builds such layers, and some kernels then divide by zero, which ends the process.
+    """
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads is {num_heads} and num_key_value_heads {num_kv_heads}; the first must be a multiple of the "
+            "second, and an option that is left out is the target's: set both"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even number")
 
 
 def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:

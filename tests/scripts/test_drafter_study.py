@@ -174,6 +174,7 @@ def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
             {
                 ("full", "redrafter", 0): (25, 25),
                 ("full", "block", 0): (27, 27),
+                ("full", "block", 1): (40, 40),
                 ("full", "eagle3", 0): (26, 26),
                 ("full", "draft_model", 0): (30, 30),
                 ("equal", "redrafter", 0): (23, 23),
@@ -181,7 +182,9 @@ def test_marks_judge_the_best_challenger(cells: Any, reports: Any) -> None:
             },
         )
     )
-    verdicts = {mark["rule"]: mark["reached"] for mark in reports.judge(rows)}
+    marks = reports.judge(rows)
+    assert marks[-1]["text"].endswith("NOT reached, 0.90 [0.90, 0.90], by seed 0.90."), "seeds that only one side has"
+    verdicts = {mark["rule"]: mark["reached"] for mark in marks}
     assert verdicts == {
         "block, rnn at least 2.33 with 57,600 labels": False,
         "block, rnn at least 1.08 of ReDrafter's tokens per step with 512,000 labels": True,

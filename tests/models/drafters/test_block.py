@@ -263,6 +263,23 @@ def test_a_fresh_drafter_passes_the_latest_context_through(llama: HFTarget) -> N
     torch.testing.assert_close(outputs[1], drafter.norm(context[0, -1]))
 
 
+def test_slots_that_start_with_nothing_else_are_not_zero(llama: HFTarget) -> None:
+    """The norm of a zero vector multiplies gradients by the inverse root of its epsilon."""
+    torch.manual_seed(0)
+    drafter = Block.for_target(BlockConfig(block=BLOCK, inject=False), llama)
+
+    def gradient_norm() -> torch.Tensor:
+        drafter.zero_grad()
+        drafter.loss(make_batch(llama, drafter.feature_layers), Objective()).sums.sum().backward()
+        return torch.stack([weight.grad.norm() for weight in drafter.parameters() if weight.grad is not None]).norm()
+
+    norm = gradient_norm()
+    with torch.no_grad():
+        drafter.slots.zero_()
+    assert norm < gradient_norm() / 5
+    assert not Block.for_target(BlockConfig(block=BLOCK), llama).slots.any(), "these start with the context"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -355,6 +372,9 @@ def test_a_search_without_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="candidates is 4096 and block 16; more than 4194304 pairs"):
         BlockConfig(correction="markov", width=1, candidates=4096, block=16)
     BlockConfig(correction="rnn", width=1, candidates=4096, block=16)
+    BlockConfig(correction="rnn", candidates=100_000)  # it ranks no candidates
+    with pytest.raises(ValueError, match="width is 600 and block 4; .*width x depth x width"):
+        BlockConfig(correction="rnn", width=600)
     with pytest.raises(ValueError, match="rank is 100000; .*lower it"):
         BlockConfig(correction="markov", rank=100_000)
 

@@ -109,6 +109,12 @@ def test_no_cast_rounds_the_rotary_frequencies(
         ({"layer": FORM}, r"has no mlp.gate_proj.weight of shape .* set drafter.init=random"),
         ({"layer": {"model_type": "qwen3"}}, r"has no self_attn.q_norm.weight of shape"),
         ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't build a layer"),
+        # Attention with such heads once ended the process by a division by zero.
+        (
+            {"init": "random", "layer": {"model_type": "qwen3", "num_attention_heads": 1}},
+            "num_attention_heads is 1 and num_key_value_heads 2; the first must be a multiple",
+        ),
+        ({"init": "random", "layer": {"model_type": "qwen3", "head_dim": 1}}, "head_dim is 1; rotary embeddings need an even"),
     ],
 )
 def test_impossible_layer_options_are_named(target, options, message):

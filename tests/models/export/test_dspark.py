@@ -426,6 +426,7 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
         ({"intermediate_size": 10**12}, "it has intermediate_size 1000000000000"),
         ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_scaling of the type 'nonsense'"),
         ({"rms_norm_eps": -1.0}, "it has rms_norm_eps -1.0"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must be a multiple of the second"),
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64, use_sliding_window True"),
     ],
 )
