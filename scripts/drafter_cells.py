@@ -46,6 +46,8 @@ UNWEIGHTED = (RATES, EQUAL, FULL, CURVE)
 LATTICE, RECURRENT = {"width": 16, "candidates": 128}, {"width": 16, "depth": 5}
 """Searches of block drafters. All drafters search 5 tokens deep, but Medusa and the lattice, which have no
 more than they were trained for."""
+AS_DEEP_AS_TRAINED = {"width": 16, "depth": 4}
+"""The recurrent search that a comparison of corrections needs."""
 VARIANTS = {
     "redrafter": Variant(title="ReDrafter", recipe="redrafter_demo", parts=MAIN, search={"beam_width": 16, "beam_length": 5}),
     "block": Variant(title="block, rnn", recipe="block_demo", parts=MAIN, search=RECURRENT),
@@ -55,6 +57,7 @@ VARIANTS = {
     "draft_model": Variant(
         title="draft model", recipe="draft_model_demo", parts=(RATES, EQUAL, FULL), search={"length": 5, "top_k": 8}
     ),
+    "block_rnn_4": Variant(title="block, rnn, 4 deep", recipe="block_demo", parts=(CORRECTIONS,), search=AS_DEEP_AS_TRAINED),
     "block_bilinear": Variant(
         title="block, bilinear",
         recipe="block_demo",

@@ -54,7 +54,7 @@ class Block(ReducedVocabulary, CachedDrafter):
     """The block drafter."""
 
     Config = BlockConfig
-    DEPTH_OPTION = "block"
+    DEPTH_OPTION = "depth"
     config: BlockConfig
     _keep_activations: bool = True
 

@@ -309,7 +309,7 @@ def _reading(
         folder,
         target,
         options=options,
-        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
+        num_outputs=target.vocab_size if (size := config.get("draft_vocab_size")) is None else size,
         rename=names_of,
         rows=("lm_head.weight", "correction.markov_w2.weight") if has_markov else ("lm_head.weight",),
         shares_head=True,

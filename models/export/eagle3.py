@@ -127,7 +127,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         folder,
         target,
         options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers)), **read_norms(folder)},
-        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
+        num_outputs=target.vocab_size if (size := config.get("draft_vocab_size")) is None else size,
         rename=partial(names_of, _prefix(folder) or PREFIXES[0]),
     )
 

@@ -137,10 +137,9 @@ def require_horizon(spec: DrafterSpec, horizon: int) -> None:
 
 def describe_untrained_depths(spec: DrafterSpec, horizon: int) -> str | None:
     """Describe a search that is deeper than `horizon` labelled tokens train; else None."""
-    option = DRAFTERS[spec.kind].DEPTH_OPTION
-    if option is None or getattr(spec.config, option) < horizon:
+    option, trained = DRAFTERS[spec.kind].DEPTH_OPTION, horizon - 1
+    if option is None or (depth := getattr(spec.config, option) or 0) <= trained:
         return None
-    depth, trained = getattr(spec.config, option), horizon - 1
     return (
         f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train only {trained} depths, because the "
         f"first token is the target's own choice; set drafter.{option}={trained}, or distill.horizon={depth + 1}"
