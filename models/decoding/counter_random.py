@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """The step of SplitMix64, as a signed number: 2**64 divided by the golden ratio."""
 FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
-SHIFT, FLOAT_BITS = 33, 53
+SHIFT, FLOAT_BITS = 33, 52
 
 
 def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*stream"]:
@@ -26,9 +26,9 @@ def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*st
 def uniform(keys: Int[torch.Tensor, "*stream"], count: int) -> Float[torch.Tensor, "*stream count"]:
     """Return the first `count` numbers of each stream, in float64, above 0 and below 1."""
     bits = _mixed(keys[..., None] + torch.arange(1, count + 1, device=keys.device) * GOLDEN)
-    # The upper bits, as a fraction between 0 and 1: in the middle of each interval, so never 0.
+    # The upper bits, as a fraction: in the middle of each of 2**52 intervals, so never 0 or 1.
     bits = bits.bitwise_right_shift_(64 - FLOAT_BITS).bitwise_and_(2**FLOAT_BITS - 1)
-    return bits.double().add_(0.5).mul_(2.0**-FLOAT_BITS).clamp_(max=1 - 2.0**-FLOAT_BITS)
+    return bits.double().add_(0.5).mul_(2.0**-FLOAT_BITS)
 
 
 def exponential(keys: Int[torch.Tensor, "*stream"], count: int) -> Float[torch.Tensor, "*stream count"]:
