@@ -21,7 +21,7 @@ from ..models.decoding.sampling import Sampling
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
-from ..models.target.graphed_rule import GraphedRule
+from ..models.target.graphed_rule import rule_beside
 from ..models.target.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
@@ -186,7 +186,7 @@ def acceptance_rule(acceptance: str, temperature: float, target: HFTarget) -> Ac
         rule = GreedyAcceptance()
     elif acceptance == "typical":
         rule = TypicalAcceptance(sampling=sampling)
-    return GraphedRule(rule) if target.cuda_graphs else rule
+    return rule_beside(target, rule)
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:

@@ -27,6 +27,7 @@ from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
 from ...models.export.certificate_file import CertificateLine
+from ...models.target.graphed_rule import rule_beside
 from ...models.target.hf_target import HFTarget
 from ..measure.audit import audit
 from ..measure.pipelined import recorded_stages
@@ -244,7 +245,7 @@ def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Seq
     """
     # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
-    rule = SpeculativeSampling(sampling=sampling)
+    rule = rule_beside(target, SpeculativeSampling(sampling=sampling))
     quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
     for first_seed in tqdm(range(0, NUM_TEXTS, size), desc="certify samples", unit="batch", leave=False):
         texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
@@ -338,8 +339,8 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
 def _greedy(
     target: HFTarget, drafter: Any, prompts: Sequence[torch.Tensor], max_new_tokens: int, loop: Loop = generate
 ) -> Iterator[Step]:
-    rows = [prompt[0] for prompt in prompts]
-    return loop(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+    rows, rule = [prompt[0] for prompt in prompts], rule_beside(target, GreedyAcceptance())
+    return loop(target, drafter, rule, rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
 
 
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:

@@ -9,6 +9,7 @@ from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder
+from .hf_target import HFTarget
 
 
 class GraphedRule:
@@ -54,3 +55,8 @@ class GraphedRule:
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=lineage.shape[2], derived=(lineage, depths))
         generator = RowSeeds.of_rows(*seeds) if seeds else None
         return numbers_of(tree, self._output, self.rule(tree, self._output, generator=generator))
+
+
+def rule_beside(target: HFTarget, rule: AcceptanceRule) -> AcceptanceRule:
+    """Return the rule as it decodes beside this target: replayed if the target is."""
+    return GraphedRule(rule) if target.cuda_graphs else rule

@@ -55,13 +55,12 @@ from outrider.data.files import write_json
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
-from outrider.models.decoding.protocols import AcceptanceRule
 from outrider.models.decoding.sampling import flip
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.graphed_rule import GraphedRule
+from outrider.models.target.graphed_rule import rule_beside
 from outrider.models.target.hf_target import HFTarget
 
 SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
@@ -224,11 +223,6 @@ class SettableAcceptance:
         return follow(tree, on_path & (tree.depths <= count[:, None])).accept(real.bonus_token)
 
 
-def as_decoded(rule: AcceptanceRule, target: HFTarget) -> AcceptanceRule:
-    """Return the rule as evaluation runs it beside this target."""
-    return GraphedRule(rule) if target.cuda_graphs else rule
-
-
 class Bench:
     """The models, and one target per form, which keeps its compiled code or recordings."""
 
@@ -280,7 +274,7 @@ class Bench:
         vocab, args = target.vocab_size, self.args
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
-        rule = as_decoded(SettableAcceptance(args.acceptance), target)
+        rule = rule_beside(target, SettableAcceptance(args.acceptance))
         num_steps = args.warm_up + args.steps
         most = 6  # tokens per step; the same room in every case, so the cache keeps its shape
         compiled_before = compilations()

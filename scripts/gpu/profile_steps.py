@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from decode_bench import FORMS, SHAPES, SHAPES_OF_TREES, SettableAcceptance, ShapedDrafter, as_decoded
+from decode_bench import FORMS, SHAPES, SHAPES_OF_TREES, SettableAcceptance, ShapedDrafter
 from random_target import open_device, random_llama, target_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +27,7 @@ from outrider.data.files import write_json
 from outrider.models.decoding import RowSeeds, generate
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.target.graphed_rule import rule_beside
 
 GROUPS = {
     "attention": ("fmha", "flash", "attention", "cudnn_generated"),
@@ -87,7 +88,7 @@ def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator
     drafter = GraphedDrafter(drafter) if target.cuda_graphs else drafter
     prompt = torch.arange(args.prompt_tokens, device=device)[None] % target.vocab_size
     limit = (length + 1) * (2 + WARM_UP_STEPS + args.steps)
-    rule = as_decoded(SettableAcceptance(0.7), target)
+    rule = rule_beside(target, SettableAcceptance(0.7))
     steps = generate(target, drafter, rule, prompt, max_new_tokens=limit, generator=RowSeeds([0]))
     for _ in itertools.islice(steps, WARM_UP_STEPS):
         pass

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
+from outrider.models.decoding.counter_random import exponential, stream_keys, uniform
 from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
@@ -16,6 +17,7 @@ from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
 from outrider.models.target.config import TargetConfig
+from outrider.models.target.graphed_rule import GraphedRule
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
@@ -66,8 +68,11 @@ def form_of(target: HFTarget, **form: bool) -> HFTarget:
 
     On a CPU, recorded operators that run again imitate graphs.
     """
-    recorder = None if target.device.type == "cuda" else ReplayingRecorder()
-    return HFTarget(target.model, target.tokenizer, target.identity, recorder=recorder, **form)
+    return HFTarget(target.model, target.tokenizer, target.identity, recorder=recorder_for(target), **form)
+
+
+def recorder_for(target: HFTarget) -> ReplayingRecorder | None:
+    return None if target.device.type == "cuda" else ReplayingRecorder()
 
 
 def drafter_for(kind: str, target: HFTarget) -> Any:
@@ -76,18 +81,28 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
         return NullDrafter()
     if kind == "draft_model":  # the target itself, so that drafts are accepted
         reader = form_of(target, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
-        return DraftModel(DraftModelConfig(length=3), reader)
+        return as_replayed(DraftModel(DraftModelConfig(length=3), reader), target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         weights = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), whole_cpu_copy(target)).state_dict()
     drafter: Any = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     drafter.load_state_dict(weights)
     drafter.eval().requires_grad_(False)
+    return as_replayed(drafter, target)
+
+
+def as_replayed(drafter: Any, target: HFTarget) -> Any:
+    """Return the drafter as it decodes beside this target: replayed if the target is."""
     if not target.cuda_graphs:
         return drafter
-    replayed = graphed(drafter, None if target.device.type == "cuda" else ReplayingRecorder())
+    replayed = graphed(drafter, recorder_for(target))
     assert replayed is not drafter
     return replayed
+
+
+def rule_for(rule: Any, target: HFTarget) -> Any:
+    """Return the rule as it decodes beside this target: replayed if the target is."""
+    return GraphedRule(rule, recorder_for(target)) if target.cuda_graphs else rule
 
 
 def whole_cpu_copy(target: HFTarget) -> HFTarget:
@@ -101,7 +116,8 @@ def answers(target: HFTarget, drafter: Any, prompts=PROMPTS, limits=LIMITS, rule
     rows = [torch.tensor(row, device=target.device) for row in prompts]
     generator = RowSeeds(seeds) if seeds is not None else None
     texts: list[list[int]] = [[] for _ in rows]
-    for step in generate(target, drafter, rule or GreedyAcceptance(), rows, max_new_tokens=limits, generator=generator):
+    rule = rule_for(rule or GreedyAcceptance(), target)
+    for step in generate(target, drafter, rule, rows, max_new_tokens=limits, generator=generator):
         for row, tokens in zip(step.rows, step.tokens, strict=True):
             texts[row] += tokens
     return texts
@@ -168,6 +184,21 @@ def test_a_draft_model_records_again_when_its_cache_has_grown(model, monkeypatch
             assert answers(graphed, recorded, PROMPTS[:1], [limit]) == answers(model, NullDrafter(), PROMPTS[:1], [limit])
 
 
+@pytest.mark.parametrize("kind", ["plain", "redrafter", "eagle3"])
+def test_sampled_steps_in_graphs_draw_the_tokens_of_eager_steps(model, kind):
+    rule, graphed = SpeculativeSampling(sampling=Sampling(temperature=1.0)), form_of(model, cuda_graphs=True)
+    expected = answers(model, drafter_for(kind, model), rule=rule, seeds=[3, 4, 5])
+    assert answers(graphed, drafter_for(kind, graphed), rule=rule, seeds=[3, 4, 5]) == expected
+
+
+def test_random_numbers_of_a_row_are_those_of_a_cpu(model):
+    keys = [stream_keys(torch.arange(9, device=device), torch.tensor(7, device=device)) for device in (model.device, "cpu")]
+    on_device, on_cpu = (uniform(key, 1000).cpu() for key in keys)
+    assert torch.equal(on_device, on_cpu)
+    clocks = [exponential(key, 1000).float().cpu() for key in keys]
+    torch.testing.assert_close(*clocks, rtol=1e-6, atol=0)
+
+
 # --- host reads
 
 
@@ -194,6 +225,7 @@ def test_only_reading_the_tokens_makes_the_host_wait(model, monkeypatch, kind, f
     target = form_of(model, cuda_graphs=form == "graphs")
     drafter = drafter_for(kind, target)
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
+    rule = rule_for(rule, target)
     settled, num_calls = False, 0
 
     def strict(function: Callable[..., Any]) -> Callable[..., Any]:
