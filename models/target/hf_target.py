@@ -17,7 +17,7 @@ from ..decoding.prompts import Prompts
 from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from .cuda_graphs import CudaGraphRecorder, GraphedFunction, Recorder, SharedBuffer
+from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
@@ -71,9 +71,10 @@ class HFTarget(FrozenModel):
         self._decoding_model = torch.compile(model) if compiled else model
         self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes, layer_devices=self.layer_devices)
         self._logits = SharedBuffer()
-        recorder = recorder or CudaGraphRecorder()
-        self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
-        self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_nodes) if cuda_graphs else None
+        self._graphs = self._commits = None
+        if cuda_graphs:
+            self._graphs = GraphedFunction(self._read_tree_for_replay, recorder)
+            self._commits = GraphedFunction(self._keep_path_for_replay, self._graphs.recorder, neutral=_first_nodes)
 
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""

@@ -92,7 +92,7 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
-    assert len(recorders) == 2, "of the target and of the drafter"
+    assert len(recorders) > 3, "of the target, of the drafter, and of the rules"
     assert all(recorder.num_replays > 10 for recorder in recorders)
 
 
