@@ -10,6 +10,7 @@
 more precise if all elements have about the same size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,13 +80,17 @@ class BatchStates:
             layers=tuple(layer.moved(move) for layer in self.layers),
         )
 
-    def padded(self, states: Sequence[StoredStates], num_tokens: int) -> Float[torch.Tensor, "place width"] | None:
-        """Decode states, and put them side by side at their places; zeros elsewhere. None without states."""
+    def padded(self, states: Sequence[StoredStates], shape: tuple[int, ...]) -> Float[torch.Tensor, "batch seq width"] | None:
+        """Decode states, and put them side by side at their places; zeros elsewhere.
+
+        `shape` is [batch, seq]. Returns None without states.
+        """
         if not states:
             return None
         decoded = [part.decode() for part in states]
         values = decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=1)
-        return values.new_zeros(num_tokens, values.shape[1]).index_copy_(0, self.index, values)
+        places = values.new_zeros(math.prod(shape), values.shape[1])
+        return places.index_copy_(0, self.index, values).view(*shape, -1)
 
 
 def are_finite(states: Float[torch.Tensor, "token width"]) -> Bool[torch.Tensor, " token"]:

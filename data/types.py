@@ -204,9 +204,9 @@ class DrafterBatch:
             return self
         stored, shape = self.stored, self.input_ids.shape
         last = [] if stored.hidden_states is None else [stored.hidden_states]
-        states = {"hidden_states": stored.padded(last, shape.numel()), "features": stored.padded(stored.layers, shape.numel())}
-        views = {name: values.view(*shape, -1) for name, values in states.items() if values is not None}
-        return replace(self, **views, stored=None)
+        return replace(
+            self, hidden_states=stored.padded(last, shape), features=stored.padded(stored.layers, shape), stored=None
+        )
 
     def at(self, positions: Bool[np.ndarray, "batch seq"]) -> "DrafterBatch":
         """Return the same texts with other positions to train."""

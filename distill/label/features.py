@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
@@ -113,8 +114,8 @@ def start_storing(
     # 1. The tokens of all texts, one text after another.
     lengths = [len(example.input_ids) for example in examples]
     width = continuations.shape[1]
-    index = torch.cat([row * width + torch.arange(length) for row, length in enumerate(lengths)])
-    index = to_device(index.numpy(), continuations.device)
+    places = np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
+    index = to_device(places, continuations.device)
     # 2. Encode the states, and start all copies. The names are those of a shard.
     read = {"continuations": continuations, "top_tokens": features.top_tokens, "top_log_probs": features.top_log_probs}
     tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}

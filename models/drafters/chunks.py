@@ -56,7 +56,8 @@ class SharedCasts(TorchFunctionMode):
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
         device = weight.device.type
-        if not (torch.is_autocast_enabled(device) and weight.is_leaf and weight.requires_grad and weight.dtype == torch.float32):
+        trained = weight.is_leaf and weight.requires_grad and weight.dtype == torch.float32
+        if not (trained and torch.is_autocast_enabled(device)):
             return weight
         if weight not in self._casts:
             self._casts[weight] = weight.to(torch.get_autocast_dtype(device))

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from outrider.data.choices import STATE_DTYPES
 from outrider.data.packing import padded
 from outrider.data.shards import label_store
-from outrider.data.states import BatchStates, encode_states, joined
+from outrider.data.states import BatchStates, StoredStates, encode_states, joined
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
@@ -170,13 +170,15 @@ def test_storing_a_batch_waits_only_where_its_copies_are_awaited(dtype: str, dev
 
     start(device)()  # allocates pinned memory, which may wait
     for actual, expected in zip(start(device)(), start(CPU)(), strict=True):
-        assert actual.hidden_states is not None
-        assert expected.hidden_states is not None
-        assert not actual.hidden_states.values.is_pinned()
+        assert not any(states.values.is_pinned() for states in states_in(actual))
         assert torch.equal(actual.continuations, expected.continuations)
-        pairs = [(actual.hidden_states, expected.hidden_states), *zip(actual.layers.values(), expected.layers.values(), strict=True)]
-        for ours, theirs in pairs:
+        for ours, theirs in zip(states_in(actual), states_in(expected), strict=True):
             torch.testing.assert_close(ours.decode(), theirs.decode())
+
+
+def states_in(example: DistilledExample) -> list[StoredStates]:
+    assert example.hidden_states is not None
+    return [example.hidden_states, *example.layers.values()]
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
@@ -186,10 +188,9 @@ def test_stored_states_are_decoded_on_the_device_without_a_wait(dtype: str, devi
     layout = padded(lengths)
     stored = BatchStates(index=layout.index(), layers=tuple(joined(parts) for parts in layers))
     on_device = stored.moved(lambda tensor: tensor.to(device))
-    num_tokens = torch.Size(layout.shape).numel()
     with no_waits(device):
-        actual = on_device.padded(on_device.layers, num_tokens)
-    expected = stored.padded(stored.layers, num_tokens)
+        actual = on_device.padded(on_device.layers, layout.shape)
+    expected = stored.padded(stored.layers, layout.shape)
     assert actual is not None
     torch.testing.assert_close(actual.cpu(), expected)
 

@@ -48,9 +48,7 @@ def trained(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 8])
-def test_a_trained_head_and_its_gradient_are_cast_once_for_all_chunks(
-    num_chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_head_and_its_gradient_are_cast_once_for_all_chunks(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loss, gradient, counts = trained(num_chunks, monkeypatch)
     assert counts["aten::_to_copy"] == 2
     assert counts["aten::add"] == num_chunks - 1
