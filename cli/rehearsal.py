@@ -131,7 +131,7 @@ def rehearse_loss(
     reads = target_reads(drafter, objective, other)
     if reads.top and examples[0].top is None:
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
-    batch = draw_batch(config, examples, reads, 0)
+    batch = draw_batch(config, examples, reads, 0).decoded()
     if config.packing and _lacks_states(batch, reads.hidden_states, reads.layers):
         require_packing(target)
     batch = with_hidden_states(batch, target, reads, other)

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 
 from .choices import LABELS
-from .packing import packed, padded
+from .packing import Layout, packed, padded
+from .states import BatchStates, joined
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, HostBatch, TargetReads
 
 
@@ -48,7 +49,8 @@ def collate(
     use the same positions: those with a distilled label. If the batch has more than
     `max_positions`, `generator` (on the CPU) samples that many of them. Padding is `pad_id`,
     UNKNOWN, zeros, and log-probabilities of minus infinity. `reads` selects the tensors of the
-    target in the batch; every example must have them.
+    target in the batch; every example must have them. States stay in the stored type until
+    `DrafterBatch.decoded`.
     """
     assert labels in LABELS, labels
     # 1. Labels, and the positions that have one.
@@ -61,24 +63,30 @@ def collate(
         horizon = examples[0].continuations.shape[1]
         continuations = [text_continuations(text.input_ids, text.loss_mask, horizon) for text in texts]
     # 2. Tensors of the target.
-    hidden_states = [example.hidden_states for example in examples if reads.hidden_states and example.hidden_states is not None]
     tops = [example.top for example in examples if reads.top and example.top is not None]
-    assert len(hidden_states) == len(examples) * reads.hidden_states, "every example must have the tensors that are read"
     assert len(tops) == len(examples) * reads.top, "every example must have the tensors that are read"
-    layers = [torch.cat([example.layers[layer].decode() for layer in reads.layers], 1) for example in examples if reads.layers]
     # 3. One tensor of each, padded.
     batch = DrafterBatch(
         input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
         attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
         positions=layout.place(_thin(positions, max_positions, generator), False),
         continuations=layout.place([continuation.long() for continuation in continuations], UNKNOWN),
-        hidden_states=layout.place([states.decode() for states in hidden_states], 0.0) if hidden_states else None,
-        features=layout.place(layers, 0.0) if layers else None,
+        stored=_stored_states(examples, layout, reads),
         top_tokens=layout.place([top.tokens for top in tops], UNKNOWN) if tops else None,
         top_log_probs=layout.place([top.log_probs for top in tops], -math.inf) if tops else None,
         starts=layout.starts() if packing else None,
     )
     return replace(batch, host=HostBatch.of(batch))
+
+
+def _stored_states(examples: list[DistilledExample], layout: Layout, reads: TargetReads) -> BatchStates | None:
+    """Join the examples' states that are read; None if none are."""
+    last = [example.hidden_states for example in examples if reads.hidden_states and example.hidden_states is not None]
+    assert len(last) == len(examples) * reads.hidden_states, "every example must have the tensors that are read"
+    layers = tuple(joined([example.layers[layer] for example in examples]) for layer in reads.layers)
+    if not last and not layers:
+        return None
+    return BatchStates(index=layout.index(), hidden_states=joined(last) if last else None, layers=layers)
 
 
 def _thin(

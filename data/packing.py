@@ -39,6 +39,12 @@ class Layout:
             placed[row, column : column + len(text)] = text
         return placed
 
+    def index(self) -> Int[torch.Tensor, " token"]:
+        """Return the index of each text's tokens, text after text, among all batch x seq tokens."""
+        width = self.shape[1]
+        places = zip(self.rows, self.columns, self.lengths, strict=True)
+        return torch.cat([row * width + column + torch.arange(length) for row, column, length in places])
+
     def starts(self) -> Int[torch.Tensor, "batch seq"]:
         """Return the start column of each token's text; padding counts as one more text."""
         num_rows, _ = self.shape

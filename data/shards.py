@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from .manifest import MANIFEST_FILE, Manifest, ShardEntry
-from .states import StoredStates
+from .states import StoredStates, joined
 from .store import ShardStore
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
@@ -169,9 +169,8 @@ def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
 
 
 def _state_tensors(name: str, states: Sequence[StoredStates]) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.cat([example_states.values for example_states in states]).cpu()}
-    scales = [example_states.scales for example_states in states if example_states.scales is not None]
-    return tensors | ({name + SCALES: torch.cat(scales).cpu()} if scales else {})
+    together = joined(states)
+    return {name: together.values} | ({} if together.scales is None else {name + SCALES: together.scales})
 
 
 def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:

@@ -10,10 +10,12 @@
 more precise if all elements have about the same size.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """Largest value of the types with scales: OCP's 8-bit format E4M3, and int8 without -128."""
@@ -37,29 +39,79 @@ class StoredStates:
         """Return the states of a range of tokens, in the same memory."""
         return StoredStates(values=self.values[start:stop], scales=None if self.scales is None else self.scales[start:stop])
 
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "StoredStates":
+        """Return the states with `move` applied to the tensors, which copies them elsewhere."""
+        return StoredStates(values=move(self.values), scales=None if self.scales is None else move(self.scales))
+
     def decode(self) -> Float[torch.Tensor, "token width"]:
         """Return the states: in float32 if they have scales, else in the stored type."""
         return self.values if self.scales is None else self.values.float() * self.scales[:, None]
 
 
-def encode_states(states: Float[torch.Tensor, "token width"], dtype: str) -> StoredStates:
-    """Encode states in one of STATE_DTYPES, on the CPU, scaled by each token's largest element.
+def joined(parts: Sequence[StoredStates]) -> StoredStates:
+    """Return the states of all parts, one after another.
 
-    Raises ValueError for a state that isn't finite.
+    Parts of different types are decoded: a shard of another program may have float32.
     """
-    if not states.isfinite().all():
-        raise ValueError(
-            "the target's hidden states are not all numbers: its weights are damaged, or overflow their type; load it with "
-            "target.dtype=bfloat16 or float32, or leave the text out"
+    if len({part.values.dtype for part in parts}) > 1:
+        return StoredStates(values=torch.cat([part.decode() for part in parts]))
+    scales = [part.scales for part in parts if part.scales is not None]
+    return StoredStates(values=torch.cat([part.values for part in parts]), scales=torch.cat(scales) if scales else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStates:
+    """Stored states of a batch of texts, one text after another and without padding.
+
+    They are moved to the device in the stored type, and decoded and padded there. `index` is each
+    token's place among all batch x seq tokens. `layers` are the inputs of layers, side by side in
+    the decoded features.
+    """
+
+    index: Int[torch.Tensor, " token"]
+    hidden_states: StoredStates | None = None
+    layers: tuple[StoredStates, ...] = ()
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "BatchStates":
+        """Return the states with `move` applied to every tensor."""
+        return BatchStates(
+            index=move(self.index),
+            hidden_states=None if self.hidden_states is None else self.hidden_states.moved(move),
+            layers=tuple(layer.moved(move) for layer in self.layers),
         )
+
+    def padded(self, states: Sequence[StoredStates], shape: tuple[int, ...]) -> Float[torch.Tensor, "batch seq width"] | None:
+        """Decode states, and put them side by side at their places; zeros elsewhere.
+
+        `shape` is [batch, seq]. Returns None without states.
+        """
+        if not states:
+            return None
+        decoded = [part.decode() for part in states]
+        values = decoded[0] if len(decoded) == 1 else torch.cat(decoded, dim=1)
+        places = values.new_zeros(math.prod(shape), values.shape[1])
+        return places.index_copy_(0, self.index, values).view(*shape, -1)
+
+
+def are_finite(states: Float[torch.Tensor, "token width"]) -> Bool[torch.Tensor, " token"]:
+    """Return which tokens' states are all numbers, on the states' device."""
+    return states.isfinite().all(dim=1)
+
+
+def encode_states(states: Float[torch.Tensor, "token width"], dtype: str) -> StoredStates:
+    """Encode finite states in one of STATE_DTYPES, scaled by each token's largest element.
+
+    The result is on the states' device. Where a state isn't finite it is meaningless: see
+    `are_finite`.
+    """
     if dtype not in LARGEST:
-        return StoredStates(values=states.to("cpu", getattr(torch, dtype)))
+        return StoredStates(values=states.to(getattr(torch, dtype)))
     states = states.float()
     # A token of zeros gets a positive scale too, to avoid a division by zero.
     scales = (states.abs().amax(1) / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = states / scales[:, None]
     values = scaled.round() if dtype == "int8" else scaled
-    return StoredStates(values=values.to(getattr(torch, dtype)).cpu(), scales=scales.cpu())
+    return StoredStates(values=values.to(getattr(torch, dtype)), scales=scales)
 
 
 def state_bytes(width: int, dtype: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from .roles import Role as Role
-from .states import StoredStates
+from .states import BatchStates, StoredStates
 
 UNKNOWN = -1
 """Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""
@@ -154,8 +154,9 @@ class DrafterBatch:
 
     `attention_mask` is True on real tokens. `positions` marks the positions to train, a subset of
     the labelled ones. `hidden_states` are those of the target's last layer after its final norm.
-    `features` are the inputs of further layers that the drafter reads, side by side. Both are None
-    if neither shards nor trainer provide them. `top_tokens` and `top_log_probs` are those of
+    `features` are the inputs of further layers that the drafter reads, side by side. Both have the
+    target's or the stored type, and are None if neither shards nor trainer provide them. `stored` are
+    states of the shards that aren't decoded yet: see `decoded`. `top_tokens` and `top_log_probs` are those of
     `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
     (padding counts as a text); None if each row holds one text. `num_covered` counts, at each position
     to train, the draft tokens of its continuation that another drafter proposes; None if the loss
@@ -169,6 +170,7 @@ class DrafterBatch:
     continuations: Int[torch.Tensor, "batch seq horizon"]
     hidden_states: Float[torch.Tensor, "batch seq hidden"] | None = None
     features: Float[torch.Tensor, "batch seq feature"] | None = None
+    stored: BatchStates | None = None
     top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None
     starts: Int[torch.Tensor, "batch seq"] | None = None
@@ -191,9 +193,20 @@ class DrafterBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "DrafterBatch":
-        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "host"}
+        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("host", "stored")}
         moved = {name: move(tensor) for name, tensor in tensors.items() if tensor is not None}
-        return replace(self, **moved, host=replace(self.on_host, of_positions=moved["positions"]))
+        stored = None if self.stored is None else self.stored.moved(move)
+        return replace(self, **moved, stored=stored, host=replace(self.on_host, of_positions=moved["positions"]))
+
+    def decoded(self) -> "DrafterBatch":
+        """Return the batch with its stored states decoded and padded, on their device."""
+        if self.stored is None:
+            return self
+        stored, shape = self.stored, self.input_ids.shape
+        last = [] if stored.hidden_states is None else [stored.hidden_states]
+        return replace(
+            self, hidden_states=stored.padded(last, shape), features=stored.padded(stored.layers, shape), stored=None
+        )
 
     def at(self, positions: Bool[np.ndarray, "batch seq"]) -> "DrafterBatch":
         """Return the same texts with other positions to train."""

@@ -62,8 +62,8 @@ class DistillConfig:
     be trained. train.teacher=top_k learns from them. None stores none."""
 
     shard_examples: PositiveInt = 256
-    """Examples per shard. An interruption loses at most one shard, and a shard is held in memory
-    until it is written."""
+    """Examples per shard. An interruption loses at most one shard, and a kill two: a shard is written
+    while the next one is labelled. Both are held in memory."""
 
     batch_tokens: PositiveInt = 8192
     """Tokens of text, padding included, in one forward pass; a longer text is alone in its pass.

@@ -42,6 +42,7 @@ from outrider.data.types import DrafterBatch
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters.chunks import MAX_CHUNK
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossChoice, LossKind
 from outrider.models.drafters.objective import Objective, score
@@ -99,7 +100,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--labels", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--losses", nargs="*", choices=list(LOSSES), default=["cross_entropy", "kl"])
     parser.add_argument("--hidden", type=int, default=256, help="width of the heads")
-    parser.add_argument("--max-chunk", type=int, default=objective_module.MAX_CHUNK, help="logits that score holds at a time")
+    parser.add_argument("--max-chunk", type=int, default=MAX_CHUNK, help="logits that score holds at a time")
     parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="methods of the loss in whole steps")
     parser.add_argument("--step-labels", type=int, default=8192, help="labels of a step, a quarter of them positions")
     parser.add_argument("--step-hidden", type=int, default=1024, help="width of the drafter in whole steps")
@@ -128,7 +129,8 @@ def run_case(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 def measure(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    objective_module.MAX_CHUNK = case["max_chunk"] if case["method"] == "chunks" else sys.maxsize
+    max_chunk = case["max_chunk"] if case["method"] == "chunks" else sys.maxsize
+    objective_module.max_chunk = lambda device: max_chunk
     run = make_step(case, device) if case["loss"] == "step" else make_loss(case, device)
     run(8)  # libraries allocate their permanent buffers here
     ballast = start_counting(device)

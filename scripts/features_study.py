@@ -13,7 +13,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +30,7 @@ from outrider.data.states import encode_states
 from outrider.data.types import DistilledExample
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations
-from outrider.distill.label.features import TextFeatures, bytes_per_token, stored_example
+from outrider.distill.label.features import TextFeatures, bytes_per_token, start_storing
 from outrider.distill.label.run import distill
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
@@ -140,11 +139,10 @@ def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, flo
         features = [read_states(target, example) for example in examples]
         errors = errors or state_errors(features)
         for name in pending:
-            make = partial(stored_example, STORED[name])
-            stored = [
-                make(example.example, example.continuations, with_top(states, STORED[name].top_logprobs), 0)
-                for example, states in zip(examples, features, strict=True)
-            ]
+            stored = []
+            for example, states in zip(examples, features, strict=True):
+                of_text = with_top(states, STORED[name].top_logprobs)
+                stored += start_storing(STORED[name], [example.example], example.continuations[None], of_text)()
             entries[name].append(write_shard(args.folder / name, entry.index, stored))
     for name in pending:
         label_store(args.folder / name).save(described(manifest, STORED[name], entries[name]))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -193,21 +192,21 @@ def target_reads(drafter: TrainableDrafter, objective: Objective, other: OtherDr
 def with_hidden_states(
     batch: DrafterBatch, target: HFTarget, reads: TargetReads, other: OtherDrafter | None = None
 ) -> DrafterBatch:
-    """Move the batch to the target's device, and recompute the target's states that it lacks.
+    """Move the batch to the target's device, decode its states, and recompute those that it lacks.
 
-    With `other` the batch also has the number of draft tokens that this drafter proposes.
+    States keep the target's or the stored type: a drafter casts what it reads, and under autocast a
+    copy in float32 would only be cast back. With `other` the batch also has the number of draft
+    tokens that this drafter proposes.
     """
-    batch = batch.to(target.device)
+    batch = batch.to(target.device).decoded()
     last = reads.hidden_states and batch.hidden_states is None
     layers = reads.layers if batch.features is None else ()
     hidden_states, features = states_of_texts(target, batch, last=last, layers=layers)
-    states = {
-        "hidden_states": hidden_states if last else batch.hidden_states,
-        "features": features if layers else batch.features,
-    }
-    # Drafters train in float32, whatever the target's type is. Autocast, if on, casts down again.
-    floats: dict[str, Any] = {name: value.float() for name, value in states.items() if value is not None}
-    batch = replace(batch, **floats)
+    batch = replace(
+        batch,
+        hidden_states=hidden_states if last else batch.hidden_states,
+        features=features if layers else batch.features,
+    )
     return batch if other is None else other.mark(batch)
 
 

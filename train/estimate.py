@@ -19,7 +19,7 @@ from ..data.types import UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from ..models.decoding import GreedyAcceptance, RowSeeds, generate
 from ..models.drafters import NullDrafter
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.objective import MAX_CHUNK
+from ..models.drafters.chunks import max_chunk
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
 from ..models.machine import synchronize
 from ..models.target.hf_target import HFTarget
@@ -57,6 +57,8 @@ class TrainingEstimate:
     texts_per_step: int
     tokens_per_text: float
     """Mean over the texts of the sample, padding excluded."""
+    max_chunk: int
+    """Logits that the loss holds at a time on this device."""
     most_logits: int
     """Logits of a micro-batch of the sample's longest texts, over the target's vocabulary."""
     parameters: int
@@ -90,7 +92,7 @@ class TrainingEstimate:
     @property
     def chunk_bytes(self) -> int:
         """Logits that are held at a time, at most; the loss holds a few tensors of this size."""
-        return min(MAX_CHUNK, self.most_logits) * FLOAT_BYTES
+        return min(self.max_chunk, self.most_logits) * FLOAT_BYTES
 
     @property
     def disk_bytes(self) -> int:
@@ -136,6 +138,7 @@ def estimate_training(
         num_steps=config.steps - steps_done,
         texts_per_step=config.batch_size * config.gradient_accumulation * accelerator.num_processes,
         tokens_per_text=sum(len(example.example.input_ids) for example in examples) / len(examples),
+        max_chunk=max_chunk(target.device),
         most_logits=sum(num_labels[-config.batch_size :]) * target.vocab_size,
         parameters=_num_parameters(drafter),
         target_bytes=target.weight_bytes,

@@ -1,16 +1,18 @@
 """Tensors of the target stored besides the tokens: checks, computation and size in bytes."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from ...data.shards import TOP_BYTES
-from ...data.states import encode_states, state_bytes
-from ...data.types import DistilledExample, Example, TopTokens
+from ...data.host_copies import start_host_copies
+from ...data.shards import LAYER, SCALES, TOP_BYTES
+from ...data.states import StoredStates, are_finite, encode_states, state_bytes
+from ...data.types import DistilledExample, Example, TopTokens, to_device
 from ...models.target.hf_target import HFTarget
 from ...models.target.hidden_states import decoder_layers
 from ..config import DistillConfig
@@ -18,6 +20,10 @@ from ..config import DistillConfig
 TOKEN_BYTES = 4
 """Bytes of a token's id, and of each token of its label."""
 MASK_BYTES = 1
+NOT_FINITE = (
+    "the target's hidden states are not all numbers: its weights are damaged, or overflow their type; load it with "
+    "target.dtype=bfloat16 or float32, or leave the text out"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,32 +98,60 @@ def require_space(config: DistillConfig, target: HFTarget, examples: Sequence[Ex
         )
 
 
-def stored_example(
+def start_storing(
     config: DistillConfig,
-    example: Example,
-    continuations: Int[torch.Tensor, "seq horizon"],
+    examples: Sequence[Example],
+    continuations: Int[torch.Tensor, "batch seq horizon"],
     features: TextFeatures,
-    row: int,
-) -> DistilledExample:
-    """Return the example with its labels and the configured tensors, on the CPU.
+) -> Callable[[], list[DistilledExample]]:
+    """Encode what is stored of a batch on the device, and start to copy it to the host.
 
-    The tensors come from row `row` of the features. Raises ValueError with the example's id if the
-    target's states aren't finite.
+    Row n of the tensors belongs to example n. Padding is neither encoded nor copied. The returned
+    function waits for the copies once, and returns the examples with their labels and the
+    configured tensors, on the CPU. It may run in another thread. It raises ValueError with an
+    example's id if the target's states of this example aren't finite.
     """
-    num_tokens = len(example.input_ids)
-    try:
-        layers = {
-            layer: encode_states(features.layers[layer][row, :num_tokens], config.features_dtype)
-            for layer in config.feature_layers
-        }
-        last = encode_states(features.hidden_states[row, :num_tokens], config.features_dtype) if config.last_hidden else None
-    except ValueError as error:
-        raise ValueError(f"example {example.id!r}: {error}") from error
-    top = None
-    if features.top_tokens is not None and features.top_log_probs is not None:
-        top = TopTokens(
-            tokens=features.top_tokens[row, :num_tokens].cpu(), log_probs=features.top_log_probs[row, :num_tokens].cpu()
-        )
+    # 1. The tokens of all texts, one text after another.
+    lengths = [len(example.input_ids) for example in examples]
+    width = continuations.shape[1]
+    places = np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
+    index = to_device(places, continuations.device)
+    # 2. Encode the states, and start all copies. The names are those of a shard.
+    read = {"continuations": continuations, "top_tokens": features.top_tokens, "top_log_probs": features.top_log_probs}
+    tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}
+    states = {f"{LAYER}{layer}": features.layers[layer] for layer in config.feature_layers}
+    states |= {"hidden_states": features.hidden_states} if config.last_hidden else {}
+    for name, values in states.items():
+        of_tokens = values.flatten(0, 1)[index]
+        finite = are_finite(of_tokens)
+        tensors["finite"] = tensors["finite"] & finite if "finite" in tensors else finite
+        encoded = encode_states(of_tokens, config.features_dtype)
+        tensors |= {name: encoded.values} | ({} if encoded.scales is None else {name + SCALES: encoded.scales})
+    wait = start_host_copies(tensors)
+
+    # 3. Divide them among the examples, once they are there.
+    def finish() -> list[DistilledExample]:
+        parts = {name: tensor.split(lengths) for name, tensor in wait().items()}
+        return [
+            _stored_example(config, example, {name: part[row] for name, part in parts.items()})
+            for row, example in enumerate(examples)
+        ]
+
+    return finish
+
+
+def _stored_example(config: DistillConfig, example: Example, tensors: Mapping[str, torch.Tensor]) -> DistilledExample:
+    """Return an example with its part of the tensors of `start_storing`."""
+    if "finite" in tensors and not tensors["finite"].all():
+        raise ValueError(f"example {example.id!r}: {NOT_FINITE}")
+
+    def states(name: str) -> StoredStates:
+        return StoredStates(values=tensors[name], scales=tensors.get(name + SCALES))
+
     return DistilledExample(
-        example=example, continuations=continuations[:num_tokens], hidden_states=last, layers=layers, top=top
+        example=example,
+        continuations=tensors["continuations"],
+        hidden_states=states("hidden_states") if config.last_hidden else None,
+        layers={layer: states(f"{LAYER}{layer}") for layer in config.feature_layers},
+        top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
     )

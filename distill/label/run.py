@@ -8,12 +8,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Int
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +36,9 @@ from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from .behind import Behind
 from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
-from .features import require_features, require_space, stored_example
+from .features import TextFeatures, require_features, require_space, start_storing
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +75,8 @@ def distill(
     `examples` are labelled instead of those of `data`; for example, answers of the target (see
     `regenerate`). Conversations with an `overlap` with the evaluation are dropped and counted.
     Complete shards are kept, and the others divided among the processes (see `run_shards`). An
-    interrupted run loses at most the current shard of each process, and may be resumed with another
-    number of processes.
+    interrupted run loses at most the current shard of each process, and a killed one also a shard
+    that a thread was writing. It may be resumed with another number of processes.
 
     Raises ValueError before any long work if the target isn't supported, the folder holds another
     run's shards or a damaged one, or the disk is too small.
@@ -179,43 +182,60 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
 def label_shard(
     config: DistillConfig, target: HFTarget, examples: Sequence[Example], progress: tqdm
 ) -> tuple[list[DistilledExample], LabellingStats]:
-    """Return the labelled examples of one shard in order. `progress` counts tokens of text."""
+    """Return the labelled examples of one shard in order. `progress` counts tokens of text.
+
+    A thread moves what a batch stores to memory while the next batch is computed. Raises ValueError
+    with an example's id if the target's states of this example aren't finite.
+    """
     started = time.perf_counter()
     counts: list[LabelStats] = []
     labelled: dict[int, DistilledExample] = {}
-    for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
-        # 1. Pad the texts of a batch.
-        input_ids = pad_sequence([examples[index].input_ids.long() for index in batch], batch_first=True)
-        wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
-        attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
-        # 2. Compute labels and features.
-        sampled = None
-        if config.label_temperature:
-            sampled = SampledLabels.of(
-                [examples[index].id for index in batch],
-                input_ids.shape[1] + config.horizon,
-                temperature=config.label_temperature,
-                seed=config.seed,
-                device=target.device,
-            )
-        continuations, features, stats = label_continuations(
-            target,
-            input_ids.to(target.device),
-            attention_mask.to(target.device),
-            wanted.to(target.device),
-            horizon=config.horizon,
-            feature_layers=tuple(config.feature_layers),
-            top_k=config.top_logprobs,
-            sampled=sampled,
-        )
-        # 3. Keep what is stored, by the example's index in the shard.
-        continuations = continuations.cpu()
-        for row, index in enumerate(batch):
-            labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
-        counts.append(stats)
-        progress.update(stats.num_text_tokens)
+    with Behind("states") as behind:
+        for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
+            texts = [examples[index] for index in batch]
+            continuations, features, stats = _label_batch(config, target, texts)
+            behind.start(partial(_keep, labelled, batch, start_storing(config, texts, continuations, features)))
+            counts.append(stats)
+            progress.update(stats.num_text_tokens)
     shard_stats = LabellingStats(**asdict(total(LabelStats, counts)), seconds=time.perf_counter() - started)
     return [labelled[index] for index in range(len(examples))], shard_stats
+
+
+def _label_batch(
+    config: DistillConfig, target: HFTarget, examples: Sequence[Example]
+) -> tuple[Int[torch.Tensor, "text seq horizon"], TextFeatures, LabelStats]:
+    """Return continuations, features and work of a batch, on the target's device."""
+    # 1. Pad the texts.
+    input_ids = pad_sequence([example.input_ids.long() for example in examples], batch_first=True)
+    wanted = pad_sequence([example.wanted for example in examples], batch_first=True)
+    attention_mask = pad_sequence([torch.ones_like(example.loss_mask) for example in examples], batch_first=True)
+    # 2. Compute labels and features.
+    sampled = None
+    if config.label_temperature:
+        sampled = SampledLabels.of(
+            [example.id for example in examples],
+            input_ids.shape[1] + config.horizon,
+            temperature=config.label_temperature,
+            seed=config.seed,
+            device=target.device,
+        )
+    return label_continuations(
+        target,
+        input_ids.to(target.device),
+        attention_mask.to(target.device),
+        wanted.to(target.device),
+        horizon=config.horizon,
+        feature_layers=tuple(config.feature_layers),
+        top_k=config.top_logprobs,
+        sampled=sampled,
+    )
+
+
+def _keep(
+    labelled: dict[int, DistilledExample], indexes: Sequence[int], examples: Callable[[], Sequence[DistilledExample]]
+) -> None:
+    """Wait for a batch's examples, and add them by their index in the shard."""
+    labelled.update(zip(indexes, examples(), strict=True))
 
 
 def _label_shards(
@@ -226,12 +246,19 @@ def _label_shards(
     progress: tqdm,
     worker: Worker,
 ) -> None:
-    for index, examples in shards.items():
-        labelled, stats = label_shard(config, target, examples, progress)
-        if worker.speaks:
-            # The statistics come first, since the shard's sidecar marks it as complete.
-            write_json(label_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
-            write_shard(output_dir, index, labelled)
+    """Label and write shards. A thread writes a shard while the next one is labelled."""
+    with Behind("shards") as behind:
+        for index, examples in shards.items():
+            labelled, stats = label_shard(config, target, examples, progress)
+            if worker.speaks:
+                behind.start(partial(_write, output_dir, index, labelled, stats))
+            del labelled  # at most the shard that is written and the next one are in memory
+
+
+def _write(output_dir: Path, index: int, labelled: list[DistilledExample], stats: LabellingStats) -> None:
+    """Write a shard. Its statistics come first, since its sidecar marks it as complete."""
+    write_json(label_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
+    write_shard(output_dir, index, labelled)
 
 
 def _write_statistics(

@@ -119,7 +119,8 @@ class Eagle(FeatureDrafter):
         features = self.target_features(batch)
         noisy = features
         if self.training and self.config.feature_noise:
-            noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
+            noisy = features.float()
+            noisy = noisy + self.config.feature_noise * (2 * torch.rand_like(noisy) - 1)
         # 2. The objective on tokens, at the trained depths.
         outputs = self.unroll(batch, labels, noisy)
         loss = self._score(labels, outputs, batch, objective)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import DrafterBatch, to_device
+from .chunks import SharedCasts, max_chunk
 from .label_weights import dpace_weights
 from .labels import Labels
 from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
@@ -25,12 +26,6 @@ from .vocabulary import DraftVocabulary
 
 HIT_RANKS = 10
 """Training reports how often the label is among the 1..HIT_RANKS most probable tokens."""
-
-MAX_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed.
-
-A smaller chunk costs time: for every chunk, a trained head's whole gradient is added up once more
-(scripts/bench_loss_memory.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +292,10 @@ def per_label_loss(
         index = index[rows.text_index[index].argsort(kind="stable")]
     if in_text_order or len(index) < len(chosen):
         rows = rows.take(index)
-    size = max(1, MAX_CHUNK // num_columns)
+    size = max(1, max_chunk(rows.output.device) // num_columns)
     if len(index) <= size:
         return index, evaluate(rows)
+    evaluate = SharedCasts().shared(evaluate)
     losses = [checkpoint(evaluate, chunk, use_reentrant=False) for chunk in rows.split(size)]
     return index, LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
 

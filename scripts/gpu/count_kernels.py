@@ -17,6 +17,7 @@ kernels.
   the kernels outside.
 - `labelling`: `label_continuations`, that is, the prefill and each further token.
 - `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
+- `transfers`: what labelling stores and training reads (see `count_transfers.py`).
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
 """
 
@@ -32,6 +33,7 @@ from unittest.mock import patch
 
 import efficient_attention
 import torch
+from count_transfers import count_transfers, print_transfers
 from host_reads import Transfers
 from kernel_counter import KERNELS, REST, Counted, CountingRecorder
 from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
@@ -82,6 +84,7 @@ def main() -> None:
             "decoding": [decode_step(kind, args.layers, graphs=graphs) for kind in KINDS for graphs in (False, True)],
             "labelling": labelling(args.layers),
             "training": [training_step(kind, args.layers) for kind in TRAINED_KINDS],
+            "transfers": count_transfers(),
             "torch": torch.__version__,
         }
     report["seconds"] = time.perf_counter() - started
@@ -296,6 +299,7 @@ def print_report(report: dict[str, Any]) -> None:
     for row in report["training"]:
         reads = "+".join(str(count) for count in row["host_reads"].values())
         print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}")
+    print_transfers(report["transfers"])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.collate import collate, text_continuations
-from outrider.data.states import StoredStates
+from outrider.data.packing import packed, padded
+from outrider.data.states import StoredStates, encode_states, joined, state_bytes
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens
+
+INDEX_BYTES = 8
 
 
 def test_text_labels_by_eye() -> None:
@@ -61,7 +65,7 @@ def run(labels: str, max_positions: int | None = None, seed: int = 0, hidden: bo
 
 
 def test_padding_is_on_the_right_and_never_trained_on() -> None:
-    batch = run("distilled", hidden=True)
+    batch = run("distilled", hidden=True).decoded()
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.attention_mask.sum(1).tolist() == [5, 8]
     assert (batch.continuations[0, 5:] == UNKNOWN).all()
@@ -107,7 +111,7 @@ def test_features_of_layers_are_concatenated_in_the_requested_order() -> None:
         examples, generator = [with_states(5), with_states(8)], torch.Generator()
         return collate(examples, max_positions=None, generator=generator, labels="distilled", pad_id=99, reads=reads)
 
-    collated = batch(TargetReads(layers=(7, 2), top=True))
+    collated = batch(TargetReads(layers=(7, 2), top=True)).decoded()
     assert collated.hidden_states is None, "they are stored but not requested"
     assert collated.features is not None
     assert collated.features[0, 4].tolist() == collated.features[1, 7].tolist() == [7, 7, 2, 2]
@@ -118,3 +122,44 @@ def test_features_of_layers_are_concatenated_in_the_requested_order() -> None:
     assert collated.top_log_probs[0, 5:].exp().sum() == 0
     with pytest.raises(KeyError):
         batch(TargetReads(layers=(3,)))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_states_move_in_the_stored_type_without_padding_and_are_decoded_afterwards(dtype: str, packing: bool) -> None:
+    lengths, width, layers = (5, 8, 3), 4, (7, 2)
+    examples = []
+    for seed, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(seed)
+        last, *inputs = (encode_states(torch.randn(length, width, generator=generator), dtype) for _ in range(3))
+        stored_layers = dict(zip(layers, inputs, strict=True))
+        examples.append(replace(make_example(length), hidden_states=last, layers=stored_layers))
+    batch = collate(
+        examples,
+        max_positions=None,
+        generator=torch.Generator(),
+        labels="distilled",
+        pad_id=99,
+        reads=TargetReads(hidden_states=True, layers=layers),
+        packing=packing,
+    )
+    moved: list[torch.Tensor] = []
+    assert batch.stored is not None
+    batch.stored.moved(lambda tensor: moved.append(tensor) or tensor)
+    assert sum(tensor.nbytes for tensor in moved) == sum(lengths) * (3 * state_bytes(width, dtype) + INDEX_BYTES)
+    decoded = batch.decoded()
+    assert decoded.stored is None
+    layout = (packed if packing else padded)(lengths)
+    for actual, parts in (
+        (decoded.hidden_states, [[example.hidden_states] for example in examples]),
+        (decoded.features, [[example.layers[layer] for layer in layers] for example in examples]),
+    ):
+        expected = [torch.cat([part.decode() for part in of_text if part is not None], 1) for of_text in parts]
+        assert actual is not None
+        assert torch.equal(actual, layout.place(expected, 0.0))
+        assert actual.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+
+
+def test_shards_with_states_of_different_types_are_joined_in_float32() -> None:
+    exact, rounded = StoredStates(values=torch.rand(2, 3)), encode_states(torch.rand(4, 3), "int8")
+    assert torch.equal(joined([exact, rounded]).values, torch.cat([exact.values, rounded.decode()]))

@@ -13,9 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from outrider.data.choices import STATE_DTYPES
+from outrider.data.packing import padded
 from outrider.data.shards import label_store
-from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.data.states import BatchStates, StoredStates, encode_states, joined
+from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
+from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
+from outrider.distill.label.features import TextFeatures, start_storing
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
@@ -134,6 +139,60 @@ def test_continuous_batching_gives_the_decoders_answers(load: Callable[..., HFTa
     expected, actual = ({answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} for engine in engines)
     assert actual == expected
     assert len(actual) == len(requests)
+
+
+# --- stored states
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_storing_a_batch_waits_only_where_its_copies_are_awaited(dtype: str, device: torch.device) -> None:
+    config = DistillConfig(features="last_hidden", feature_layers=[0, 1], features_dtype=dtype, top_logprobs=2)
+    generator, lengths, seq = torch.Generator().manual_seed(0), (9, 5), 9
+    examples = [
+        Example(id=str(length), input_ids=torch.arange(length), loss_mask=torch.ones(length, dtype=torch.bool))
+        for length in lengths
+    ]
+    states = [torch.randn(len(lengths), seq, 16, generator=generator) for _ in range(3)]
+    top = torch.randn(len(lengths), seq, 2, generator=generator)
+    continuations = torch.randint(50, (len(lengths), seq, 4), generator=generator)
+
+    def start(device: torch.device) -> Callable[[], list[DistilledExample]]:
+        last, *layers = (values.to(device) for values in states)
+        features = TextFeatures(
+            hidden_states=last,
+            layers=dict(enumerate(layers)),
+            top_tokens=top.argsort(-1).to(device),
+            top_log_probs=top.to(device),
+        )
+        moved = continuations.to(device)
+        with no_waits(device):
+            return start_storing(config, examples, moved, features)
+
+    start(device)()  # allocates pinned memory, which may wait
+    for actual, expected in zip(start(device)(), start(CPU)(), strict=True):
+        assert not any(states.values.is_pinned() for states in states_in(actual))
+        assert torch.equal(actual.continuations, expected.continuations)
+        for ours, theirs in zip(states_in(actual), states_in(expected), strict=True):
+            torch.testing.assert_close(ours.decode(), theirs.decode())
+
+
+def states_in(example: DistilledExample) -> list[StoredStates]:
+    assert example.hidden_states is not None
+    return [example.hidden_states, *example.layers.values()]
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_stored_states_are_decoded_on_the_device_without_a_wait(dtype: str, device: torch.device) -> None:
+    generator, lengths = torch.Generator().manual_seed(0), (9, 5)
+    layers = [[encode_states(torch.randn(length, 16, generator=generator), dtype) for length in lengths] for _ in range(2)]
+    layout = padded(lengths)
+    stored = BatchStates(index=layout.index(), layers=tuple(joined(parts) for parts in layers))
+    on_device = stored.moved(lambda tensor: tensor.to(device))
+    with no_waits(device):
+        actual = on_device.padded(on_device.layers, layout.shape)
+    expected = stored.padded(stored.layers, layout.shape)
+    assert actual is not None
+    torch.testing.assert_close(actual.cpu(), expected)
 
 
 # --- a training step

@@ -3,6 +3,7 @@
 They are medians of warm steps, and include all that a training does beside the steps.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +71,7 @@ def test_the_logits_are_those_of_a_micro_batch_or_of_a_chunk(
     planned = estimate_training(config, parse_drafter(DRAFTER), target, examples, accelerator)
     labels = sorted(example.continuations.numel() for example in examples)[-2:]
     assert planned.chunk_bytes == 4 * sum(labels) * target.vocab_size
-    monkeypatch.setattr(estimate, "MAX_CHUNK", 100)
-    assert planned.chunk_bytes == 400
+    assert replace(planned, max_chunk=100).chunk_bytes == 400
 
 
 def test_checkpoints_and_validation_count(target: HFTarget, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

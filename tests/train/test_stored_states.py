@@ -25,6 +25,8 @@ from .conftest import DRAFTER, Run, write_shards
 
 RunTrain = Callable[..., Run]
 EAGLE3 = {"kind": "eagle3", "feature_layers": [1, 0]}
+EAGLE, MEDUSA = {"kind": "eagle", "feature_noise": 0.1}, {"kind": "medusa", "num_heads": 3}
+BLOCK = {"kind": "block", "feature_layers": [0, 1], "block": 3}
 DRAFT_MODEL = {"kind": "draft_model", "init": "target_layers", "num_layers": 1}
 
 
@@ -157,6 +159,31 @@ def test_the_target_recomputes_only_missing_states(
 def stream(shards_dir: Path, reads: TargetReads) -> BatchStream:
     config = TrainConfig(steps=10, batch_size=4)
     return BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1, reads=reads)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("drafter", [DRAFTER, MEDUSA, EAGLE, EAGLE3, BLOCK], ids=lambda drafter: drafter["kind"])
+def test_states_in_bfloat16_give_the_loss_of_the_same_states_in_float32(
+    drafter: dict[str, Any], autocast: bool, shards_dir: Path, target: HFTarget
+) -> None:
+    """A drafter casts what it reads, so a batch needs no copy in float32."""
+    objective = Objective(loss=LossKind.kl, head=target.head)
+    torch.manual_seed(0)
+    module = build_drafter(parse_drafter(drafter), target).train()
+    (batch,) = stream(shards_dir, reads := target_reads(module, objective)).batches(0)
+    filled = with_hidden_states(batch, target, reads)
+    results = []
+    for cast in (torch.Tensor.bfloat16, lambda states: states.bfloat16().float()):
+        states = {name: getattr(filled, name) for name in ("hidden_states", "features")}
+        narrow = replace(filled, **{name: None if value is None else cast(value) for name, value in states.items()})
+        torch.manual_seed(1)  # of the noise that EAGLE adds
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = module.loss(narrow, objective)
+        loss.sums.sum().backward()
+        results.append([loss.sums.detach(), *(item.grad for item in module.parameters() if item.grad is not None)])
+    assert len(results[0]) > 2
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])

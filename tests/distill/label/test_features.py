@@ -22,7 +22,7 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label import features as features_module
 from outrider.distill.label import run as run_module
 from outrider.distill.label.continuations import label_continuations
-from outrider.distill.label.features import TextFeatures, bytes_per_token, stored_example
+from outrider.distill.label.features import TextFeatures, bytes_per_token, start_storing
 from outrider.distill.label.run import distill, load_examples
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
@@ -238,13 +238,14 @@ def test_nan_in_hidden_states_is_an_error_that_names_the_text(damaged: str, targ
     broken = states.clone()
     broken[0, num_tokens:] = torch.nan  # padding may hold anything
     features = TextFeatures(hidden_states=broken, layers={0: broken, 1: broken}, top_tokens=None, top_log_probs=None)
-    continuations = torch.full((num_tokens + 2, HORIZON), UNKNOWN)
-    assert stored_example(ALL, example, continuations, features, 0).hidden_states is not None
+    continuations = torch.full((1, num_tokens + 2, HORIZON), UNKNOWN)
+    (stored,) = start_storing(ALL, [example], continuations, features)()
+    assert stored.hidden_states is not None
     bad = broken.clone()
     bad[0, 1, 1] = torch.nan
     features = replace(features, **{damaged: bad if damaged == "hidden_states" else {0: broken, 1: bad}})
     with pytest.raises(ValueError, match=f"example '{example.id}': the target's hidden states are not all numbers"):
-        stored_example(ALL, example, continuations, features, 0)
+        start_storing(ALL, [example], continuations, features)()
 
 
 @pytest.mark.parametrize(

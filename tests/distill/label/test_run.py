@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from outrider.data.config import DataConfig
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
 from outrider.data.shards import label_store, read_shard, verify_shards
-from outrider.data.types import UNKNOWN
+from outrider.data.types import UNKNOWN, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
 from outrider.distill.label.run import distill, length_batches
@@ -123,6 +124,65 @@ def test_only_a_deleted_shard_is_recomputed(
     run(CONFIG, data, target, folder)
     assert written == [1]
     assert contents(folder) == before
+
+
+def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    num_labelled: list[int] = []
+    labelled_second = threading.Event()
+    write_shard, label_shard = run_module.write_shard, run_module.label_shard
+
+    def slow_write(directory: Path, index: int, *args: Any) -> None:
+        assert index or labelled_second.wait(30), "the next shard isn't labelled meanwhile"
+        write_shard(directory, index, *args)
+        events.append(f"written {index}")
+
+    def label(config: DistillConfig, target: HFTarget, examples: list[Example], progress: Any) -> Any:
+        result = label_shard(config, target, examples, progress)
+        num_labelled.append(len(events))
+        if len(num_labelled) == 2:
+            labelled_second.set()
+        return result
+
+    monkeypatch.setattr(run_module, "write_shard", slow_write)
+    monkeypatch.setattr(run_module, "label_shard", label)
+    manifest = run(CONFIG, data, target, tmp_path / "distill")
+    assert events == [f"written {index}" for index in range(len(manifest.shards))]
+    assert len(num_labelled) == 3
+    assert num_labelled[1] == 0, "the second shard was labelled while the first one was written"
+    assert num_labelled[2] >= 1, "the third shard begins after the first one is written"
+    verify_shards(tmp_path / "distill", manifest)
+
+
+def test_an_error_of_writing_ends_the_run_and_an_error_of_labelling_keeps_the_shard_before(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(CONFIG, data, target, tmp_path / "whole")
+    folder, label_batch = tmp_path / "distill", run_module._label_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "write_shard", fail_to_write)
+        with pytest.raises(OSError, match="no space left"):
+            run(CONFIG, data, target, folder)
+    assert not list(folder.glob("shard-*[0-9].json"))
+
+    def interrupted(config: DistillConfig, target: HFTarget, examples: list[Example]) -> Any:
+        if any(example.id in expected.shards[1].ids for example in examples):
+            raise KeyboardInterrupt
+        return label_batch(config, target, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_label_batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(CONFIG, data, target, folder)
+    assert [path.name for path in folder.glob("shard-*[0-9].json")] == ["shard-00000.json"]
+    assert run(CONFIG, data, target, folder) == expected
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def fail_to_write(*args: Any) -> None:
+    raise OSError("no space left")
 
 
 def test_no_shard_is_recomputed_for_lost_statistics(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:

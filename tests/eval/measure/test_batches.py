@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +220,7 @@ class WrongBesideOthers(GreedyAcceptance):
         right = super().__call__(tree, output, generator=generator)
         if tree.num_nodes == 0 or len(right.bonus_token) == 1:
             return right
-        return Acceptance(
-            path=right.path, num_accepted=right.num_accepted, bonus_token=right.bonus_token[[1, *range(1, len(right.path))]]
-        )
+        return replace(right, bonus_token=right.bonus_token[[1, *range(1, len(right.path))]])
 
 
 def test_a_decoder_that_is_wrong_only_in_batches_is_caught(
@@ -240,6 +239,7 @@ class WrongForAll(GreedyAcceptance):
         return Acceptance(
             path=torch.full_like(right.path, -1),
             num_accepted=torch.zeros_like(right.num_accepted),
+            entry=torch.zeros_like(right.entry),
             bonus_token=right.bonus_token if len(right.bonus_token) == 1 else right.bonus_token.flip(0),
         )
 

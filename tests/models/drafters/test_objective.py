@@ -228,7 +228,7 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
     outputs = DraftVocabulary(size=VOCAB, tokens=tokens)
     results = []
     for limit in (2**26, 2 * VOCAB, 1):
-        monkeypatch.setattr(objective_module, "MAX_CHUNK", limit)
+        monkeypatch.setattr(objective_module, "max_chunk", lambda device, limit=limit: limit)
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
         objective = Objective(loss=kind, weights="reached", head=target_head)
@@ -339,7 +339,7 @@ def test_of_equal_logits_only_the_first_is_a_hit(heads):
 def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monkeypatch):
     vocab, batch = 1000, make_batch()
     labels = Labels.of(batch)
-    monkeypatch.setattr(objective_module, "MAX_CHUNK", 2 * vocab)
+    monkeypatch.setattr(objective_module, "max_chunk", lambda device: 2 * vocab)
     vocabulary = DraftVocabulary(size=vocab, tokens=torch.arange(50) if reduced else None)
     target_head, head = nn.Linear(WIDTH, vocab).requires_grad_(False), nn.Linear(WIDTH, vocabulary.num_outputs)
     rows = drafter_rows(labels).requires_grad_()

@@ -112,7 +112,7 @@ def test_no_tensor_holds_all_labels_times_the_vocabulary(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds for every loss and teacher."""
-    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)
+    monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     num_positions = int(batch.positions.sum())
@@ -159,7 +159,7 @@ def test_recomputed_activations_give_the_same_bits_in_less_memory(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that the logits don't hide the layers
-    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)
+    monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     kept, sums, gradients = saved_bytes(drafter, batch)
