@@ -169,11 +169,12 @@ def _certify_greedy(
     max_new_tokens: int,
     batch_size: int,
 ) -> CertificateLine:
-    num_accepted, answers = 0, []
+    num_accepted, answers, rule = 0, [], rule_beside(target, GreedyAcceptance())
     for start in range(0, len(prompts), batch_size):
-        steps = list(_greedy(target, method.drafter, prompts[start : start + batch_size], max_new_tokens, method.loop))
+        batch = prompts[start : start + batch_size]
+        steps = list(_greedy(target, method.drafter, batch, max_new_tokens, rule=rule, loop=method.loop))
         num_accepted += sum(step.num_drafted for step in steps)
-        answers += _answers(steps, len(prompts[start : start + batch_size]))
+        answers += _answers(steps, len(batch))
     return _compare(f"{label}, greedy{_together(batch_size)}", target, prompts, answers, num_accepted, max_new_tokens)
 
 
@@ -182,14 +183,14 @@ def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_t
 
     Their accepted paths are long, however good the real drafters are.
     """
-    num_accepted, answers = 0, []
+    num_accepted, answers, rule = 0, [], rule_beside(target, GreedyAcceptance())
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
         # Each row's drafts are right up to a different depth.
         depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(batch))]
         oracle = OracleDrafter(plain, depths, target.vocab_size)
-        steps = list(_greedy(target, oracle, batch, max_new_tokens))
+        steps = list(_greedy(target, oracle, batch, max_new_tokens, rule=rule))
         num_accepted += sum(step.num_drafted for step in steps)
         answers += _answers(steps, len(batch))
     label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy{_together(batch_size)}"
@@ -202,7 +203,7 @@ def _certify_pipelined_oracle(target: HFTarget, prompts: Sequence[torch.Tensor],
     for index, prompt in enumerate(prompts):
         (plain,) = _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)
         oracle = StreamingOracle(plain, 1 + index % StreamingOracle.MAX_DEPTH, target.vocab_size)
-        steps = list(_greedy(target, oracle, [prompt], max_new_tokens, generate_pipelined))
+        steps = list(_greedy(target, oracle, [prompt], max_new_tokens, loop=generate_pipelined))
         num_accepted += sum(step.num_drafted for step in steps)
         answers += _answers(steps, 1)
     label = f"an oracle drafter, pipelined, {_decoded_in(target)}, greedy"
@@ -337,10 +338,16 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
 
 
 def _greedy(
-    target: HFTarget, drafter: Any, prompts: Sequence[torch.Tensor], max_new_tokens: int, loop: Loop = generate
+    target: HFTarget,
+    drafter: Any,
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    *,
+    rule: AcceptanceRule | None = None,
+    loop: Loop = generate,
 ) -> Iterator[Step]:
-    rows, rule = [prompt[0] for prompt in prompts], rule_beside(target, GreedyAcceptance())
-    return loop(target, drafter, rule, rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+    rows = [prompt[0] for prompt in prompts]
+    return loop(target, drafter, rule or GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
 
 
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
