@@ -23,9 +23,9 @@ verification reads a tree. `outrider certify` allows for such differences.
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ from .machine_file import MachineFile
 from .split_attention import PARTS, can_split, split_mask
 from .tree_attention import IMPLEMENTATION
 from .tree_cache import TreeCache
+
+Name = TypeVar("Name")
 
 logger = logging.getLogger(__name__)
 
@@ -204,24 +206,30 @@ def measure(states: LayerStates, *, num_heads: int, num_queries: int, is_recorde
 
     The time is infinite if the clock stood still.
     """
-    # 1. Queries as a projection lays them out in memory, and a mask that hides nothing.
+    # Queries as a projection lays them out in memory, and a mask that hides nothing.
     key, _ = states[0]
     query = key.new_ones(len(key), num_queries, num_heads, key.shape[3]).transpose(1, 2)
     mask = key.new_zeros(len(key), 1, num_queries, key.shape[2])
-    works: dict[int, Any] = {num_parts: partial(_attend, query, states, split_mask(mask, num_parts)) for num_parts in PARTS}
+    works = {num_parts: partial(_attend, query, states, split_mask(mask, num_parts)) for num_parts in PARTS}
+    return time_in_turns(works, key.device, is_recorded=is_recorded)
+
+
+def time_in_turns(works: Mapping[Name, Callable[[], None]], device: torch.device, *, is_recorded: bool) -> dict[Name, float]:
+    """Return the seconds of each work on a device. Recorded work is timed as a replay."""
+    runs: dict[Name, Callable[[], Any]] = dict(works)
     if is_recorded:
-        works = {num_parts: CudaGraphRecorder()(work)[0] for num_parts, work in works.items()}
-    # 2. Rounds; the first one warms up.
-    best = dict.fromkeys(PARTS, math.inf)
+        runs = {name: CudaGraphRecorder()(work)[0] for name, work in works.items()}
+    best = dict.fromkeys(runs, math.inf)
     for number in range(1 + NUM_ROUNDS):
-        for num_parts, work in works.items():
-            synchronize(key.device)
+        for name, run in runs.items():
+            synchronize(device)
             start = time.perf_counter()
-            work()
-            synchronize(key.device)
+            run()
+            synchronize(device)
             seconds = time.perf_counter() - start
+            # The first round warms up. A clock may stand still or jump back.
             if number > 0 and seconds > 0:
-                best[num_parts] = min(best[num_parts], seconds)
+                best[name] = min(best[name], seconds)
     return best
 
 
