@@ -115,7 +115,8 @@ class KeySplits:
         largest = self._shape(cache, cache.capacity)
         if largest is None or largest in _CHOSEN:
             return
-        # Layers that have read nothing yet have no keys: texts that left a batch and came back.
+        # Layers that have read nothing have no keys to measure with. That is so if texts left a batch
+        # of another target and came to this one; their first pass is whole.
         if states := _like_the_first(cache.states(cache.capacity)):
             assert not torch.compiler.is_compiling()  # in a recording, CUDA raises an error at `synchronize`
             exponents = range(MIN_KEYS.bit_length() - 1, largest.num_keys.bit_length())
@@ -131,8 +132,10 @@ class KeySplits:
         """Return the shape of a pass over these columns; None if it is never split."""
         if not on_cuda(cache.lengths.device) or num_columns < MIN_KEYS or cache.batch > MAX_BATCH:
             return None
-        if self._layers is None:
-            self._layers = _layers(self.model, cache.states(1))
+        # Only layers that call our attention function can read a mask in parts.
+        if self.model.config.get_text_config()._attn_implementation != "sdpa" or not self.model._supports_attention_backend:
+            return None
+        self._layers = self._layers or _layers(self.model, cache.states(1))
         if self._layers is None:
             return None
         num_queries, num_keys = 1 << (cache.num_written - 1).bit_length(), 1 << (num_columns.bit_length() - 1)
@@ -140,15 +143,10 @@ class KeySplits:
 
 
 def _layers(model: PreTrainedModel, states: LayerStates) -> Layers | None:
-    """Describe the layers.
-
-    Returns None if they have read nothing yet. Returns None, too, if a layer may not call our
-    attention function, or if the kernel can't read its keys.
-    """
-    config = model.config.get_text_config()
-    calls_ours = config._attn_implementation == "sdpa" and model._supports_attention_backend
-    if not states or not calls_ours or not all(has_kernel(*layer) and layer[0].dtype == model.dtype for layer in states):
+    """Describe the layers; None if they have read nothing, or the kernel can't read a layer's keys."""
+    if not states or not all(has_kernel(*layer) and layer[0].dtype == model.dtype for layer in states):
         return None
+    config = model.config.get_text_config()
     key, value = states[0]
     num_groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     return Layers(

@@ -177,6 +177,15 @@ def test_one_compiled_graph_serves_all_numbers_of_parts(kernel):
     assert num_graphs <= 3, "the first shape, other parts, other lengths"
 
 
+def test_the_compiler_knows_the_shapes_and_layouts_of_parts(kernel):
+    """Compiled code would read memory in another order than it was written."""
+    query, key, value = tensors(torch.bfloat16, batch=2, groups=1, num_queries=6)
+    mask = torch.zeros(2, 8, 1, 6, COLUMNS // 8, dtype=torch.bfloat16).expand(-1, -1, KV_HEADS, -1, -1)
+    tests = ("test_schema", "test_faketensor")
+    results = torch.library.opcheck(torch.ops.outrider.attend_parts, (query, key, value, mask, 0.3), test_utils=tests)
+    assert results == dict.fromkeys(tests, "SUCCESS")
+
+
 def test_a_recording_attends_to_other_texts_without_the_host(kernel):
     """The recorder fails where the host reads a value, as a capture does."""
     query, key, value = tensors(torch.float32, batch=2, groups=2, num_queries=3)
