@@ -21,7 +21,7 @@ from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears
 from .tree_cache import KeptText, TreeCache, extent_step
-from .tree_reader import TreeReader
+from .tree_reader import TreeReader, compile_passes
 from .weight_stream import WeightStream
 
 
@@ -68,7 +68,7 @@ class HFTarget(FrozenModel):
         self._cache: TreeCache | None = None
         self._feature_layers: tuple[int, ...] = ()
         self.compiled, self.cuda_graphs = compiled, cuda_graphs
-        self._decoding_model = torch.compile(model) if compiled else model
+        self._decoding_model = compile_passes(model) if compiled else model
         self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes, layer_devices=self.layer_devices)
         self._logits = SharedBuffer()
         self._graphs = self._commits = None

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..decoding.tree import depths
+from .split_attention import attend_split, split_mask
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIASED_MODELS = ("bloom", "mpt")
@@ -167,15 +168,18 @@ def masks_by_kind(
     extent: int,
     dtype: torch.dtype,
     queries: slice = slice(None),
+    num_parts: int = 1,
 ) -> Any:
     """Return the mask of each kind of layer: one tensor, or a dictionary of several.
 
     transformers' models take both forms. Only the `queries` get a row (see `tree_attention_mask`).
+    With `num_parts`, the masks are for keys in so many parts (see `split_mask`).
     """
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
+        mask = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
+        masks[kind] = split_mask(mask, num_parts) if num_parts > 1 else mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -197,8 +201,11 @@ def _grouped_heads_forward(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention by transformers' interface, without repeating keys for each head.
 
-    `query` is [batch, head, query, head_dim]; `key` and `value` have fewer heads.
+    `query` is [batch, head, query, head_dim]; `key` and `value` have fewer heads. A mask over fewer
+    keys is one for keys in parts.
     """
+    if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
+        return attend_split(query, key, value, attention_mask, scaling), None
     num_groups = query.shape[1] // key.shape[1]
     special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
     if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):

@@ -109,15 +109,13 @@ class TreeCache(Cache):
         self._num_layers_on = Counter(layer_devices)
         self._num_present = num_layers if num_present is None else num_present
         self.extent_step, self.is_fixed = extent_step, is_fixed
-        self.capacity = self._rounded(capacity)
-        self.max_batch = batch
+        self.capacity, self.max_batch = self._rounded(capacity), batch
         self._host_lengths: tuple[int, ...] = ()
         self._version = self._oldest_version = 0
         self.extent = self._least_extent = 0
-        self.num_written = 0
+        self.num_written = self._offset = 0
         self.num_moves = 0
         """How often the cache was too small and moved. Recordings made before are then invalid."""
-        self._offset = 0
         # Memory that is allocated outside inference mode can be written in any mode.
         with torch.inference_mode(False):
             self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
@@ -146,8 +144,7 @@ class TreeCache(Cache):
 
     def restart(self) -> None:
         """Drop all rows. The next batch has at most as many rows as the first."""
-        self._host_lengths = ()
-        self._least_extent = 0
+        self._host_lengths, self._least_extent = (), 0
         self._forget_snapshots()
         self._lengths.zero_()
         for buffer in self._buffers:
@@ -234,6 +231,12 @@ class TreeCache(Cache):
             write_columns(buffer, slot_index, self._copied_columns.get(buffer.device, self._columns), states)
         return stored[:, :, : self.extent]
 
+    def states(self, num_columns: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return the keys and the values of each layer of this process, in the first columns."""
+        layers = (layer for layer in self.layers if isinstance(layer, TreeCacheLayer) and layer.is_initialized)
+        slots = ((layer._key_slot, layer._value_slot) for layer in layers)
+        return [tuple(self._buffers[index][slot, : self.batch, :, :num_columns] for index, slot in pair) for pair in slots]
+
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
         """Commit the first `counts` of each row's `entries` after the text; drop what isn't listed.
 
@@ -308,8 +311,7 @@ class TreeCache(Cache):
         other._lengths = torch.tensor(lengths, device=self._lengths.device)
         other._buffers, other._used = [], list(self._used)
         for buffer in self._buffers:
-            num_slots, _, num_heads, capacity, head_dim = buffer.shape
-            other._buffers.append(buffer.new_zeros(num_slots, len(rows), num_heads, capacity, head_dim))
+            other._buffers.append(buffer.new_zeros(len(buffer), len(rows), *buffer.shape[2:]))
             other._buffers[-1][:, :, :, :end] = buffer[:, :, :, :end].index_select(1, index.to(buffer.device))
         return other
 

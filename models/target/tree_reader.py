@@ -1,7 +1,7 @@
 """Reading of prompts and draft trees by a model's layers, without its embeddings and head."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -10,11 +10,25 @@ from transformers import PreTrainedModel
 
 from ..decoding.tree import depths
 from ..decoding.types import Counts
+from .attention_speeds import KeySplits
 from .frozen_model import context_length
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache, extent_step
 
 Output = TypeVar("Output")
+
+MAX_GRAPHS = 32
+"""Most graphs that are compiled of a model; PyTorch's default is 8."""
+
+
+def compile_passes(model: PreTrainedModel) -> Any:
+    """Compile a model for the passes of a `TreeReader`.
+
+    One or several rows, tokens and parts of the keys, and a cache that is full or not, make a graph
+    each. Beyond PyTorch's limit, further passes would run eagerly, with no more than a warning.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    return torch.compile(model)
 
 
 class TreeReader:
@@ -40,6 +54,7 @@ class TreeReader:
         """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
         self._last_position = context_length(model) - 1
+        self._splits = KeySplits(model, is_recorded=is_fixed)
 
     def require_trees(self) -> None:
         """Raise ValueError if the model's configuration shows that it can't read draft trees."""
@@ -78,7 +93,10 @@ class TreeReader:
         `TreeCache.begin_pass`).
         """
         is_masked = self._needs_mask(cache, num_nodes)
-        return cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
+        has_moved = cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
+        if is_masked:
+            self._splits.prepare(cache)
+        return has_moved
 
     def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
         """Read the entries that `begin` has prepared. A CUDA graph can record this method."""
@@ -96,7 +114,8 @@ class TreeReader:
         arguments = {"position_ids": positions[:, unread], "past_key_values": cache, "use_cache": True}
         if not self._needs_mask(cache, num_nodes):
             return run(attention_mask=None, **arguments)
-        masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread)
+        num_parts = self._splits.num_parts(cache)
+        masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread, num_parts)
         with grouped_heads(self.model):
             return run(attention_mask=masks, **arguments)
 

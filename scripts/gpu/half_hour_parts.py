@@ -23,10 +23,11 @@ LIMITS = {
     "certificate_graphs": 70,
     "decode_tiny": 80,
     "decode_graphs": 100,
-    "decode_forms": 250,
+    "decode_forms": 225,
     "decode_cudnn": 60,
+    "attention": 40,
     "distill": 90,
-    "train": 170,
+    "train": 155,
     "profile": 70,
 }
 """Seconds after which a part is killed; files written until then are kept. Together at most 25
@@ -183,7 +184,7 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
         name="decode_forms",
         command=bench(
             *("decode_forms", "--forms", "eager", "cuda_graph", "compiled_cuda_graph", "--trees", "16", "32"),
-            *("--batches", "1", "8", "--budget-seconds", "170"),
+            *("--batches", "1", "8", "--budget-seconds", "150"),
         ),
         tiny=None,
         checks=(*DECODE, *FORMS),
@@ -196,6 +197,15 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
         ),
         tiny=None,
         checks=CUDNN,
+    )
+    yield Part(
+        name="attention",
+        command=script("attention_bench.py", scratch, "attention", "--budget-seconds", "25"),
+        tiny=script(
+            *("attention_bench.py", scratch, "attention", "--shape", "tiny", "--device", "cpu"),
+            *("--keys", "512", "--queries", "16", "--batches", "1"),
+        ),
+        checks=ATTENTION,
     )
 
 
@@ -211,7 +221,7 @@ def train_parts(scratch: Path) -> Iterator[Part]:
     kinds = ("--kinds", "eagle3", "redrafter")
     yield Part(
         name="train",
-        command=script("train_bench.py", scratch, "train", *kinds, *sizes, "1", "4", "--minutes", "2.2"),
+        command=script("train_bench.py", scratch, "train", *kinds, *sizes, "1", "4", "--minutes", "2"),
         tiny=script("train_bench.py", scratch, "train", *kinds, *tiny),
         checks=TRAINING,
     )
@@ -295,6 +305,13 @@ CUDNN = (
     Check(says="cases that failed", value=failures, most=0),
     Check(says="plain step with cuDNN's attention, eager, ms (more: it makes new plans)", value=most_of(STEP, **PLAIN), most=9),
     Check(says="step over 16 nodes with it, ms", value=most_of(STEP, **TREE), most=12),
+)
+LONG = {"keys": 8192, "queries": 16, "batch": 1}
+ATTENTION = (
+    Check(says="cases that failed", value=failures, most=0),
+    Check(says="cases measured", value=lambda report: len(report["rows"]), least=1),
+    Check(says="gain of parts, 16 queries, 8,192 keys", value=most_of("gain", **LONG), least=1.5, only_on_gpu=True),
+    Check(says="their share of the memory bandwidth", value=most_of("bandwidth_share", **LONG), least=0.3, only_on_gpu=True),
 )
 LABELLING = (
     Check(says="cases that failed", value=failures, most=0),

@@ -10,11 +10,14 @@ from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.data.manifest import TargetIdentity
-from outrider.models.decoding import DraftTree, Prompts
+from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
+from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.branches.attention import Entries, attend_densely
+from outrider.models.target import attention_speeds
 from outrider.models.target.attention_kernels import has_kernel
 from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.tree_attention import IMPLEMENTATION, tree_attention_mask
+from outrider.models.target.split_attention import PARTS, split_mask
+from outrider.models.target.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
 
 # A selected backend that rejects its inputs gives the reasons in warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -126,7 +129,62 @@ def test_a_model_with_a_window_reads_a_tree_equally_with_every_kernel(device, ba
     assert (actual - expected).norm() < 10 * TOLERANCES[dtype] * expected.norm()
 
 
-def mistral(device: torch.device, dtype: torch.dtype) -> HFTarget:
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_split_keys_folded_heads_and_math_agree(device, dtype):
+    """The mask alone decides the form: whole and folded, or in parts."""
+    num_cases = 0
+    for queries in (1, 5, 21, 61):
+        for columns in (512, 1024, 2560):
+            for batch in (1, 3):
+                query, key, value, visible = tensors(device, dtype, queries, columns, batch)
+                visible[..., columns // 2 :] = False  # whole parts are hidden
+                expected = by_hand(query, key, value, visible)
+                mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, hidden_score(dtype))
+                for num_parts in PARTS:
+                    actual = attend(query, key, value, split_mask(mask, num_parts))
+                    difference = (actual.double() - expected).abs().max()
+                    assert difference < TOLERANCES[dtype], (queries, columns, batch, num_parts)
+                    num_cases += 1
+                with sdpa_kernel([SDPBackend.MATH]):
+                    assert (attend(query, key, value, mask).double() - expected).abs().max() < TOLERANCES[dtype]
+    assert num_cases == 24 * len(PARTS)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_a_window_that_masks_whole_parts_gives_no_nan(device, dtype):
+    lineage = torch.tensor([[[0, -1], [1, 0], [2, -1]]] * 2, device=device)
+    columns = 512
+    lengths = torch.tensor([columns - 4, columns - 40], device=device)
+    mask = tree_attention_mask(lineage, lengths, columns, dtype, window=WINDOW)
+    query, key, value, _ = tensors(device, dtype, 4, columns)
+    for num_parts in PARTS[1:]:
+        actual = attend(query, key, value, split_mask(mask, num_parts))
+        assert (actual.double() - by_hand(query, key, value, mask)).abs().max() < TOLERANCES[dtype], num_parts
+
+
+@pytest.mark.parametrize("form", [{}, {"cuda_graphs": True}, {"compiled": True, "cuda_graphs": True}], ids=str)
+def test_keys_are_measured_and_split_and_the_text_stays(device, form, monkeypatch, tmp_path):
+    """In float32 on the same prompt: nothing split, and each number of parts."""
+    if form and device.type != "cuda":
+        pytest.skip("only CUDA records")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    texts = {}
+    for num_parts in (1, 4, 32):
+        torch._dynamo.reset()
+        monkeypatch.setattr(attention_speeds, "_CHOSEN", {})
+        monkeypatch.setattr(attention_speeds, "choose", lambda seconds, chosen=num_parts: chosen)
+        target = mistral(device, torch.float32, sliding_window=None, **form)
+        prompt = torch.arange(1600, device=device) * 7 % 300
+        steps = generate(target, NullDrafter(), GreedyAcceptance(), [prompt, prompt[:1500]], max_new_tokens=24)
+        texts[num_parts] = [step.tokens for step in steps]
+        if device.type == "cuda":
+            assert set(attention_speeds._CHOSEN.values()) == {num_parts}
+    assert texts[4] == texts[32] == texts[1]
+    # The first target measured, and the others read the file.
+    assert len(list(tmp_path.iterdir())) == (device.type == "cuda")
+
+
+def mistral(device: torch.device, dtype: torch.dtype, sliding_window: int | None = WINDOW, **form: Any) -> HFTarget:
     config = MistralConfig(
         vocab_size=300,
         hidden_size=64,
@@ -135,7 +193,7 @@ def mistral(device: torch.device, dtype: torch.dtype) -> HFTarget:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        sliding_window=WINDOW,
+        sliding_window=sliding_window,
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
@@ -154,7 +212,7 @@ def mistral(device: torch.device, dtype: torch.dtype) -> HFTarget:
         hidden_size=64,
         vocab_size=300,
     )
-    return HFTarget(model, None, identity)
+    return HFTarget(model, None, identity, **form)
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, generate
-from outrider.models.drafters import NullDrafter, build_drafter, feature_search, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.redrafter import NUM_BUCKETS, RedrafterConfig
@@ -55,7 +55,7 @@ def like_a_gpu(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(tree_attention, "has_grouped_kernel", lambda device: False)
     monkeypatch.setattr(tree_attention, "scaled_dot_product_attention", efficient)
-    for module in (tree_reader, feature_search):
+    for module in (tree_reader, cached_drafter):
         monkeypatch.setattr(module, "extent_step", lambda device, *, is_fixed: STEP)
     return calls
 
@@ -89,6 +89,25 @@ def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
     assert not like_a_gpu, "masked attention would have come here"
     answers(llama, NullDrafter(), PROMPTS[:2])
     assert like_a_gpu
+
+
+def test_passes_without_a_mask_let_flash_attention_read_each_key_once(llama, monkeypatch):
+    """With a mask, or with keys repeated for heads, PyTorch can't choose that kernel."""
+    answers(llama, NullDrafter(), PROMPTS[:1])  # the first prefill probes the model with a tree
+    calls = []
+
+    def attend(query, key, value, attn_mask=None, **options):
+        calls.append((query.shape[2], key.shape[1], attn_mask, options))
+        return scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    answers(llama, NullDrafter(), PROMPTS[:1], max_new_tokens=4)
+    num_layers, kv_heads = 4, 2
+    assert [num_queries for num_queries, *_ in calls] == [len(PROMPTS[0])] * num_layers + [1] * 3 * num_layers
+    for num_queries, num_heads, mask, options in calls:
+        assert (num_heads, mask) == (kv_heads, None)
+        assert options["enable_gqa"]
+        assert options["is_causal"] == (num_queries > 1)
 
 
 @pytest.mark.parametrize(
