@@ -112,7 +112,7 @@ class _SplitAttention(torch.autograd.Function):
         # 2. The branch: one score per depth, and the log-sum-exp over text and branch.
         grouped = _grouped(query, key)
         branch_keys, branch_values = branch[:num_depths], branch[num_depths:]
-        scores = torch.stack([(grouped * keys[:, :, None]).sum(-1) for keys in branch_keys]).flatten(2, 3) * scale
+        scores = torch.stack([_dot(grouped, keys[:, :, None]) for keys in branch_keys]).flatten(2, 3) * scale
         total = torch.cat([lse[None], scores.to(lse.dtype)]).logsumexp(0)  # [batch, head, branch]
         # 3. The weighted sum of both outputs.
         output = _grouped(text_output * (lse - total).exp()[..., None].to(query.dtype), key)
@@ -130,19 +130,24 @@ class _SplitAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         query_grad, key_grad, value_grad = attention_gradient(grad, query, key, value, mask, output, total, ctx.scale)
         # 2. The branch's part, depth by depth, by the gradient of softmax.
-        delta = _grouped((grad * output).sum(-1), key)  # [batch, kv_head, group, branch]
+        delta = _grouped(_dot(grad, output), key)  # [batch, kv_head, group, branch]
         grouped, grouped_grad, grouped_total = _grouped(query, key), _grouped(grad, key), _grouped(total, key)
         query_grad = _grouped(query_grad, key)
         branch_key_grads, branch_value_grads = [], []
         for keys, values in zip(branch[: ctx.num_depths], branch[ctx.num_depths :], strict=True):
             keys, values = keys[:, :, None], values[:, :, None]
-            scores = (grouped * keys).sum(-1) * ctx.scale
+            scores = _dot(grouped, keys) * ctx.scale
             probs = (scores - grouped_total).exp().to(query.dtype)
-            score_grads = (probs * ((grouped_grad * values).sum(-1) - delta) * ctx.scale)[..., None]
+            score_grads = (probs * (_dot(grouped_grad, values) - delta) * ctx.scale).to(query.dtype)[..., None]
             query_grad = torch.addcmul(query_grad, score_grads, keys)
             branch_key_grads.append((score_grads * grouped).sum(2))
             branch_value_grads.append((probs[..., None] * grouped_grad).sum(2))
         return query_grad.flatten(1, 2), key_grad, value_grad, None, None, None, *branch_key_grads, *branch_value_grads
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the inner products of the last dimension, at least in float32: scores are exponents."""
+    return (left * right).sum(-1, dtype=torch.promote_types(left.dtype, torch.float32))
 
 
 def _grouped(values: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

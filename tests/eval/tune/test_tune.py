@@ -324,7 +324,7 @@ def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_tar
     trial = Trial(
         parts=parse_drafter_name("prompt_lookup"),
         target=graphed,
-        rule=acceptance_rule("exact", 0.0, graphed),
+        rule=acceptance_rule("exact", 0.0, tiny_target),
         answered=answered,
     )
     (replayed,) = replay_all(trial, [None], [8])
