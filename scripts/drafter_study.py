@@ -61,7 +61,7 @@ WARMUP_STEPS = 15
 """Steps of the demo's warm-up; a short training has a tenth of its steps."""
 CELLS, TRAINED_FILE = "cells", "trained.json"
 SETTINGS = ("texts", "prompts", "new_tokens", "tiny")
-TINY = {"texts": 6, "prompts": 2, "new_tokens": 6, "seeds": [0, 1], "curve_seeds": [0], "threads": 1}
+TINY = {"texts": 6, "prompts": 2, "new_tokens": 6, "seeds": [0], "curve_seeds": [0], "threads": 1}
 TINY_STEPS, TINY_POSITIONS = {FULL: 3, CURVE: 1}, 16
 TINY_SIZES = {part: (Size(steps=TINY_STEPS.get(part, 2), positions=TINY_POSITIONS),) for part in PARTS}
 """Options and sizes of `--tiny`, whose figures mean nothing."""

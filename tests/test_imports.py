@@ -49,8 +49,12 @@ def test_absolute_imports_finds_bare_imports_inside_functions(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_module_can_be_imported_before_all_others() -> None:
-    """A module that can only be imported after others hides a circular import."""
+    """A module that can only be imported after others hides a circular import.
+
+    `make lint` finds circles in the text of the modules; this finds those of imports at run time.
+    """
     script = """
 import sys
 from importlib import import_module
