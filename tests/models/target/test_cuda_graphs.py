@@ -29,7 +29,7 @@ from outrider.models.target.cuda_graphs import CudaGraphRecorder, GraphedFunctio
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
-from ..recorder import PoolRecorder, ReplayingRecorder
+from ..recorder import PoolRecorder, ReplayingRecorder, ScratchRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 STEP = 8
@@ -322,6 +322,17 @@ def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
     logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
     assert len(logits) > 3
     assert len({tensor.untyped_storage().data_ptr() for tensor in logits}) < len(logits) / 2
+
+
+def test_a_commit_does_not_overwrite_what_the_drafter_reads_after_it(target, redrafter, monkeypatch):
+    """Longer texts are recorded after the first commit, whose scratch memory may then hold their states."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", ScratchRecorder)
+    graphed = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
+    for rows in (PROMPTS, PROMPTS):
+        assert tree_of(redrafter, graphed, rows) == tree_of(redrafter, target, rows)
+    assert len(graphed._graphs) > 1
+    assert graphed._graphs.recorder.num_overwritten > 0
 
 
 @pytest.mark.slow
