@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Behind:
 
     def finish(self) -> None:
         """Wait for the last piece."""
-        last, self._last = self._last, None
-        if last is not None:
+        if self._last is not None:
+            wait([self._last])  # Ctrl-C here leaves the piece, and its error, to `__exit__`
+            last, self._last = self._last, None
             last.result()

@@ -81,6 +81,7 @@ class GraphedCachedDrafter:
             self._cache = None  # free its memory before the next cache is allocated
             self._draft.forget()
             self._cache = self.drafter.new_cache(prompts, max_new_tokens=max_new_tokens, is_fixed=True)
+            self._num_moves = 0
         return self.drafter.begin(self._cache, prompts, prefill)
 
     def propose(

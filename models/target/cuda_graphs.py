@@ -102,7 +102,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 class CudaGraphRecorder:
-    """Records with `torch.cuda.graph`; graphs share scratch memory, so none run in parallel."""
+    """Records with `torch.cuda.graph`; graphs share scratch memory, so none run in parallel.
+
+    The outputs of a recording may be in the scratch memory of earlier ones, whose replay overwrites
+    them. So functions whose outputs are read after each other's calls need recorders of their own.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -33,8 +33,8 @@ class GraphedRule:
         return self.rule.is_random
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        is_recordable = output.is_fixed and tree.drawn is None
-        if not is_recordable or not (generator is None or isinstance(generator, RowSeeds)):
+        is_repeatable = isinstance(generator, RowSeeds) or not self.is_random
+        if not (output.is_fixed and tree.drawn is None and is_repeatable):
             return self.rule(tree, output, generator=generator)
         seeds = (generator.rows(tree.tokens.device),) if isinstance(generator, RowSeeds) and self.is_random else ()
         # Logits are large: the recording reads them at their address, in place of a copy.

@@ -74,7 +74,8 @@ class HFTarget(FrozenModel):
         self._graphs = self._commits = None
         if cuda_graphs:
             self._graphs = GraphedFunction(self._read_tree_for_replay, recorder)
-            self._commits = GraphedFunction(self._keep_path_for_replay, self._graphs.recorder, neutral=_first_nodes)
+            # Its own recorder, and so its own memory: drafters read a pass's output after the commit.
+            self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_nodes)
 
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""
@@ -294,7 +295,8 @@ class HFTarget(FrozenModel):
         if self._commits is None or not accepted.path.shape[1]:
             keep_path(cache, accepted)
             return
-        self._commits(accepted.path, accepted.num_accepted.device)
+        # The bound of a tree's depth may exceed its nodes, for which alone the cache has room.
+        self._commits(accepted.path[:, : tree.num_nodes], accepted.num_accepted.device)
         cache.count([1 + count for count in accepted.num_accepted.host])
 
     def _keep_path_for_replay(self, path: Int[torch.Tensor, "batch depth"], num_accepted: Int[torch.Tensor, " batch"]) -> None:

@@ -81,6 +81,33 @@ class PoolRecorder(ReplayingRecorder):
         return replay, output
 
 
+class ScratchRecorder(ReplayingRecorder):
+    """Recorder whose replays overwrite the outputs of later recordings.
+
+    In PyTorch's pool, these outputs may be in the scratch memory of earlier recordings.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._later: list[list[torch.Tensor]] = []
+        self.num_overwritten = 0
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        run, output = super().__call__(function)
+        for outputs in self._later:
+            outputs += [leaf for leaf in leaves(output) if leaf.is_floating_point()]
+        later: list[torch.Tensor] = []
+        self._later.append(later)
+
+        def replay() -> None:
+            for tensor in later:
+                tensor.fill_(float("nan"))
+            self.num_overwritten += len(later)
+            run()
+
+        return replay, output
+
+
 def leaves(output: Any) -> list[torch.Tensor]:
     """List the tensors of an output, which may be a dataclass."""
     values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else tree_leaves(output)

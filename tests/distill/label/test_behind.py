@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.distill.label import behind as behind_module
 from outrider.distill.label.behind import Behind
 
 
@@ -54,4 +55,16 @@ def test_an_error_of_the_caller_passes_on_and_the_last_piece_ends(caplog: pytest
     assert done == [1]
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
         run_pieces(fail, interrupted=True)
+    assert "the disk is full" in caplog.text
+
+
+def test_an_error_is_logged_if_the_caller_is_interrupted_while_it_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(futures: list[object]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(behind_module, "wait", interrupted)
+    with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        run_pieces(fail, fail)
     assert "the disk is full" in caplog.text

@@ -29,7 +29,7 @@ from outrider.models.target.cuda_graphs import CudaGraphRecorder, GraphedFunctio
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
-from ..recorder import PoolRecorder, ReplayingRecorder
+from ..recorder import PoolRecorder, ReplayingRecorder, ScratchRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 STEP = 8
@@ -125,13 +125,13 @@ def test_a_replayed_drafter_with_a_cache_drafts_what_a_plain_one_does(target, mo
     assert recorder.num_replays > num_replays
 
 
-def tree_of(drafter, target, rows) -> list[object]:
+def tree_of(drafter, target, rows, max_new_tokens=60) -> list[object]:
     """Return the trees of six steps in which different paths of the trees are accepted."""
     texts = [torch.tensor(row) for row in rows]
     prompts, last = Prompts.of(texts), torch.arange(len(rows)) + 30
     layers = drafter.feature_layers
     prefill = target.prefill(prompts, max_new_tokens=60, max_nodes=drafter.max_nodes, feature_layers=layers)
-    state, trees = drafter.init_state(prompts, prefill, max_new_tokens=60), []
+    state, trees = drafter.init_state(prompts, prefill, max_new_tokens=max_new_tokens), []
     for index in range(6):
         tree, drafted = drafter.propose(state, last)
         trees.append((tree.tokens.tolist(), tree.parents.tolist()))
@@ -168,6 +168,17 @@ def test_recordings_of_a_drafter_are_dropped_when_its_cache_grows(target, monkey
     )
     assert tree_of(replayed, target, PROMPTS) == tree_of(drafter, target, PROMPTS)
     assert replayed._num_moves > 0
+
+
+def test_recordings_are_dropped_when_a_second_cache_grows(target, monkeypatch):
+    """The number of moves is counted by each cache from 0."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    drafter = cached(target, "draft model, tree")
+    replayed = graphed_drafters.graphed(drafter, ReplayingRecorder())
+    for rows in (PROMPTS[:1], PROMPTS[:2], [[33, 34, 35, 36, 37], [50, 51, 52]]):
+        trees = [tree_of(proposer, target, rows, max_new_tokens=1) for proposer in (replayed, drafter)]
+        assert replayed._cache.num_moves == 1
+        assert trees[0] == trees[1]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "block"])
@@ -311,6 +322,17 @@ def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
     logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
     assert len(logits) > 3
     assert len({tensor.untyped_storage().data_ptr() for tensor in logits}) < len(logits) / 2
+
+
+def test_a_commit_does_not_overwrite_what_the_drafter_reads_after_it(target, redrafter, monkeypatch):
+    """Longer texts are recorded after the first commit, whose scratch memory may then hold their states."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", ScratchRecorder)
+    graphed = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
+    for rows in (PROMPTS, PROMPTS):
+        assert tree_of(redrafter, graphed, rows) == tree_of(redrafter, target, rows)
+    assert len(graphed._graphs) > 1
+    assert graphed._graphs.recorder.num_overwritten > 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import (
+    DraftTree,
     GreedyAcceptance,
     Prompts,
     RowSeeds,
@@ -104,9 +105,22 @@ def test_a_decision_survives_the_next_one(graphed):
 def test_outputs_at_changing_addresses_and_shared_generators_are_decided_without_a_recording(target, graphed):
     rule = GraphedRule(RULES["sampled"], ReplayingRecorder())
     steps_of(target, NullDrafter(), rule)
-    generator = torch.Generator().manual_seed(0)
-    list(generate(graphed, NullDrafter(), rule, [torch.tensor(PROMPTS[0])], max_new_tokens=4, generator=generator))
+    for generator in (torch.Generator().manual_seed(0), None):
+        list(generate(graphed, NullDrafter(), rule, [torch.tensor(PROMPTS[0])], max_new_tokens=4, generator=generator))
     assert len(rule._decide) == 0
+
+
+def test_the_bound_of_a_trees_depth_may_exceed_its_nodes(graphed):
+    """Merged trees have such bounds. The cache has room for the nodes alone."""
+    graphed.prefill(Prompts.of([torch.arange(5, 12)]), max_new_tokens=5, max_nodes=3)
+    assert graphed._cache.capacity == 16
+    last_token, rule = torch.tensor([5]), GraphedRule(GreedyAcceptance(), ReplayingRecorder())
+    for _ in range(5):
+        tree = DraftTree(tokens=torch.tensor([[5, 6, 7]]), parents=torch.tensor([[-1, 0, 1]]), max_depth=8)
+        output = graphed.verify(last_token, tree)
+        emitted = read_acceptance(tree, output, rule(tree, output))
+        graphed.commit(tree, emitted.accepted)
+        last_token = emitted.last_token
 
 
 def test_a_commit_is_recorded_once_for_all_lengths_of_paths(target, graphed):
