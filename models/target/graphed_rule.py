@@ -39,7 +39,7 @@ class GraphedRule:
         seeds = (generator.rows(tree.tokens.device),) if isinstance(generator, RowSeeds) and self.is_random else ()
         # Logits are large: the recording reads them at their address, in place of a copy.
         self._output = output
-        key = tree.max_depth, output.logits.shape, output.logits.data_ptr()
+        key = tree.max_depth, output.logits.shape, output.logits.dtype, output.logits.data_ptr()
         numbers = self._decide(tree.tokens, tree.parents, tree.lineage, tree.depths, *seeds, key=key)
         return acceptance_of(numbers.clone(), tree.max_depth)  # states of drafters keep parts of it
 

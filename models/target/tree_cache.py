@@ -112,8 +112,7 @@ class TreeCache(Cache):
         self.capacity, self.max_batch = self._rounded(capacity), batch
         self._host_lengths: tuple[int, ...] = ()
         self._version = self._oldest_version = 0
-        self.extent = self._least_extent = 0
-        self.num_written = self._offset = 0
+        self.extent = self._least_extent = self.num_written = self._offset = 0
         self.num_moves = 0
         """How often the cache was too small and moved. Recordings made before are then invalid."""
         # Memory that is allocated outside inference mode can be written in any mode.

@@ -253,6 +253,7 @@ TRAINED_KINDS = {
     "medusa": "cross_entropy",
     "eagle": "kl",
     "eagle3": "kl",
+    "block": "cross_entropy",
     "draft_model": "cross_entropy",
 }
 """Losses of the recipes for an 8B target, by drafter."""
