@@ -15,13 +15,9 @@ from ..data.differences import differences, name_digests
 from ..data.fields import raise_problems
 from ..data.files import atomic_write_text, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
-from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
-from ..models.decoding.protocols import AcceptanceRule
-from ..models.decoding.sampling import Sampling
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
-from ..models.target.graphed_rule import rule_beside
 from ..models.target.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
@@ -34,6 +30,7 @@ from .measure.methods import (
     MethodSpec,
     Settings,
     TunedSettings,
+    acceptance_rule,
     is_calibrated,
     load_drafters,
     method_specs,
@@ -173,20 +170,6 @@ def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:
     """Compute how many tokens of prompt and answer the target and all drafters can read."""
     limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
     return min([target.context_length, *limits])
-
-
-def acceptance_rule(acceptance: str, temperature: float, target: HFTarget) -> AcceptanceRule:
-    """Choose the acceptance rule at a temperature (see `EvalConfig.acceptance`).
-
-    If the target replays CUDA graphs, the rule is replayed as a CUDA graph too.
-    """
-    sampling = Sampling(temperature=temperature)
-    rule: AcceptanceRule = SpeculativeSampling(sampling=sampling)
-    if temperature == 0:
-        rule = GreedyAcceptance()
-    elif acceptance == "typical":
-        rule = TypicalAcceptance(sampling=sampling)
-    return rule_beside(target, rule)
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:

@@ -19,10 +19,10 @@ from ..data.files import replacing
 from ..data.types import Turn
 from ..models.target.hf_target import HFTarget
 from .config import SYNCHRONOUS, EvalConfig
-from .measure.methods import Drafters, TunedSettings, load_drafters, method_specs, methods_by_place
+from .measure.methods import Drafters, TunedSettings, acceptance_rule, load_drafters, method_specs, methods_by_place
 from .measure.timing import time_generation
 from .measure.turns import Method
-from .run import acceptance_rule, context_length, cpu_threads, load_suites
+from .run import context_length, cpu_threads, load_suites
 
 logger = logging.getLogger(__name__)
 

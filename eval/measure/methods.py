@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ...data.files import read_dataclass
-from ...models.decoding.protocols import Drafter
+from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
+from ...models.decoding.protocols import AcceptanceRule, Drafter
+from ...models.decoding.sampling import Sampling
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
 from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
+from ...models.target.graphed_rule import rule_beside
 from ...models.target.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
 from ..records.method_names import SHAPE_OPTIONS
@@ -253,6 +256,20 @@ def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:
     CUDA graph too.
     """
     return graphed(drafter) if target.cuda_graphs else drafter
+
+
+def acceptance_rule(acceptance: str, temperature: float, target: HFTarget) -> AcceptanceRule:
+    """Choose the acceptance rule at a temperature (see `EvalConfig.acceptance`).
+
+    If the target replays CUDA graphs, the rule is replayed as a CUDA graph too.
+    """
+    sampling = Sampling(temperature=temperature)
+    rule: AcceptanceRule = SpeculativeSampling(sampling=sampling)
+    if temperature == 0:
+        rule = GreedyAcceptance()
+    elif acceptance == "typical":
+        rule = TypicalAcceptance(sampling=sampling)
+    return rule_beside(target, rule)
 
 
 def methods_by_place(

@@ -26,8 +26,8 @@ from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment
 from ..measure.memory import within_memory
-from ..measure.methods import Drafters, TunedSettings
-from ..run import acceptance_rule, cpu_threads, load_suites
+from ..measure.methods import Drafters, TunedSettings, acceptance_rule
+from ..run import cpu_threads, load_suites
 from .grids import Grid, candidates, extended, grid_of, is_replayed, measured_settings
 from .replay import Answered, answer_prompts
 from .search import Prediction, Replay, Setting, Speed, Trial, choose, finalists, measure_all, predict, regret, replay_all

@@ -201,10 +201,7 @@ class ShapedDrafter:
 
 
 class SettableAcceptance:
-    """Runs greedy acceptance, then accepts a random number of tokens of the deepest path.
-
-    For timing only. The coins are those of `RowSeeds`, which a CUDA graph can record.
-    """
+    """Rule for timing: greedy, then a random number of tokens of the deepest path are accepted."""
 
     lossless, is_random = False, True
 

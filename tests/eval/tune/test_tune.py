@@ -15,7 +15,8 @@ import torch
 
 from outrider.cli.tune import setting_namer, tune_command, tuning_table, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.run import acceptance_rule, load_suites
+from outrider.eval.measure.methods import acceptance_rule
+from outrider.eval.run import load_suites
 from outrider.eval.tune import run as tune_module
 from outrider.eval.tune import search as tuning_module
 from outrider.eval.tune.grids import GRIDS, MERGED_NODES, candidates, extended, measured_settings
