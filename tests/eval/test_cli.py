@@ -13,7 +13,7 @@ from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
 from outrider.cli.options import parse_quantization
 from outrider.cli.results import print_measure_again
-from outrider.eval import run
+from outrider.eval.measure import methods
 from outrider.eval.records.records import RecordFile
 
 from .test_run import AcceptsAnything
@@ -158,7 +158,7 @@ def test_a_quantization_is_a_bare_method_or_its_options() -> None:
 def test_a_drafter_that_is_not_lossless_fails_the_command(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    monkeypatch.setattr(methods, "GreedyAcceptance", AcceptsAnything)
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert "NOT LOSSLESS" in result.output

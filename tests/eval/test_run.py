@@ -444,7 +444,7 @@ def test_a_sampler_of_a_wrong_distribution_is_caught(
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
     options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}], "max_new_tokens": 24}
     assert not any(is_broken(row) for row in run_tiny(tmp_path / "right", target, **options))
-    monkeypatch.setattr(run, "SpeculativeSampling", SamplesHotter)
+    monkeypatch.setattr(methods, "SpeculativeSampling", SamplesHotter)
     rows = run_tiny(tmp_path / "wrong", target, **options)
     assert [is_broken(row) for row in rows] == [False, False, False, True]
     table = (tmp_path / "wrong" / "table.md").read_text()
@@ -470,7 +470,7 @@ class AcceptsAnything(GreedyAcceptance):
 
 
 def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    monkeypatch.setattr(methods, "GreedyAcceptance", AcceptsAnything)
     rows = run_tiny(tmp_path)
     assert [is_broken(row) for row in rows] == [False, True, True]
     assert [row["lossless"] for row in rows] == [True, False, False]
@@ -487,7 +487,7 @@ def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
     rows = run_tiny(tmp_path / "right", target)
     assert not any(is_broken(row) for row in rows)
-    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    monkeypatch.setattr(methods, "GreedyAcceptance", AcceptsAnything)
     rows = run_tiny(tmp_path / "wrong", target)
     assert [is_broken(row) for row in rows] == [False, True, True]
 

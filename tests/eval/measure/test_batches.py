@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
+from outrider.eval.measure import methods
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results import stats
@@ -226,7 +226,7 @@ class WrongBesideOthers(GreedyAcceptance):
 def test_a_decoder_that_is_wrong_only_in_batches_is_caught(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "GreedyAcceptance", WrongBesideOthers)
+    monkeypatch.setattr(methods, "GreedyAcceptance", WrongBesideOthers)
     rows = run_tiny(tmp_path / "eval", profile_prompts=0)
     assert [is_broken(row) for row in rows] == [False, False, False, True]
 
@@ -247,7 +247,7 @@ class WrongForAll(GreedyAcceptance):
 def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    monkeypatch.setattr(methods, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "eval", profile_prompts=0)
     assert [is_broken(row) for row in rows] == [False, False, True, True]
     assert rows[3]["lossless_label"].startswith("NO: plain decoding is wrong")
@@ -264,7 +264,7 @@ def test_batched_plain_decoding_is_audited_if_no_prompt_was_decoded_alone(
     assert [row["lossless_label"] for row in rows] == ["yes", "yes"]
     # three prompts, two of them with two turns
     assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5
-    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    monkeypatch.setattr(methods, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "wrong", **options)
     assert [is_broken(row) for row in rows] == [True, True]
     assert rows[1]["lossless_label"].startswith("NO: plain decoding is wrong")
