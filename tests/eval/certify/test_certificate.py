@@ -93,7 +93,8 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
     assert len(recorders) > 3, "of the target, of the drafter, and of the rules"
-    assert all(recorder.num_replays > 1 for recorder in recorders)
+    assert all(recorder.num_replays > 10 for recorder in recorders[:2]), "of the target and of the drafter"
+    assert all(recorder.num_replays > 1 for recorder in recorders[2:])
 
 
 def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
