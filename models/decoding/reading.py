@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from .protocols import AcceptanceRule, Target
 from .sampling import Randomness
 from .tree import DraftTree, accepted_path, empty_tree
-from .types import Acceptance, AcceptedPath, TargetOutput
+from .types import NUM_FIRST, Acceptance, AcceptedPath, TargetOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +71,23 @@ def accept(
 
 
 def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Int[torch.Tensor, "batch number"]:
-    """Return all that the host reads of a decision, in one tensor: it is one transfer.
+    """Return all numbers of a decision in one tensor, which the host reads in one transfer.
 
-    Each row has num_accepted, entry and bonus token; the path; its draft tokens; and whether the
-    logits of the root and of each entry of the path are numbers.
+    A row has the columns of `AcceptedPath.of`, then whether the logits of the root and of each entry
+    of the path are numbers. What `commit` and `advance` need on the device are parts of this tensor.
     """
-    drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    first = torch.stack([acceptance.num_accepted, acceptance.entry, acceptance.bonus_token], dim=1)
-    return torch.cat([first, acceptance.path, drafts, _are_numbers(output, acceptance)], dim=1)
+    path = acceptance.path
+    # In plain decoding, which is the baseline, nothing is computed that isn't needed.
+    entries = pad(path + 1, (1, 0)) if tree.num_nodes else acceptance.entry[:, None]
+    drafts = tree.tokens.gather(1, path.clamp(min=0)).clamp(min=0) if tree.num_nodes else path
+    first = torch.stack([acceptance.num_accepted, acceptance.num_accepted + 1, acceptance.entry, acceptance.bonus_token], dim=1)
+    return torch.cat([first, path, entries, drafts, _are_numbers(output, entries)], dim=1)
 
 
 def acceptance_of(numbers: Int[torch.Tensor, "batch number"], depth: int) -> Acceptance:
     """Return the decision in the first columns of `numbers`, whose paths are `depth` wide."""
-    num_accepted, entry, bonus_token = numbers[:, :3].unbind(1)
-    path = numbers[:, 3 : 3 + depth]
+    num_accepted, _, entry, bonus_token = numbers[:, :NUM_FIRST].unbind(1)
+    path = numbers[:, NUM_FIRST : NUM_FIRST + depth]
     return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, numbers=numbers)
 
 
@@ -94,19 +97,20 @@ def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptanc
     numbers = numbers_of(tree, output, acceptance) if acceptance.numbers is None else acceptance.numbers
     values = numbers.tolist()
     # 2. Cut each row before the first token that was chosen from no numbers.
-    width = acceptance.path.shape[1]
+    depth = acceptance.path.shape[1]
     tokens: list[list[int]] = []
     nodes: list[list[int]] = []
-    for num_accepted, _, bonus, *entries in values:
-        path, row_drafts, are_numbers = entries[:width], entries[width : 2 * width], entries[2 * width :]
-        row_tokens = [*row_drafts[:num_accepted], bonus]
+    for num_accepted, _, _, bonus, *rest in values:
+        path, drafts, are_numbers = rest[:depth], rest[2 * depth + 1 : 3 * depth + 1], rest[3 * depth + 1 :]
+        row_tokens = [*drafts[:num_accepted], bonus]
         if 0 in are_numbers[: num_accepted + 1]:
             row_tokens = row_tokens[: are_numbers.index(0)]
         tokens.append(row_tokens)
         nodes.append(path[: max(0, len(row_tokens) - 1)])
     # 3. Use the device's tensors, unless a row was cut.
     if is_whole := all(len(new) == 1 + num_accepted for new, (num_accepted, *_) in zip(tokens, values, strict=True)):
-        accepted = acceptance.accepted_path(nodes, [new[:-1] for new in tokens])
+        drafts, next_tokens = [new[:-1] for new in tokens], [new[-1] for new in tokens]
+        accepted = AcceptedPath.of(numbers, depth, nodes, drafts, next_tokens)
         last_token = acceptance.bonus_token
     else:
         accepted = accepted_path(tree, nodes)
@@ -131,14 +135,11 @@ def in_batch(rows: Sequence[int], answers: Sequence[Sequence[int]]) -> Callable[
     return lambda row: f"token {len(answers[rows[row]]) + 1} of the answer in row {rows[row]} of the batch"
 
 
-def _are_numbers(output: TargetOutput, acceptance: Acceptance) -> Bool[torch.Tensor, "batch entry"]:
-    """Return whether the logits of each entry of the path are numbers; entry 0 is the root."""
+def _are_numbers(output: TargetOutput, entries: Int[torch.Tensor, "batch entry"]) -> Bool[torch.Tensor, "batch entry"]:
+    """Return whether the logits of the entries are numbers."""
     logits = output.logits
-    if acceptance.path.shape[1]:
-        # Only the path is read, since whole trees of logits are large. Past a path's end, NO_NODE
-        # gives the root's entry again.
-        rows = torch.arange(len(logits), device=logits.device)[:, None]
-        logits = logits[rows, pad(acceptance.path + 1, (1, 0))]
+    if logits.shape[1] > 1:  # whole trees of logits are large
+        logits = logits[torch.arange(len(logits), device=logits.device)[:, None], entries]
     return logits.amax(-1).abs() < inf  # false for NaN, which amax passes on
 
 

@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from jaxtyping import Float, Int
 
-from .types import NO_NODE, AcceptedPath, Counts
+from .types import NO_NODE, AcceptedPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class DraftTree:
     max_depth: int
     drawn: Drawn | None = None
     """None if the tree is a function of the text; siblings must then be different tokens."""
+    is_fixed: bool = False
+    """Whether its tensors have an address of their own, where a later draft overwrites them."""
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
     source i proposed the node. None if there is only one source."""
@@ -67,6 +69,12 @@ class DraftTree:
             derived = lineage, depths(lineage)
         object.__setattr__(self, "lineage", derived[0])
         object.__setattr__(self, "depths", derived[1])
+
+    def fixed(self) -> "DraftTree":
+        """Return the tree as the output of a recording, whose address `is_fixed`."""
+        tree = copy(self)
+        object.__setattr__(tree, "is_fixed", True)
+        return tree
 
     @property
     def num_nodes(self) -> int:
@@ -103,15 +111,15 @@ def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
 
 def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPath:
     """Return the accepted path of each row, given its nodes on the host."""
-    device, counts = tree.tokens.device, [len(path) for path in nodes]
-    padded = [[*path, *[NO_NODE] * (max(counts) - len(path))] for path in nodes]
-    return AcceptedPath(
-        path=torch.tensor(padded, dtype=torch.long, device=device).view(len(counts), max(counts)),
-        entry=torch.tensor([path[-1] + 1 if path else 0 for path in nodes], dtype=torch.long, device=device),
-        num_accepted=Counts.of(counts, device),
-        host_nodes=tuple(map(tuple, nodes)),
-        tokens=tuple(tuple(tree.tokens[row, list(path)].tolist()) for row, path in enumerate(nodes)),
-    )
+    drafts = [tree.tokens[row, list(path)].tolist() for row, path in enumerate(nodes)]
+    depth = max(map(len, nodes))
+    rows = []
+    for path, tokens in zip(nodes, drafts, strict=True):
+        entries, missing = [node + 1 for node in path], depth - len(path)
+        first = [len(path), 1 + len(path), entries[-1] if path else 0, NO_NODE]
+        rows.append([*first, *path, *[NO_NODE] * missing, 0, *entries, *[0] * missing, *tokens, *[0] * missing])
+    numbers = torch.tensor(rows, dtype=torch.long, device=tree.tokens.device)
+    return AcceptedPath.of(numbers, depth, nodes, drafts)
 
 
 def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:

@@ -1,7 +1,7 @@
 """The data types of a decode step: the target's output, acceptance, and the emitted tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -60,6 +60,10 @@ class Counts:
         return Counts(self.device[rows], tuple(self.host[row] for row in rows))
 
 
+NUM_FIRST = 4
+"""Numbers before the path in a row of a decision's numbers: see `AcceptedPath.of`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedPath:
     """The accepted draft tokens of a step, after the host has read them.
@@ -68,20 +72,61 @@ class AcceptedPath:
     """
 
     path: Int[torch.Tensor, "batch depth"]
+    entries: Int[torch.Tensor, "batch depth+1"]
+    """The target's entries of the last committed token and of the path: 0, then node + 1. 0 past the
+    end."""
+    drafts: Int[torch.Tensor, "batch depth"]
+    """The tokens of the path; arbitrary ones past the end."""
     num_accepted: Counts
     """Draft tokens only: a step emits one more token, the bonus token."""
+    num_read: Counts
+    """Tokens that the target has read for good: the last committed token, and the accepted ones."""
     entry: Int[torch.Tensor, " batch"]
     """The target's entry of each row's last accepted token: 0 if none was accepted."""
     host_nodes: tuple[tuple[int, ...], ...]
     """The nodes of each row's path, without padding."""
     tokens: tuple[tuple[int, ...], ...]
     """The draft tokens of these nodes."""
+    next_tokens: tuple[int, ...] | None = None
+    """The token after each row's path, with which the next draft begins; None if the host hasn't read
+    it."""
 
-    @property
-    def nodes(self) -> Int[torch.Tensor, "batch accepted"]:
-        """The path, only as wide as the longest row's."""
+    @classmethod
+    def of(
+        cls,
+        numbers: Int[torch.Tensor, "batch number"],
+        depth: int,
+        host_nodes: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        next_tokens: Sequence[int] | None = None,
+    ) -> "AcceptedPath":
+        """Return parts of a tensor as the path, and the host's copies of them.
+
+        The columns are: num_accepted, num_read and entry; the bonus token; a path of `depth` nodes; its
+        entries; its draft tokens; and further ones.
+        """
+        counts = tuple(map(len, host_nodes))
+        num_accepted, num_read, entry = numbers[:, :3].unbind(1)
+        path, entries, drafts, _ = numbers[:, NUM_FIRST:].tensor_split([depth, 2 * depth + 1, 3 * depth + 1], dim=1)
+        return cls(
+            path=path,
+            entries=entries,
+            drafts=drafts,
+            num_accepted=Counts(num_accepted, counts),
+            num_read=Counts(num_read, tuple(count + 1 for count in counts)),
+            entry=entry,
+            host_nodes=tuple(map(tuple, host_nodes)),
+            tokens=tuple(map(tuple, tokens)),
+            next_tokens=None if next_tokens is None else tuple(next_tokens),
+        )
+
+    def cut(self) -> "AcceptedPath":
+        """Return the path only as wide as the longest row's."""
         longest = max(self.num_accepted.host)
-        return self.path if longest == self.path.shape[1] else self.path[:, :longest]
+        if longest == self.path.shape[1]:
+            return self
+        cut = {"path": self.path[:, :longest], "drafts": self.drafts[:, :longest]}
+        return replace(self, entries=self.entries[:, : longest + 1], **cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +144,7 @@ class Acceptance:
     entry: Int[torch.Tensor, " batch"]
     bonus_token: Int[torch.Tensor, " batch"]
     numbers: Int[torch.Tensor, "batch number"] | None = None
-    """What the host reads of the decision (see `reading.numbers_of`), if it is computed already."""
+    """All numbers of the decision (see `reading.numbers_of`), if they are computed already."""
 
     def select(self, rows: Sequence[int]) -> "Acceptance":
         """Return the decision for these rows of the batch only."""
@@ -108,16 +153,6 @@ class Acceptance:
             num_accepted=self.num_accepted[rows],
             entry=self.entry[rows],
             bonus_token=self.bonus_token[rows],
-        )
-
-    def accepted_path(self, host_nodes: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> AcceptedPath:
-        """Return the path, with its nodes and their tokens as the host has read them."""
-        return AcceptedPath(
-            path=self.path,
-            entry=self.entry,
-            num_accepted=Counts(self.num_accepted, tuple(map(len, host_nodes))),
-            host_nodes=tuple(map(tuple, host_nodes)),
-            tokens=tuple(map(tuple, tokens)),
         )
 
 

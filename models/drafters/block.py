@@ -43,7 +43,7 @@ from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_t
 from .labels import Labels
 from .lattice import lattice_search
 from .objective import Loss, Objective, score
-from .unread import MAX_UNREAD
+from .unread import MAX_UNREAD, to_width
 from .vocabulary import ReducedVocabulary
 
 SLOT_STD = 0.02
@@ -358,7 +358,7 @@ class Block(ReducedVocabulary, CachedDrafter):
         read_unread(self, cache, state)
         return cache.snapshot()
 
-    def advance(
+    def follow(
         self, drafted: CacheSnapshot | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> BlockState:
         return advanced(drafted, accepted, self.target_features(output))
@@ -382,16 +382,13 @@ class Block(ReducedVocabulary, CachedDrafter):
         return self.draft_entries + self.num_slots
 
     def draft_inputs(self, state: BlockState) -> tuple[torch.Tensor, ...]:
-        return (state.features,)
+        return (to_width(state.features, self.draft_entries),)
 
-    def num_kept(self, num_unread: Counts) -> Counts:
-        return num_unread
-
-    def draft_in(
+    def search_in(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> DraftTree:
+    ) -> SearchTree:
         hidden = self.of_tokens(draft_pass(self, cache, last_token, num_unread, *inputs), self.config.search_depth)
-        return pack_likeliest(self.search_slots(hidden, last_token), self.config.tree_nodes)
+        return self.search_slots(hidden, last_token)
 
 
 def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:

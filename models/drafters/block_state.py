@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch.nn.functional import pad
 
 from ..decoding.prompts import Prompts
 from ..decoding.types import AcceptedPath, Counts
@@ -114,8 +113,8 @@ def advanced(
 
     `drafted` is the text that has been read, or a state that wasn't read.
     """
-    entries = pad(accepted.nodes.clamp(min=0) + 1, (1, 0))[..., None]  # the last committed token, then the path
-    new, counts = features.gather(1, entries.expand(-1, -1, features.shape[-1])), accepted.num_accepted + 1
+    entries, counts = accepted.entries[..., None], accepted.num_read
+    new = features.gather(1, entries.expand(-1, -1, features.shape[-1]))
     if isinstance(drafted, CacheSnapshot):
         return BlockState(text=drafted, features=new, num_unread=counts)
     features = append(drafted.features, drafted.num_unread, new)

@@ -9,16 +9,18 @@ from jaxtyping import Int
 
 from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree
-from ..decoding.types import Counts, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .base import TrainableDrafter
+from .beams import SearchTree
 
 
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
     Its state has a snapshot of the cache, `text`, and the number of entries of each row that the
-    cache still lacks, `num_unread`. A draft reads these entries first.
+    cache still lacks, `num_unread`. A draft reads these entries first. Proposals are the `max_nodes`
+    likeliest nodes of a search, if nothing is drawn.
     """
 
     @property
@@ -45,27 +47,38 @@ class CachedDrafter(TrainableDrafter):
     def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
         """Read the prompts into an empty cache, and return the state."""
 
+    @property
+    def keeps_last_token(self) -> bool:
+        """Whether a draft adds the last token to the text, besides the unread entries."""
+        return False
+
     @abstractmethod
     def draft_inputs(self, state: Any) -> tuple[torch.Tensor, ...]:
-        """Return what the state knows of the unread entries: tensors [batch, entry, ...]."""
+        """Return what the state knows of the unread entries, in tensors whose shapes are fixed.
+
+        There is room for all entries of a longest accepted path.
+        """
 
     @abstractmethod
-    def num_kept(self, num_unread: Counts) -> Counts:
-        """Return how many entries a draft adds to the text of each row."""
-
-    @abstractmethod
-    def draft_in(
+    def search_in(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> DraftTree:
-        """Read the unread entries and draft a tree, as `propose` does.
+    ) -> SearchTree:
+        """Read the unread entries and search, as `search` does.
 
-        `inputs` are those of `draft_inputs`, padded to `draft_entries` entries. Shapes depend on
-        nothing but the shapes of the arguments and the cache's extent.
+        `inputs` are those of `draft_inputs`. Shapes depend on nothing but the shapes of the arguments
+        and the cache's extent. Of `num_unread` the host's numbers only tell what the cache counts.
         """
 
     def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        """Return what `advance` needs after `draft_in`; `text` is the cache's text then."""
+        """Return what `follow` needs after `search_in`; `text` is the cache's text then."""
         return text
+
+    @abstractmethod
+    def follow(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
+        """Return the state after the accepted path, as wide as `accepted` is."""
+
+    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
+        return self.follow(drafted, tree, accepted.cut(), output)
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""

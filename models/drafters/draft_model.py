@@ -36,7 +36,7 @@ from .beams import SearchTree
 from .branches.layout import Branches
 from .cached_drafter import CachedDrafter
 from .calibration import Prior
-from .fixed_draft import FixedSearch, TextState
+from .fixed_draft import FixedSearch, TextState, UnreadTree
 from .growing_draft import GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -50,6 +50,7 @@ from .small_models import (
     smaller_architecture,
     weights_digest_at,
 )
+from .unread import to_width
 from .vocabulary import DraftVocabulary
 
 
@@ -152,7 +153,7 @@ class DraftModel(CachedDrafter):
     def meanwhile(self, drafted: Any) -> Meanwhile | None:
         return self.drafting.meanwhile(drafted)
 
-    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
+    def follow(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
         return self.drafting.advance(drafted, tree, accepted)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
@@ -177,20 +178,16 @@ class DraftModel(CachedDrafter):
         return 1 + self.draft_entries + self.drafting.max_entries
 
     def draft_inputs(self, state: TextState) -> tuple[torch.Tensor, ...]:
-        return (state.tokens,)
+        return (to_width(state.tokens, self.draft_entries),)
 
-    def num_kept(self, num_unread: Counts) -> Counts:
-        return num_unread
-
-    def draft_in(
+    def search_in(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> DraftTree:
+    ) -> SearchTree:
         assert isinstance(self.drafting, FixedSearch)
-        return self.drafting.draft_in(cache, last_token, num_unread, *inputs)
+        return self.drafting.search_in(cache, last_token, num_unread, *inputs)
 
-    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> TextState:
-        assert isinstance(self.drafting, FixedSearch)
-        return self.drafting.begin(text, last_token)
+    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> UnreadTree:
+        return UnreadTree(text=text, last_token=last_token)
 
     # --- training
 

@@ -47,7 +47,7 @@ from .feature_search import (
 )
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
-from .unread import MAX_UNREAD, append
+from .unread import MAX_UNREAD, append, to_width
 from .vocabulary import DraftVocabulary
 
 
@@ -286,10 +286,10 @@ class FeatureDrafter(CachedDrafter):
         read_unread(self, cache, state, last_token)
         return cache.snapshot()
 
-    def advance(
+    def follow(
         self, drafted: CacheSnapshot | FeatureState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> FeatureState:
-        return completed(drafted, tree.tokens, accepted, self.target_features(output))
+        return completed(drafted, accepted, self.target_features(output))
 
     # --- decoding in a recording: see `CachedDrafter`
 
@@ -309,16 +309,16 @@ class FeatureDrafter(CachedDrafter):
     def draft_columns(self) -> int:
         return self.draft_entries + (self.config.depth - 1) * self.config.top_k
 
+    @property
+    def keeps_last_token(self) -> bool:
+        return True
+
     def draft_inputs(self, state: FeatureState) -> tuple[torch.Tensor, ...]:
-        return state.tokens, state.features
+        return to_width(state.tokens, self.config.depth), to_width(state.features, self.draft_entries)
 
-    def num_kept(self, num_unread: Counts) -> Counts:
-        return num_unread + 1
-
-    def draft_in(
+    def search_in(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> DraftTree:
+    ) -> SearchTree:
         tokens, features = inputs
-        tokens = tokens.scatter(1, num_unread.device[:, None], last_token[:, None])
-        output = read_committed(self, cache, tokens, features, num_unread)
-        return pack_likeliest(self._search_after(cache, output), self.config.tree_nodes)
+        tokens = pad(tokens, (0, 1)).scatter(1, num_unread.device[:, None], last_token[:, None])
+        return self._search_after(cache, read_committed(self, cache, tokens, features, num_unread))

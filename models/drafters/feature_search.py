@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
-from torch.nn.functional import pad
 
 from ..decoding.prompts import Prompts
 from ..decoding.types import AcceptedPath, Counts
@@ -116,18 +115,13 @@ def read_committed(
 
 
 def completed(
-    drafted: CacheSnapshot | FeatureState,
-    tokens: Int[torch.Tensor, "batch node"],
-    accepted: AcceptedPath,
-    features: Float[torch.Tensor, "batch entry feature"],
+    drafted: CacheSnapshot | FeatureState, accepted: AcceptedPath, features: Float[torch.Tensor, "batch entry feature"]
 ) -> FeatureState:
     """Return the state after an accepted path, with the path's tokens and features.
 
     `drafted` is the text that has been read; or a state that wasn't read, with the last token.
     """
-    path = accepted.nodes.clamp(min=0)
-    entries = pad(path + 1, (1, 0))[..., None]
-    tokens = tokens.gather(1, path).clamp(min=0)
+    tokens, entries = accepted.drafts, accepted.entries[..., None]
     features = features.gather(1, entries.expand(-1, -1, features.shape[-1]))
     if isinstance(drafted, CacheSnapshot):
         return FeatureState(text=drafted, tokens=tokens, features=features, num_unread=accepted.num_accepted)

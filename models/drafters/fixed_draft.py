@@ -32,12 +32,18 @@ class TextState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftedTree:
-    """Results of drafting a tree."""
+class UnreadTree:
+    """A tree of which the next draft reads the accepted tokens."""
 
     text: CacheSnapshot
-    """Keys and values of the texts without their last token; the tree's entries follow them."""
+    """Keys and values of the texts without their last token."""
     last_token: Int[torch.Tensor, " batch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedTree(UnreadTree):
+    """A tree whose entries follow the text, and of which the accepted ones are kept."""
+
     entries: Int[torch.Tensor, "batch node"]
     """Entry of each node in the cache after the text. Entry 0 is the last token."""
 
@@ -121,20 +127,19 @@ class FixedSearch:
         cache.keep(None, state.num_unread)
         return cache, logits.gather(1, last)
 
-    def draft_in(
+    def search_in(
         self,
         cache: TreeCache,
         last_token: Int[torch.Tensor, " batch"],
         num_unread: Counts,
         tokens: Int[torch.Tensor, "batch unread"],
-    ) -> DraftTree:
-        """Draft a tree with shapes that don't depend on the texts (see `CachedDrafter.draft_in`)."""
+    ) -> SearchTree:
+        """Search with shapes that don't depend on the texts (see `CachedDrafter.search_in`)."""
         tokens = pad(tokens, (0, 1)).scatter(1, num_unread.device[:, None], last_token[:, None])
         logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
         last = num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1])
         cache.keep(None, num_unread)
-        search = self._search(cache, logits.gather(1, last), last_token)
-        return take(search, likeliest_nodes(search, self.max_nodes))
+        return self._search(cache, logits.gather(1, last), last_token)
 
     def _search(
         self, cache: TreeCache, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]
@@ -179,19 +184,22 @@ class FixedSearch:
         num_groups = self.max_nodes // self._num_children
         return draw_tree(drawing, logits, read, top_k=self.config.top_k, depth=self.config.length, num_groups=num_groups)
 
-    def meanwhile(self, drafted: DraftedTree | TextState) -> None:
+    def meanwhile(self, drafted: UnreadTree | TextState) -> None:
         """Return None: the next step searches anew."""
 
-    def advance(self, drafted: DraftedTree | TextState, tree: DraftTree, accepted: AcceptedPath) -> TextState:
+    def advance(self, drafted: UnreadTree | TextState, tree: DraftTree, accepted: AcceptedPath) -> TextState:
         """Keep all but the last two tokens of the new text in the cache.
 
-        These are the last token and all accepted nodes except one. Of a tree that isn't its own,
-        the drafter keeps nothing: the next draft reads the accepted tokens.
+        These are the last token and all accepted nodes except one. Of a tree that isn't its own, and
+        of one drafted in a recording, the drafter keeps nothing: the next draft reads the accepted
+        tokens.
         """
         if isinstance(drafted, TextState):
-            accepted_tokens = tree.tokens.gather(1, accepted.nodes.clamp(min=0)).clamp(min=0)
-            tokens = append(drafted.tokens, drafted.num_unread, accepted_tokens)
+            tokens = append(drafted.tokens, drafted.num_unread, accepted.drafts)
             return TextState(text=drafted.text, tokens=tokens, num_unread=drafted.num_unread + accepted.num_accepted)
+        if not isinstance(drafted, DraftedTree):
+            tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
+            return TextState(text=drafted.text, tokens=tokens, num_unread=accepted.num_read)
         cache, entries = drafted.text.writable(), drafted.entries
         # A cache that isn't the newest is a copy of the texts without the tree: read the tree
         # again.
@@ -199,8 +207,8 @@ class FixedSearch:
             self.reader.read_tree(cache, drafted.last_token, tree)
             entries = torch.arange(1, tree.num_nodes + 1, device=entries.device).expand_as(tree.tokens)
         kept = None
-        if num_kept := accepted.nodes.shape[1]:
-            kept = pad(entries.gather(1, accepted.nodes.clamp(min=0)), (1, 0))[:, :num_kept]
+        if num_kept := accepted.path.shape[1]:
+            kept = pad(entries.gather(1, accepted.path.clamp(min=0)), (1, 0))[:, :num_kept]
         cache.keep(kept, accepted.num_accepted)
         tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
         return self.begin(cache.snapshot(), tokens.gather(1, accepted.entry[:, None])[:, 0])

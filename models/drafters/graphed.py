@@ -5,7 +5,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
-from torch.nn.functional import pad
 
 from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter
@@ -14,6 +13,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, TargetOutput
 from ..target.cuda_graphs import GraphedFunction, Recorder
 from ..target.tree_cache import TreeCache
+from .beams import pack_likeliest
 from .cached_drafter import CachedDrafter
 
 
@@ -47,7 +47,7 @@ class GraphedDrafter:
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
         self.meanwhile = drafter.meanwhile
-        self._draft = GraphedFunction(drafter.draft, recorder)
+        self._draft = GraphedFunction(self._draft_now, recorder)
 
     @property
     def tree_sizes(self) -> Sequence[int]:
@@ -55,6 +55,9 @@ class GraphedDrafter:
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
         return self.drafter.trim(self._draft(state, last_token)), None
+
+    def _draft_now(self, state: torch.Tensor, last_token: torch.Tensor) -> DraftTree:
+        return self.drafter.draft(state, last_token).fixed()
 
 
 class GraphedCachedDrafter:
@@ -68,10 +71,12 @@ class GraphedCachedDrafter:
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
-        self.advance, self.select, self.meanwhile = drafter.advance, drafter.select, drafter.meanwhile
+        self.select, self.meanwhile = drafter.select, drafter.meanwhile
+        # Whole paths: the next draft reads as many entries at each step.
+        self.advance = drafter.follow
         self._cache: TreeCache | None = None
         self._num_moves = 0
-        self._draft = GraphedFunction(self._draft_and_undo, recorder)
+        self._draft = GraphedFunction(self._draft_now, recorder)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
@@ -87,33 +92,35 @@ class GraphedCachedDrafter:
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Any]:
-        cache: TreeCache = state.text.writable()
-        num_kept = self.drafter.num_kept(state.num_unread)
-        if cache is not self._cache or max(num_kept.host) > self.drafter.draft_entries:
+        # 1. How many entries of each row the draft adds to the text.
+        kept = [count + self.drafter.keeps_last_token for count in state.num_unread.host]
+        cache: TreeCache = state.text.cache
+        if not (cache is self._cache and state.text.is_newest) or max(kept) > self.drafter.draft_entries:
             return self.drafter.propose(state, last_token, generator=generator)
+        # 2. A recording of these columns.
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
             self._draft.forget()
             self._num_moves = cache.num_moves
-        inputs = [to_width(values, self.drafter.draft_entries) for values in self.drafter.draft_inputs(state)]
-        tree = self._draft(last_token, state.num_unread.device, *inputs, key=extent)
-        cache.keep(None, num_kept)
+        counts = cache.lengths.device, state.num_unread.device
+        tree = self._draft(last_token, *counts, *self.drafter.draft_inputs(state), key=extent)
+        cache.count(kept)
         return tree, self.drafter.drafted_in(cache.snapshot(), last_token)
 
-    def _draft_and_undo(self, last_token: torch.Tensor, num_unread: torch.Tensor, *inputs: torch.Tensor) -> DraftTree:
-        """Draft, and leave the cache's lengths as they were, since a recording may run several times."""
+    def _draft_now(
+        self,
+        last_token: Int[torch.Tensor, " batch"],
+        lengths: Int[torch.Tensor, " batch"],
+        num_unread: Int[torch.Tensor, " batch"],
+        *inputs: torch.Tensor,
+    ) -> DraftTree:
+        """Draft after texts of these `lengths`, which the cache has at first."""
         assert self._cache is not None, "init_state must come before propose"
-        # The host's numbers only choose shapes, which the arguments and `reserve_columns` have chosen.
-        counts = Counts(num_unread, (0,) * len(num_unread))
-        tree = self.drafter.draft_in(self._cache, last_token, counts, *inputs)
-        self._cache.keep(None, -self.drafter.num_kept(counts))
-        return tree
-
-
-def to_width(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return [batch, entry, ...] with so many entries: cut, or padded with zeros."""
-    missing = width - values.shape[1]
-    return pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing > 0 else values[:, :width]
+        self._cache.lengths.device.copy_(lengths)  # a recording runs several times
+        # The host's numbers are such that the host's lengths stay as they are: `propose` counts.
+        counts = Counts(num_unread, (-int(self.drafter.keeps_last_token),) * len(num_unread))
+        search = self.drafter.search_in(self._cache, last_token, counts, *inputs)
+        return pack_likeliest(search, self.drafter.max_nodes).fixed()
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:

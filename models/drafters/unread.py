@@ -2,12 +2,19 @@
 
 import torch
 from jaxtyping import Shaped
+from torch.nn.functional import pad
 
 from ..decoding.types import Counts
 
 MAX_UNREAD = 64
 """A drafter that is skipped reads its text after so many tokens, so that the next draft
 doesn't have to read a long text at once."""
+
+
+def to_width(values: Shaped[torch.Tensor, "batch width *item"], width: int) -> Shaped[torch.Tensor, "batch wide *item"]:
+    """Return so many values of each row: cut, or padded with zeros."""
+    missing = width - values.shape[1]
+    return pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing > 0 else values[:, :width]
 
 
 def append(

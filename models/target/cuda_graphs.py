@@ -48,9 +48,9 @@ class GraphedFunction(Generic[Output]):
     deterministic. It may depend on its inputs, on memory at a fixed address, and on `key`, but on
     nothing else.
 
-    A recording runs the function several times, and so must change nothing for good. A function that
-    changes memory needs `neutral`: from the inputs of a call it returns inputs of the same shapes
-    with which the function changes nothing.
+    A recording runs the function several times: a repetition must leave the same memory as one run. A
+    function of which this isn't true needs `neutral`: from the inputs of a call it returns inputs of
+    the same shapes with which the function changes nothing.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class GraphedFunction(Generic[Output]):
 
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
         shapes = (key, *(tensor.shape for tensor in inputs))
-        # 1. Record the function if these shapes are new, on inputs at a fixed address.
+        # 1. Record the function if these shapes are new, on inputs at a fixed address. It may write to
+        # memory that the inputs are parts of, so they are copied before.
         if shapes not in self._recorded:
+            inputs = tuple(tensor.clone() for tensor in inputs)
             with torch.inference_mode(False):  # the copies can then be written in any mode
                 static = tuple(tensor.clone() for tensor in (self.neutral(*inputs) if self.neutral else inputs))
             if len(self._recorded) == MAX_RECORDINGS:

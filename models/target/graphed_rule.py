@@ -21,7 +21,7 @@ class GraphedRule:
 
     def __init__(self, rule: AcceptanceRule, recorder: Recorder | None = None) -> None:
         self.rule = rule
-        self._output: TargetOutput | None = None
+        self._decided: tuple[DraftTree, TargetOutput] | None = None
         self._decide = GraphedFunction(self._decide_now, recorder)
 
     @property
@@ -37,24 +37,24 @@ class GraphedRule:
         if not (output.is_fixed and tree.drawn is None and is_repeatable):
             return self.rule(tree, output, generator=generator)
         seeds = (generator.rows(tree.tokens.device),) if isinstance(generator, RowSeeds) and self.is_random else ()
-        # Logits are large: the recording reads them at their address, in place of a copy.
-        self._output = output
-        key = tree.max_depth, output.logits.shape, output.logits.dtype, output.logits.data_ptr()
-        numbers = self._decide(tree.tokens, tree.parents, tree.lineage, tree.depths, *seeds, key=key)
+        # The recording reads logits, which are large, and recorded trees at their address, in place of
+        # copies.
+        parts = tree.tokens, tree.parents, tree.lineage, tree.depths
+        in_place = (output.logits, *parts) if tree.is_fixed else (output.logits,)
+        key = tree.max_depth, *((part.data_ptr(), part.shape, part.stride(), part.dtype) for part in in_place)
+        self._decided = tree, output
+        numbers = self._decide(*(() if tree.is_fixed else parts), *seeds, key=key)
         return acceptance_of(numbers.clone(), tree.max_depth)  # states of drafters keep parts of it
 
-    def _decide_now(
-        self,
-        tokens: Int[torch.Tensor, "batch node"],
-        parents: Int[torch.Tensor, "batch node"],
-        lineage: Int[torch.Tensor, "batch node depth"],
-        depths: Int[torch.Tensor, "batch node"],
-        *seeds: Int[torch.Tensor, "2 batch"],
-    ) -> Int[torch.Tensor, "batch number"]:
-        assert self._output is not None
-        tree = DraftTree(tokens=tokens, parents=parents, max_depth=lineage.shape[2], derived=(lineage, depths))
-        generator = RowSeeds.of_rows(*seeds) if seeds else None
-        return numbers_of(tree, self._output, self.rule(tree, self._output, generator=generator))
+    def _decide_now(self, *inputs: torch.Tensor) -> Int[torch.Tensor, "batch number"]:
+        assert self._decided is not None
+        tree, output = self._decided
+        if not tree.is_fixed:
+            tokens, parents, lineage, depths, *inputs_left = inputs
+            tree = DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth, derived=(lineage, depths))
+            inputs = tuple(inputs_left)
+        generator = RowSeeds.of_rows(*inputs) if inputs else None
+        return numbers_of(tree, output, self.rule(tree, output, generator=generator))
 
 
 def rule_beside(target: HFTarget, rule: AcceptanceRule) -> AcceptanceRule:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
@@ -75,7 +74,7 @@ class HFTarget(FrozenModel):
         if cuda_graphs:
             self._graphs = GraphedFunction(self._read_tree_for_replay, recorder)
             # Its own recorder, and so its own memory: drafters read a pass's output after the commit.
-            self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_nodes)
+            self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_entries)
 
     def choose_linears(self, *drafters: nn.Module) -> None:
         """Choose how linear layers are computed, with torch's present number of threads."""
@@ -296,12 +295,12 @@ class HFTarget(FrozenModel):
             keep_path(cache, accepted)
             return
         # The bound of a tree's depth may exceed its nodes, for which alone the cache has room.
-        self._commits(accepted.path[:, : tree.num_nodes], accepted.num_accepted.device)
-        cache.count([1 + count for count in accepted.num_accepted.host])
+        self._commits(accepted.entries[:, : 1 + tree.num_nodes], accepted.num_read.device)
+        cache.count(accepted.num_read.host)
 
-    def _keep_path_for_replay(self, path: Int[torch.Tensor, "batch depth"], num_accepted: Int[torch.Tensor, " batch"]) -> None:
+    def _keep_path_for_replay(self, entries: Int[torch.Tensor, "batch entry"], num_read: Int[torch.Tensor, " batch"]) -> None:
         """Do the device's part of `commit` for paths of any length."""
-        self._require_cache().keep_on_device(pad(path + 1, (1, 0)), num_accepted + 1, fixed=True)
+        self._require_cache().keep_on_device(entries, num_read, fixed=True)
 
     def discard(self) -> None:
         """Drop what the last pass wrote."""
@@ -381,12 +380,12 @@ class HFTarget(FrozenModel):
 
 def keep_path(cache: TreeCache, accepted: AcceptedPath) -> None:
     """Keep the last committed token and the accepted path of the tree that was read last."""
-    entries = pad(accepted.nodes + 1, (1, 0)) if accepted.nodes.shape[1] else None
-    cache.keep(entries, accepted.num_accepted + 1)
+    entries = accepted.cut().entries
+    cache.keep(entries if entries.shape[1] > 1 else None, accepted.num_read)
 
 
-def _first_nodes(
-    path: Int[torch.Tensor, "batch depth"], num_accepted: Int[torch.Tensor, " batch"]
-) -> tuple[Int[torch.Tensor, "batch depth"], Int[torch.Tensor, " batch"]]:
-    """Return a path that leaves all entries where they are, and counts that keep none of them."""
-    return torch.arange(path.shape[1], device=path.device).expand_as(path), torch.full_like(num_accepted, -1)
+def _first_entries(
+    entries: Int[torch.Tensor, "batch entry"], num_read: Int[torch.Tensor, " batch"]
+) -> tuple[Int[torch.Tensor, "batch entry"], Int[torch.Tensor, " batch"]]:
+    """Return entries that stay where they are, and counts that keep none of them."""
+    return torch.arange(entries.shape[1], device=entries.device).expand_as(entries), torch.zeros_like(num_read)
