@@ -11,22 +11,27 @@ from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, TargetOutput
-from ..target.cuda_graphs import GraphedFunction, Recorder
+from ..target.cuda_graphs import GraphedFunction, Output, Recorder
 from ..target.tree_cache import TreeCache
-from .beams import pack_likeliest
+from .beams import SearchTree, pack_likeliest
 from .cached_drafter import CachedDrafter
+from .merged import MergedDrafter
 
 
 @runtime_checkable
 class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
     """A drafter whose `propose` is `trim(draft(...))`, and whose `draft` can be recorded.
 
-    Its state is one tensor, and its `advance` needs only the accepted path. `draft` depends only on
-    its arguments, samples nothing, and returns a tree whose size doesn't depend on their values.
-    `trim` may read values, to cut padding.
+    Its state is one tensor, and its `advance` needs only the accepted path. `draft` and `search`
+    depend only on their arguments, sample nothing, and return trees whose sizes don't depend on their
+    values. `trim` may read values, to cut padding.
     """
 
     def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
+
+    def search(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, None]: ...
+
+    def skip(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> None: ...
 
     def trim(self, tree: DraftTree) -> DraftTree: ...
 
@@ -46,8 +51,9 @@ class GraphedDrafter:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self.meanwhile = drafter.meanwhile
+        self.meanwhile, self.skip = drafter.meanwhile, drafter.skip
         self._draft = GraphedFunction(self._draft_now, recorder)
+        self._search = GraphedFunction(self._search_now, recorder)
 
     @property
     def tree_sizes(self) -> Sequence[int]:
@@ -56,8 +62,14 @@ class GraphedDrafter:
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
         return self.drafter.trim(self._draft(state, last_token)), None
 
+    def search(self, state: torch.Tensor, last_token: torch.Tensor) -> tuple[SearchTree, None]:
+        return self._search(state, last_token), None
+
     def _draft_now(self, state: torch.Tensor, last_token: torch.Tensor) -> DraftTree:
         return self.drafter.draft(state, last_token).fixed()
+
+    def _search_now(self, state: torch.Tensor, last_token: torch.Tensor) -> SearchTree:
+        return self.drafter.search(state, last_token)[0]
 
 
 class GraphedCachedDrafter:
@@ -71,12 +83,13 @@ class GraphedCachedDrafter:
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
-        self.select, self.meanwhile = drafter.select, drafter.meanwhile
+        self.select, self.meanwhile, self.skip = drafter.select, drafter.meanwhile, drafter.skip
         # Whole paths: the next draft reads as many entries at each step.
         self.advance = drafter.follow
         self._cache: TreeCache | None = None
         self._num_moves = 0
         self._draft = GraphedFunction(self._draft_now, recorder)
+        self._search = GraphedFunction(self._search_now, recorder)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
@@ -84,7 +97,7 @@ class GraphedCachedDrafter:
             self._cache.restart()
         else:
             self._cache = None  # free its memory before the next cache is allocated
-            self._draft.forget()
+            self._forget()
             self._cache = self.drafter.new_cache(prompts, max_new_tokens=max_new_tokens, is_fixed=True)
             self._num_moves = 0
         return self.drafter.begin(self._cache, prompts, prefill)
@@ -92,41 +105,68 @@ class GraphedCachedDrafter:
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Any]:
-        # 1. How many entries of each row the draft adds to the text.
-        kept = [count + self.drafter.keeps_last_token for count in state.num_unread.host]
-        cache: TreeCache = state.text.cache
-        if not (cache is self._cache and state.text.is_newest) or max(kept) > self.drafter.draft_entries:
+        if not self._can_replay(state):
             return self.drafter.propose(state, last_token, generator=generator)
-        # 2. A recording of these columns.
+        return self._replayed(self._draft, state, last_token)
+
+    def search(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, Any]:
+        if not self._can_replay(state):
+            return self.drafter.search(state, last_token)
+        return self._replayed(self._search, state, last_token)
+
+    def _can_replay(self, state: Any) -> bool:
+        """Return whether the state is the newest of this cache, and its unread entries have room."""
+        is_newest = state.text.cache is self._cache and state.text.is_newest
+        return is_newest and max(self._num_kept(state)) <= self.drafter.draft_entries
+
+    def _num_kept(self, state: Any) -> list[int]:
+        """Return how many entries a draft adds to each row's text."""
+        return [count + self.drafter.keeps_last_token for count in state.num_unread.host]
+
+    def _replayed(
+        self, recordings: GraphedFunction[Output], state: Any, last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[Output, Any]:
+        cache: TreeCache = state.text.cache
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
-            self._draft.forget()
+            self._forget()
             self._num_moves = cache.num_moves
         counts = cache.lengths.device, state.num_unread.device
-        tree = self._draft(last_token, *counts, *self.drafter.draft_inputs(state), key=extent)
-        cache.count(kept)
-        return tree, self.drafter.drafted_in(cache.snapshot(), last_token)
+        output = recordings(last_token, *counts, *self.drafter.draft_inputs(state), key=extent)
+        cache.count(self._num_kept(state))
+        return output, self.drafter.drafted_in(cache.snapshot(), last_token)
 
-    def _draft_now(
+    def _forget(self) -> None:
+        self._draft.forget()
+        self._search.forget()
+
+    def _draft_now(self, *inputs: torch.Tensor) -> DraftTree:
+        return pack_likeliest(self._search_now(*inputs), self.drafter.max_nodes).fixed()
+
+    def _search_now(
         self,
         last_token: Int[torch.Tensor, " batch"],
         lengths: Int[torch.Tensor, " batch"],
         num_unread: Int[torch.Tensor, " batch"],
         *inputs: torch.Tensor,
-    ) -> DraftTree:
-        """Draft after texts of these `lengths`, which the cache has at first."""
+    ) -> SearchTree:
+        """Search after texts of these `lengths`, which the cache has at first."""
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
-        # The host's numbers are such that the host's lengths stay as they are: `propose` counts.
+        # With these numbers the host's lengths stay as they are: `_replayed` counts.
         counts = Counts(num_unread, (-int(self.drafter.keeps_last_token),) * len(num_unread))
-        search = self.drafter.search_in(self._cache, last_token, counts, *inputs)
-        return pack_likeliest(search, self.drafter.max_nodes).fixed()
+        return self.drafter.search_in(self._cache, last_token, counts, *inputs)
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
-    """Return a drafter that is replayed as a CUDA graph; the drafter itself if it can't be recorded."""
+    """Return a drafter that is replayed as CUDA graphs; the drafter itself if it can't be recorded.
+
+    Of a merged drafter, the searches of its trained sources are.
+    """
     if isinstance(drafter, RecordableDrafter):
         return GraphedDrafter(drafter, recorder)
     if isinstance(drafter, CachedDrafter) and drafter.can_be_recorded:
         return GraphedCachedDrafter(drafter, recorder)
+    if isinstance(drafter, MergedDrafter):
+        return drafter.recorded(lambda source: graphed(source, recorder))
     return drafter

@@ -14,6 +14,7 @@ rounding of passes of other shapes, and sampled ones if random numbers belong to
 import time
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any
@@ -69,6 +70,8 @@ class MergedState:
     """The proposals that each row's text has followed so far, up to its last accepted token."""
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""
+    last_tokens: tuple[int, ...] | None = None
+    """The last token of each row; None if the host hasn't read it yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
         require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
         self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
-        self._sources = tuple(sources.values())
+        self._sources: tuple[Any, ...] = tuple(sources.values())
         self.prior_counts = {} if prior is None else prior.counts(list(sources))
         self._layers = tuple(source.feature_layers for source in self._sources)
         self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
@@ -148,12 +151,12 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and answer together; None if the target's limit suffices."""
-        lengths = [source.context_length for source in self._sources if source.context_length is not None]
+        lengths = [source.context_length for source in self.sources.values() if source.context_length is not None]
         return min(lengths, default=None)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the trained weights of all sources."""
-        for source in self._sources:
+        for source in self.sources.values():
             yield from source.parameters()
 
     # --- decoding: see `Drafter`
@@ -176,7 +179,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         self, state: MergedState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, MergedDraft]:
         # 1. Learn from the tokens that the target chose after the last trees.
-        last_tokens: list[int] = last_token.tolist()
+        last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         started = self.clock()
         counts, walks = zip(*map(_followed, state.counts, state.walks, [[token] for token in last_tokens]), strict=True)
         draft = Draft(
@@ -222,7 +225,9 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             seconds = self.clock() - drafted.drafted_at
             pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
-        return MergedState(sources=states, counts=counts, walks=walks, num_accepted=num_accepted)
+        return MergedState(
+            sources=states, counts=counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
+        )
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
@@ -230,7 +235,14 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             counts=tuple(state.counts[row] for row in rows),
             walks=tuple(state.walks[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
+            last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
         )
+
+    def recorded(self, record: Callable[[Source], Any]) -> "MergedDrafter":
+        """Return a drafter whose sources are recorded; both measure the same seconds."""
+        other = copy(self)
+        other._sources = tuple(map(record, self._sources))
+        return other
 
     # --- drafting
 
@@ -281,7 +293,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     def _ask(self, draft: Draft, index: int) -> None:
         """Let a source draft."""
         source, state = self._sources[index], draft.state.sources[index]
-        if isinstance(source, TrainableDrafter):
+        if not isinstance(source, TrainingFreeDrafter):
             search, draft.drafted[index] = source.search(state, draft.last_token)
             candidates = rows_of_search(search, self.max_nodes)
         else:
@@ -294,7 +306,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     def _skip(self, draft: Draft, index: int) -> None:
         """Let a source's state follow the text without drafts."""
         source, state = self._sources[index], draft.state.sources[index]
-        if isinstance(source, TrainableDrafter):
+        if not isinstance(source, TrainingFreeDrafter):
             draft.drafted[index] = source.skip(state, draft.last_token)
         else:
             draft.drafted[index] = TextState(state, draft.last_tokens)

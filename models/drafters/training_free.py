@@ -27,8 +27,14 @@ from ..target.hf_target import HFTarget
 from .candidates import Candidates, tree_of
 from .journal import Journal, Snapshot, Store
 
-State = tuple[Snapshot, ...]
-"""One snapshot of a store for each row of the batch."""
+
+class State(NamedTuple):
+    """The texts of a batch."""
+
+    rows: tuple[Snapshot, ...]
+    """A snapshot of each row's store, which lacks the last token."""
+    last_tokens: tuple[int, ...] | None = None
+    """The last tokens; None if the host hasn't read them yet."""
 
 
 class TextState(NamedTuple):
@@ -113,24 +119,26 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         make_store = self.store_factory()
         journals = [Journal(make_store, [entry]) for entry in self.first_entries(texts, prefill)]
         self.last_batch = journals if self.shares_answers else ()
-        return tuple(Snapshot(journal, 1) for journal in journals)
+        return State(tuple(Snapshot(journal, 1) for journal in journals))
 
     def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""
-        return [self.candidates_of(row.store, [token]) for row, token in zip(state, last_tokens, strict=True)]
+        return [self.candidates_of(row.store, [token]) for row, token in zip(state.rows, last_tokens, strict=True)]
 
     def propose(
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, TextState]:
-        last_tokens = last_token.tolist()
+        last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         return tree_of(self.candidates(state, last_tokens), last_token.device), TextState(state, last_tokens)
 
     def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
-        return tuple(row.after(entry) for row, entry in zip(drafted.state, entries, strict=True))
+        after = tuple(row.after(entry) for row, entry in zip(drafted.state.rows, entries, strict=True))
+        return State(after, accepted.next_tokens)
 
     def select(self, state: State, rows: Sequence[int]) -> State:
-        return tuple(state[row] for row in rows)
+        last_tokens = state.last_tokens
+        return State(tuple(state.rows[row] for row in rows), last_tokens and tuple(last_tokens[row] for row in rows))
 
 
 def read_references(paths: Sequence[str], target: HFTarget) -> list[list[int]]:

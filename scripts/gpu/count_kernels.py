@@ -44,10 +44,11 @@ from outrider.distill.label import continuations
 from outrider.distill.label.branch_attention import SEGMENT_QUERIES as SEGMENT_QUERIES
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import tree_attention, tree_reader
@@ -124,6 +125,7 @@ def cuda_paths() -> Iterator[None]:
 
 GREEDY = GreedyAcceptance()
 REDRAFTER = {"kind": "redrafter", "beam_width": 4, "beam_length": 5}
+EAGLE3 = {"kind": "eagle3", "depth": 6, "top_k": 8, "tree_nodes": 48}
 KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "plain": (None, GREEDY),
     "redrafter 4x5": (REDRAFTER, GREEDY),
@@ -131,15 +133,19 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "medusa": ({"kind": "medusa"}, GREEDY),
     "eagle-1": ({"kind": "eagle", "tree": "static"}, GREEDY),
     "eagle-2": ({"kind": "eagle"}, GREEDY),
-    "eagle-3": ({"kind": "eagle3", "depth": 6, "top_k": 8, "tree_nodes": 48}, GREEDY),
+    "eagle-3": (EAGLE3, GREEDY),
     "block": ({"kind": "block", "block": 7, "width": 16, "tree_nodes": 48}, GREEDY),
     "block, bilinear": ({"kind": "block", "correction": "bilinear", "block": 7, "tree_nodes": 48}, GREEDY),
     "draft model": ({"kind": "draft_model", "length": 4}, GREEDY),
+    "suffix": ({"kind": "suffix"}, GREEDY),
+    "redrafter + suffix": ({**REDRAFTER, "suffix": True}, GREEDY),
+    "eagle-3 + suffix": ({**EAGLE3, "suffix": True}, GREEDY),
     "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
     "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
 }
 """Drafters and rules. ReDrafter reads its tree's size on the host, to cut padding, unless it stays
-padded."""
+padded. With `suffix` a drafter is merged with the suffix drafter, whose candidates are found on the
+host: it reads each search of the other one."""
 
 
 class OneAccepted:
@@ -176,7 +182,8 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     drafter.propose = counted.within("propose", drafter.propose)
     target.verify = counted.within("verify", target.verify)
     seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
-    prompt = torch.arange(PROMPT_TOKENS)[None]
+    # In a prompt of all tokens, the suffix drafter always finds the last one.
+    prompt = torch.arange(target.vocab_size if "suffix" in kind else PROMPT_TOKENS)[None]
     decide: Any = OneAccepted(rule, counted)
     decide = GraphedRule(decide, recorder) if graphs else decide
     steps = generate(target, drafter, decide, prompt, max_new_tokens=64, generator=seeds)
@@ -203,11 +210,17 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
     """Build a fresh drafter as evaluation runs it: in CUDA graphs, if the target uses them."""
     if options is None:
         return NullDrafter()
+    is_merged, options = "suffix" in options, {name: value for name, value in options.items() if name != "suffix"}
     if options["kind"] == "draft_model":
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
         drafter: Any = DraftModel(DraftModelConfig(length=options["length"]), reader)
+    elif options["kind"] == "suffix":
+        drafter = make_training_free("suffix", {}, target)
     else:
         drafter = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
+    if is_merged:
+        sources = {options["kind"]: drafter, "suffix": make_training_free("suffix", {}, target)}
+        drafter = MergedDrafter(sources, MergedConfig(pace="fixed"), few_sizes=bool(form))
     return graphed(drafter, form["recorder"]) if form else drafter
 
 

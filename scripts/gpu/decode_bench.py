@@ -184,7 +184,7 @@ class ShapedDrafter:
         self.max_nodes, self.feature_layers = num_nodes, ()
         self.tree_sizes = (num_nodes,)
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self.meanwhile = drafter.meanwhile
+        self.meanwhile, self.search, self.skip = drafter.meanwhile, drafter.search, drafter.skip
         self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
 
     def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> tuple[DraftTree, None]:
