@@ -47,6 +47,8 @@ class DraftTree:
     max_depth: int
     drawn: Drawn | None = None
     """None if the tree is a function of the text; siblings must then be different tokens."""
+    largest: Int[torch.Tensor, ""] | None = None
+    """Nodes of the fullest row, on the device, if they are counted already."""
     is_fixed: bool = False
     """Whether its tensors have an address of their own, where a later draft overwrites them."""
     origins: tuple[tuple[int, ...], ...] | None = None
@@ -88,7 +90,9 @@ class DraftTree:
         nodes of the fullest row, and so waits for an accelerator. Drawn trees can't be trimmed.
         """
         assert self.drawn is None
-        num_nodes = int((self.tokens != NO_NODE).sum(1).max()) if self.num_nodes else 0
+        if not self.num_nodes:
+            return self
+        num_nodes = int((self.tokens != NO_NODE).sum(1).max() if self.largest is None else self.largest)
         num_nodes = min(-(-num_nodes // bucket) * bucket, self.num_nodes)
         tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):

@@ -201,4 +201,5 @@ def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: 
         tokens=blank.scatter(1, column, search.tokens)[:, :num_nodes],
         parents=blank.scatter(1, column, parents)[:, :num_nodes],
         max_depth=len(search.level_sizes),
+        largest=kept.sum(1).max(),
     )

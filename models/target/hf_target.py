@@ -265,7 +265,7 @@ class HFTarget(FrozenModel):
             return self._read_tree(self._decoding_model, cache, last_token, tree.tokens, tree.lineage)
         if has_moved:
             self._forget_graphs()
-        key = (cache.extent, self._feature_layers, num_read)
+        key = (cache.extent, self._trees.num_parts(cache), self._feature_layers, num_read)
         return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
 
     def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:

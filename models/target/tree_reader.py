@@ -98,6 +98,10 @@ class TreeReader:
             self._splits.prepare(cache)
         return has_moved
 
+    def num_parts(self, cache: TreeCache) -> int:
+        """Return in how many parts the pass that began reads its keys, if it has a mask."""
+        return self._splits.num_parts(cache)
+
     def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
         """Read the entries that `begin` has prepared. A CUDA graph can record this method."""
         # 1. Positions: a node's depth after the committed text. Tokens beyond the context window
@@ -114,7 +118,7 @@ class TreeReader:
         arguments = {"position_ids": positions[:, unread], "past_key_values": cache, "use_cache": True}
         if not self._needs_mask(cache, num_nodes):
             return run(attention_mask=None, **arguments)
-        num_parts = self._splits.num_parts(cache)
+        num_parts = self.num_parts(cache)
         masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread, num_parts)
         with grouped_heads(self.model):
             return run(attention_mask=masks, **arguments)

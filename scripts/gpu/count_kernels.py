@@ -19,6 +19,8 @@ kernels.
 - `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
 - `transfers`: what labelling stores and training reads (see `count_transfers.py`).
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
+- `recordings`: how many graphs were recorded up to the counted step.
+- `new_tensors`: allocations outside of replays.
 """
 
 import argparse
@@ -202,7 +204,10 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
         "kernels": {phase: counted.kernels[phase] for phase in ("propose", "verify", REST)},
         "launches": {phase: counted.launches[phase] for phase in ("propose", "verify", REST)},
         "replays": counted.replays.total(),
+        "recordings": recorder.num_recordings,
         "host_reads": counted.host_reads.total(),
+        "new_tensors": counted.new_tensors.total(),
+        "new_bytes": counted.new_bytes,
     }
 
 

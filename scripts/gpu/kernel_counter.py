@@ -39,9 +39,10 @@ NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 
 
 class Counted(TorchDispatchMode):
-    """Counts kernels, launches, replays and host reads by phase.
+    """Counts kernels, launches, replays, host reads and new tensors by phase.
 
-    Kernels of a replay count as kernels, but not as launches.
+    Kernels of a replay count as kernels, but not as launches. A replay writes to memory that it has
+    had since its recording, so only tensors made outside of replays are new ones.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,8 @@ class Counted(TorchDispatchMode):
         self._is_replaying = self._is_paused = False
 
     def reset(self) -> None:
-        self.kernels, self.launches, self.replays, self.host_reads = (Counter[str]() for _ in range(4))
+        self.kernels, self.launches, self.replays, self.host_reads, self.new_tensors = (Counter[str]() for _ in range(5))
+        self.new_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +66,11 @@ class Counted(TorchDispatchMode):
         if not self._is_paused:
             if waits_for_device(function, args):
                 self.read()
+            new = new_tensors(function, args, kwargs, output)
             self._launch(num_kernels(function, args, kwargs, output))
+            if not self._is_replaying:
+                self.new_tensors[self.phase] += len(new)
+                self.new_bytes += sum(tensor.nbytes for tensor in new)
         return output
 
     def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,14 +120,21 @@ def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
     It is 0 if the operator writes no memory, as for views, allocations and empty tensors.
     """
     name = function.overloadpacket._qualified_op_name
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if function._schema.is_mutable:
-        writes = any(tensor.numel() for tensor in outputs or inputs[:1])
+        writes = any(tensor.numel() for tensor in _tensors_in(output) or _tensors_in((args, kwargs))[:1])
     else:
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        writes = any(tensor.numel() and tensor.untyped_storage()._cdata not in known for tensor in outputs)
+        writes = bool(new_tensors(function, args, kwargs, output))
     return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
+
+
+def new_tensors(function: Any, args: Any, kwargs: Any, output: Any) -> list[torch.Tensor]:
+    """Return the outputs of an operator that are in new memory."""
+    known = {tensor.untyped_storage()._cdata for tensor in _tensors_in((args, kwargs))}
+    return [tensor for tensor in _tensors_in(output) if tensor.numel() and tensor.untyped_storage()._cdata not in known]
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class CountingRecorder:

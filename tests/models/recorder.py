@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+GARBAGE = -7
+
 
 class ReplayingRecorder(TorchDispatchMode):
     """Replacement for `CudaGraphRecorder`.
@@ -95,13 +97,13 @@ class ScratchRecorder(ReplayingRecorder):
     def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         run, output = super().__call__(function)
         for outputs in self._later:
-            outputs += [leaf for leaf in leaves(output) if leaf.is_floating_point()]
+            outputs += leaves(output)
         later: list[torch.Tensor] = []
         self._later.append(later)
 
         def replay() -> None:
             for tensor in later:
-                tensor.fill_(float("nan"))
+                tensor.fill_(float("nan") if tensor.is_floating_point() else GARBAGE)
             self.num_overwritten += len(later)
             run()
 

@@ -10,10 +10,13 @@ import torch
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 MOST_KERNELS_PER_LAYER = 45
 """Bound for the target's pass over a draft tree, in eager PyTorch."""
-MOST_LAUNCHES_OF_A_DRAFT = 8
-"""Copies of a recording's inputs, paddings, the replay, and the new length of a KV cache."""
-MOST_LAUNCHES_OF_THE_REST = 12
-"""Two recordings with their inputs (the rule, the commit), the copy of the decision, and `advance`."""
+MOST_LAUNCHES_OF_A_DRAFT = 3
+"""The replay, and the copies of its inputs: one for whole numbers, one for states."""
+MOST_LAUNCHES_OF_THE_REST = 5
+"""The rule's replay and the copy of its decision, the commit's inputs and replay, and the path's states."""
+MOST_NEW_BYTES = 16384
+"""Bound for tensors allocated outside of replays: the decision, and the states of the accepted path.
+The tree's states and logits are 25,000 and 50,000 bytes here."""
 
 
 @pytest.fixture
@@ -35,11 +38,12 @@ def test_a_layer_of_the_target_launches_a_bounded_number_of_kernels(counting: An
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_decode_step_of_each_kind_has_one_host_read(counting: Any, graphs: bool) -> None:
-    """ReDrafter needs a second one if it removes the padding of its tree."""
+    """ReDrafter needs a second one if it removes the padding of its tree, a merge one for its search."""
     reads = {kind: counting.decode_step(kind, 1, graphs=graphs)["host_reads"] for kind in counting.KINDS}
     trimmed = {kind for kind, (options, _) in counting.KINDS.items() if options == counting.REDRAFTER}
+    merged = {kind for kind in counting.KINDS if "+ suffix" in kind}
     assert len(reads) >= 10
-    assert reads == {kind: 2 if kind in trimmed else 1 for kind in counting.KINDS}
+    assert reads == {kind: 2 if kind in trimmed | merged else 1 for kind in counting.KINDS}
 
 
 def test_with_graphs_the_target_is_one_launch_and_copies_of_inputs(counting: Any) -> None:
@@ -50,7 +54,7 @@ def test_with_graphs_the_target_is_one_launch_and_copies_of_inputs(counting: Any
     assert eager["kernels"]["verify"] <= graphed["kernels"]["verify"] <= eager["kernels"]["verify"] + 8
 
 
-RECORDED = ["redrafter, padded", "medusa", "eagle-1", "eagle-3", "block", "block, bilinear", "draft model"]
+RECORDED = ["redrafter 4x5", "redrafter, padded", "medusa", "eagle-1", "eagle-3", "block", "block, bilinear", "draft model"]
 
 
 @pytest.mark.parametrize("kind", RECORDED)
@@ -58,12 +62,35 @@ def test_a_recorded_step_is_few_launches(counting: Any, kind: str) -> None:
     row = counting.decode_step(kind, 1, graphs=True)
     assert row["replays"] == 4, "the drafter's, the target's, the rule's and the commit's"
     assert row["launches"]["propose"] <= MOST_LAUNCHES_OF_A_DRAFT < row["kernels"]["propose"]
+    assert row["launches"]["verify"] <= 2
     assert row["launches"]["rest"] <= MOST_LAUNCHES_OF_THE_REST < row["kernels"]["rest"]
+    assert row["new_tensors"] <= 2, "the decision, and the states of the accepted path"
+    assert 0 < row["new_bytes"] <= MOST_NEW_BYTES
+    # One of each. ReDrafter's tree has several sizes.
+    assert row["recordings"] == 4 or kind == "redrafter 4x5"
+
+
+@pytest.mark.parametrize("kind", ["redrafter + suffix", "eagle-3 + suffix"])
+def test_a_merge_replays_the_searches_of_its_trained_sources(counting: Any, kind: str) -> None:
+    row = counting.decode_step(kind, 1, graphs=True)
+    assert row["replays"] == 4
+    assert row["host_reads"] == 2, "the step's decision, and the search"
+    # The search's inputs, its replay, and the joining of its numbers for the transfer.
+    assert row["launches"]["propose"] <= 1 + MOST_LAUNCHES_OF_A_DRAFT < row["kernels"]["propose"]
+    # The tree is new at each step, so the rule's inputs are copied.
+    assert row["launches"]["rest"] <= 1 + MOST_LAUNCHES_OF_THE_REST
+
+
+def test_a_training_free_drafter_launches_nothing_and_reads_nothing_again(counting: Any) -> None:
+    row = counting.decode_step("suffix", 1, graphs=True)
+    assert row["launches"]["propose"] == 0
+    assert row["host_reads"] == 1
+    assert row["replays"] == 3
 
 
 def test_recorded_sampling_launches_no_more_than_greedy_decisions(counting: Any) -> None:
     greedy, sampled = (counting.decode_step(kind, 1, graphs=True) for kind in ("redrafter 4x5", "redrafter, top-p"))
-    assert sampled["launches"]["rest"] <= greedy["launches"]["rest"] + 1, "the seeds are one more copy"
+    assert sampled["launches"]["rest"] <= greedy["launches"]["rest"] + 2, "the seeds come from the host, as one more input"
 
 
 def test_labelling_calls_one_kernel_for_each_segment_and_layer(counting: Any) -> None:

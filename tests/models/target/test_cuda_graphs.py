@@ -1,6 +1,7 @@
 """Steps with fixed shapes, compiled or recorded and replayed, against plain steps."""
 
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +18,17 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.loop import kept_places
 from outrider.models.decoding.tree import accepted_path
-from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters import graphed as graphed_drafters
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedCachedDrafter, GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.cuda_graphs import CudaGraphRecorder, GraphedFunction
+from outrider.models.target.graphed_rule import GraphedRule
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
@@ -36,11 +39,15 @@ STEP = 8
 """Number of columns by which the read part of the cache grows, several times per answer."""
 
 
-@pytest.fixture
-def redrafter(target):
+def redrafter_of(target):
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6}
     return build_drafter(parse_drafter(options), target).double()
+
+
+@pytest.fixture
+def redrafter(target):
+    return redrafter_of(target)
 
 
 def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
@@ -142,6 +149,72 @@ def tree_of(drafter, target, rows, max_new_tokens=60) -> list[object]:
         target.commit(tree, accepted)
         state, last = drafter.advance(drafted, tree, accepted, output), (last * 5 + 7) % 90
     return trees
+
+
+SOURCES = {
+    "redrafter, suffix": (["redrafter"], ["suffix"]),
+    "eagle3, prompt lookup": (["eagle3"], ["prompt_lookup"]),
+    "draft model, block, recycling": (["draft model", "block"], ["recycling"]),
+}
+"""The trained and the training-free drafters of merges."""
+
+
+def merge_of(target, names, **options):
+    trained, free = SOURCES[names]
+    sources = {name: redrafter_of(target) if name == "redrafter" else cached(target, name) for name in trained}
+    sources |= {name: make_training_free(name, {}, target) for name in free}
+    return MergedDrafter(sources, MergedConfig(**{"tree_nodes": 9, "pace": "fixed", **options}), few_sizes=True)
+
+
+@pytest.mark.parametrize("names", SOURCES)
+def test_a_merge_replays_its_trained_sources_and_drafts_what_a_plain_one_does(target, monkeypatch, names):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    recorder, merge = PoolRecorder(), merge_of(target, names)
+    replayed = graphed_drafters.graphed(merge, recorder)
+    assert isinstance(replayed, MergedDrafter)
+    assert steps(target, replayed) == steps(target, merge)
+    num_replays = recorder.num_replays
+    assert num_replays >= 10 * len(SOURCES[names][0]), "the first draft after a long path isn't replayed"
+    assert tree_of(replayed, target, PROMPTS) == tree_of(merge, target, PROMPTS)
+    assert recorder.num_replays > num_replays
+    assert list(replayed.sources.values()) == list(merge.sources.values()), "reports name the drafters themselves"
+
+
+@pytest.mark.parametrize("names", SOURCES)
+def test_a_merge_that_skips_sources_decodes_the_same_text_with_replays(target, monkeypatch, names):
+    """A skipped source has more unread entries than a recording reads."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    expected = answers(target, NullDrafter(), max_new_tokens=40)
+    ticks = count()
+    recorder, merge = ReplayingRecorder(), merge_of(target, names, pace="expected")
+    merge.clock = lambda: next(ticks) ** 2 % 7 / 100 + next(ticks)
+    assert answers(target, graphed_drafters.graphed(merge, recorder), max_new_tokens=40) == expected
+    assert recorder.num_replays > 0
+
+
+RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=Sampling(temperature=0.8))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["redrafter", *CACHED, *SOURCES])
+def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target, monkeypatch, name, rule):
+    """The rule reads recorded trees and logits in place, so what overwrites them early would show."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", ScratchRecorder)
+    whole = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
+    make = merge_of if name in SOURCES else cached
+    drafter = redrafter_of(target) if name == "redrafter" else make(target, name)
+
+    def figures(*pieces):
+        for rows in (PROMPTS, PROMPTS[:1], PROMPTS):
+            seeds = {"generator": RowSeeds(range(len(rows))), "max_new_tokens": 20}
+            for step in generate(*pieces, [torch.tensor(row) for row in rows], **seeds):
+                yield step.rows, step.tokens, step.num_accepted
+
+    recorded = [*figures(whole, graphed_drafters.graphed(drafter), GraphedRule(RULES[rule]))]
+    assert recorded == [*figures(target, drafter, RULES[rule])]
+    assert whole._graphs.recorder.num_replays > 30
+    assert whole._graphs.recorder.num_overwritten > 0
 
 
 def test_one_recording_serves_all_steps_until_the_cache_shows_more_columns(target, monkeypatch):
