@@ -188,9 +188,7 @@ class ToyTarget:
         return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
     def commit(self, tree, accepted) -> None:
-        nodes = accepted.nodes
-        drafted = tree.tokens.gather(1, nodes.clamp(min=0)) if tree.num_nodes else nodes
-        new = torch.cat([self.last_token[:, None], drafted], dim=1)
+        new = torch.cat([self.last_token[:, None], accepted.cut().drafts], dim=1)
         wide = torch.zeros(len(new), self.committed.shape[1] + new.shape[1], dtype=torch.long)
         wide[:, : self.committed.shape[1]] = self.committed
         wide.scatter_(1, self.counts[:, None] + torch.arange(new.shape[1]), new)

@@ -357,16 +357,16 @@ def test_typical_acceptance_gives_complete_answers(drafter, target):
 
 
 def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name, target):
-    """A training-free drafter reads the last token, and Token Recycling the target's choices.
+    """Token Recycling reads the target's choices as well.
 
-    A merge reads the last token once for all parts, and the trained drafter's search. Its first
-    steps are trials, which ask all parts. A growing tree reads the last token, and each draft pass.
+    So does a merge with it, and the trained drafter's search. Its first steps are trials, which ask
+    all parts. A growing tree reads the last token, and each draft pass.
     """
     num_passes: list[int] = []
     if name in GROWING:
         read = drafter.drafting._read
         drafter.drafting._read = lambda draft, reads: num_passes.append(1) or read(draft, reads)
-    num_reads = {"prompt_lookup": 2, "suffix": 2, "recycling": 3}.get(name, 4 if name in MERGED else 1)
+    num_reads = 2 if name == "recycling" else 3 if name in MERGED else 1
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)

@@ -331,7 +331,7 @@ class Watched:
     def advance(self, drafted, tree, accepted, output):
         for row, text in enumerate(self.texts):
             text.append(self.last[row])
-            text += tree.tokens[row][accepted.nodes[row, : accepted.num_accepted.host[row]]].tolist()
+            text += accepted.tokens[row]
         return self.drafter.advance(drafted, tree, accepted, output)
 
     def select(self, state, rows):

@@ -331,7 +331,7 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     recycling = make_training_free("recycling", {}, target)
     drafter = streaming_drafter(recycling)
     *_, last = stream(target, drafter)
-    store = last.state.free[0][0].store
+    store = last.state.free[0].rows[0].store
     logits = target.model(torch.tensor([last.text])).logits[0]
     rows: dict[int, list[int]] = {}
     keys: list[int] = []
