@@ -19,6 +19,7 @@ kernels.
 - `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
 - `transfers`: what labelling stores and training reads (see `count_transfers.py`).
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
+- `host_microseconds`: the host's own time for a step in CUDA graphs, without the device's.
 - `recordings`: how many graphs were recorded up to the counted step.
 - `new_tensors`: allocations outside of replays.
 """
@@ -26,6 +27,7 @@ kernels.
 import argparse
 import contextlib
 import functools
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +39,7 @@ import efficient_attention
 import torch
 from count_transfers import count_transfers, print_transfers
 from host_reads import Transfers
-from kernel_counter import KERNELS, REST, Counted, CountingRecorder
+from kernel_counter import KERNELS, REST, Counted, CountingRecorder, SkippingRecorder
 from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
 from train_bench import Case, random_batch
 
@@ -45,7 +47,7 @@ from outrider.data.files import write_json
 from outrider.distill.label import continuations
 from outrider.distill.label.branch_attention import SEGMENT_QUERIES as SEGMENT_QUERIES
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
-from outrider.models.decoding.types import NO_NODE, TargetOutput
+from outrider.models.decoding.types import NO_NODE, Step, TargetOutput
 from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
@@ -69,8 +71,9 @@ NARROW = {
     "head_dim": 16,
 }
 """Widths of the tiny models, with the head groups of an 8B model."""
-PROMPT_TOKENS, SETTLED_STEPS = 20, 2
-"""Tokens of the prompt; steps before the counted step."""
+PROMPT_TOKENS, SETTLED_STEPS, MAX_NEW = 20, 2, 400
+"""Tokens of the prompt; steps before the counted step; room for so many tokens."""
+HOST_STEPS = 160
 HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
@@ -84,6 +87,7 @@ def main() -> None:
         report = {
             "layers": args.layers,
             "kernels_of_operators": KERNELS,
+            "host_microseconds": {kind: host_microseconds(kind) for kind in KINDS},
             "decoding": [decode_step(kind, args.layers, graphs=graphs) for kind in KINDS for graphs in (False, True)],
             "labelling": labelling(args.layers),
             "training": [training_step(kind, args.layers) for kind in TRAINED_KINDS],
@@ -174,22 +178,10 @@ class OneAccepted:
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     """Count the kernels of one step of one row, by phase."""
-    # 1. Build target and drafter, and count by phase.
     counted = Counted()
-    options, rule = KINDS[kind]
     recorder = CountingRecorder(counted)
-    form = {"cuda_graphs": True, "recorder": recorder} if graphs else {}
-    target = target_of(narrow(layers), **form)
-    drafter = decoding_drafter(options, target, form)
-    drafter.propose = counted.within("propose", drafter.propose)
-    target.verify = counted.within("verify", target.verify)
-    seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
-    # In a prompt of all tokens, the suffix drafter always finds the last one.
-    prompt = torch.arange(target.vocab_size if "suffix" in kind else PROMPT_TOKENS)[None]
-    decide: Any = OneAccepted(rule, counted)
-    decide = GraphedRule(decide, recorder) if graphs else decide
-    steps = generate(target, drafter, decide, prompt, max_new_tokens=64, generator=seeds)
-    # 2. Decode until no new tree size is recorded; count the last step.
+    steps = steps_of(kind, layers, counted, recorder if graphs else None)
+    # Decode until no new tree size is recorded; count the last step.
     with counted, Transfers(counted.read):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
@@ -209,6 +201,35 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
         "new_tensors": counted.new_tensors.total(),
         "new_bytes": counted.new_bytes,
     }
+
+
+def steps_of(kind: str, layers: int, counted: Counted, recorder: Any) -> Iterator[Step]:
+    """Decode one row, and count by phase; in CUDA graphs, if there is a recorder of them."""
+    options, rule = KINDS[kind]
+    form = {} if recorder is None else {"cuda_graphs": True, "recorder": recorder}
+    target = target_of(narrow(layers), **form)
+    drafter = decoding_drafter(options, target, form)
+    drafter.propose = counted.within("propose", drafter.propose)
+    target.verify = counted.within("verify", target.verify)
+    seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
+    # In a prompt of all tokens, the suffix drafter always finds the last one.
+    prompt = torch.arange(target.vocab_size if "suffix" in kind else PROMPT_TOKENS)[None]
+    decide: Any = OneAccepted(rule, counted)
+    decide = decide if recorder is None else GraphedRule(decide, recorder)
+    return generate(target, drafter, decide, prompt, max_new_tokens=MAX_NEW, generator=seeds)
+
+
+def host_microseconds(kind: str) -> float:
+    """Return the host's processor time for one step, with replays that do nothing: median of many.
+
+    It is what a GPU may wait for between a step's decision and the next step's replays.
+    """
+    steps, times = steps_of(kind, 1, Counted(), SkippingRecorder()), []
+    for _ in range(HOST_STEPS):
+        before = time.process_time()
+        next(steps)
+        times.append(time.process_time() - before)
+    return statistics.median(times[HOST_STEPS // 4 :]) * 1e6
 
 
 def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
@@ -309,6 +330,8 @@ def print_report(report: dict[str, Any]) -> None:
             f"{row['kind']:<22}{row['form']:<12}{kernels['propose']:>8}{kernels['verify']:>8}{kernels['rest']:>6}"
             f"{sum(row['launches'].values()):>9}{row['replays']:>8}{row['host_reads']:>6}"
         )
+    print("\nThe host's own time for a step in CUDA graphs, us of one processor:")
+    print(", ".join(f"{kind} {time:.0f}" for kind, time in report["host_microseconds"].items()))
     row = report["labelling"]
     print(
         f"\nLabelling {row['texts']} texts of {row['tokens_of_a_text']} tokens: prefill {row['prefill']}, each further token "

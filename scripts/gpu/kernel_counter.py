@@ -160,6 +160,16 @@ class CountingRecorder:
         """Do nothing: no recording is kept."""
 
 
+class SkippingRecorder:
+    """Replaces `CudaGraphRecorder`: a replay does nothing, so that only the host's work is left."""
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        return (lambda: None), function()
+
+    def forget(self) -> None:
+        """Do nothing: no recording is kept."""
+
+
 def _tensors(output: Any) -> list[torch.Tensor]:
     values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else [output]
     return [value for value in values if isinstance(value, torch.Tensor)]
