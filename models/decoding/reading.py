@@ -73,8 +73,8 @@ def accept(
 def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Int[torch.Tensor, "batch number"]:
     """Return all numbers of a decision in one tensor, which the host reads in one transfer.
 
-    A row has the columns of `AcceptedPath.of`, then whether the logits of the root and of each entry
-    of the path are numbers. What `commit` and `advance` need on the device are parts of this tensor.
+    Its columns are those of `AcceptedPath`. What only the host reads is whether the logits of the root
+    and of each entry of the path are numbers.
     """
     path = acceptance.path
     # In plain decoding, which is the baseline, nothing is computed that isn't needed.
@@ -86,7 +86,7 @@ def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) ->
 
 def acceptance_of(numbers: Int[torch.Tensor, "batch number"], depth: int) -> Acceptance:
     """Return the decision in the first columns of `numbers`, whose paths are `depth` wide."""
-    num_accepted, _, entry, bonus_token = numbers[:, :NUM_FIRST].unbind(1)
+    num_accepted, entry, bonus_token = (numbers[:, column] for column in (0, 2, 3))
     path = numbers[:, NUM_FIRST : NUM_FIRST + depth]
     return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, numbers=numbers)
 
@@ -109,8 +109,14 @@ def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptanc
         nodes.append(path[: max(0, len(row_tokens) - 1)])
     # 3. Use the device's tensors, unless a row was cut.
     if is_whole := all(len(new) == 1 + num_accepted for new, (num_accepted, *_) in zip(tokens, values, strict=True)):
-        drafts, next_tokens = [new[:-1] for new in tokens], [new[-1] for new in tokens]
-        accepted = AcceptedPath.of(numbers, depth, nodes, drafts, next_tokens)
+        accepted = AcceptedPath(
+            numbers=numbers,
+            depth=depth,
+            width=depth,
+            host_nodes=tuple(map(tuple, nodes)),
+            tokens=tuple(tuple(new[:-1]) for new in tokens),
+            next_tokens=tuple(new[-1] for new in tokens),
+        )
         last_token = acceptance.bonus_token
     else:
         accepted = accepted_path(tree, nodes)

@@ -61,28 +61,22 @@ class Counts:
 
 
 NUM_FIRST = 4
-"""Numbers before the path in a row of a decision's numbers: see `AcceptedPath.of`."""
+"""Numbers before the path in a row of a decision's numbers: see `AcceptedPath`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedPath:
     """The accepted draft tokens of a step, after the host has read them.
 
-    `path[b, d]` is the accepted node of row b at depth d, NO_NODE past the end of the row's path.
+    On the device they are parts of one tensor, so that nothing is computed for those who read them.
+    A row of `numbers` has num_accepted, num_read, entry and the bonus token; then the path, its
+    entries and its draft tokens, `depth`, `depth` + 1 and `depth` wide; then what only the host reads.
     """
 
-    path: Int[torch.Tensor, "batch depth"]
-    entries: Int[torch.Tensor, "batch depth+1"]
-    """The target's entries of the last committed token and of the path: 0, then node + 1. 0 past the
-    end."""
-    drafts: Int[torch.Tensor, "batch depth"]
-    """The tokens of the path; arbitrary ones past the end."""
-    num_accepted: Counts
-    """Draft tokens only: a step emits one more token, the bonus token."""
-    num_read: Counts
-    """Tokens that the target has read for good: the last committed token, and the accepted ones."""
-    entry: Int[torch.Tensor, " batch"]
-    """The target's entry of each row's last accepted token: 0 if none was accepted."""
+    numbers: Int[torch.Tensor, "batch number"]
+    depth: int
+    width: int
+    """How wide `path` and `drafts` are; at least as wide as the longest row's path."""
     host_nodes: tuple[tuple[int, ...], ...]
     """The nodes of each row's path, without padding."""
     tokens: tuple[tuple[int, ...], ...]
@@ -91,42 +85,43 @@ class AcceptedPath:
     """The token after each row's path, with which the next draft begins; None if the host hasn't read
     it."""
 
-    @classmethod
-    def of(
-        cls,
-        numbers: Int[torch.Tensor, "batch number"],
-        depth: int,
-        host_nodes: Sequence[Sequence[int]],
-        tokens: Sequence[Sequence[int]],
-        next_tokens: Sequence[int] | None = None,
-    ) -> "AcceptedPath":
-        """Return parts of a tensor as the path, and the host's copies of them.
+    @property
+    def path(self) -> Int[torch.Tensor, "batch width"]:
+        """The accepted node of each row at each depth, NO_NODE past the end of the row's path."""
+        return self.numbers[:, NUM_FIRST : NUM_FIRST + self.width]
 
-        The columns are: num_accepted, num_read and entry; the bonus token; a path of `depth` nodes; its
-        entries; its draft tokens; and further ones.
-        """
-        counts = tuple(map(len, host_nodes))
-        num_accepted, num_read, entry = numbers[:, :3].unbind(1)
-        path, entries, drafts, _ = numbers[:, NUM_FIRST:].tensor_split([depth, 2 * depth + 1, 3 * depth + 1], dim=1)
-        return cls(
-            path=path,
-            entries=entries,
-            drafts=drafts,
-            num_accepted=Counts(num_accepted, counts),
-            num_read=Counts(num_read, tuple(count + 1 for count in counts)),
-            entry=entry,
-            host_nodes=tuple(map(tuple, host_nodes)),
-            tokens=tuple(map(tuple, tokens)),
-            next_tokens=None if next_tokens is None else tuple(next_tokens),
-        )
+    @property
+    def entries(self) -> Int[torch.Tensor, "batch width+1"]:
+        """The target's entries of the last committed token and of the path: 0, then node + 1; 0 past
+        the end."""
+        first = NUM_FIRST + self.depth
+        return self.numbers[:, first : first + self.width + 1]
+
+    @property
+    def drafts(self) -> Int[torch.Tensor, "batch width"]:
+        """The tokens of the path; arbitrary ones past the end."""
+        first = NUM_FIRST + 2 * self.depth + 1
+        return self.numbers[:, first : first + self.width]
+
+    @property
+    def num_accepted(self) -> Counts:
+        """Draft tokens only: a step emits one more token, the bonus token."""
+        return Counts(self.numbers[:, 0], tuple(map(len, self.host_nodes)))
+
+    @property
+    def num_read(self) -> Counts:
+        """Tokens that the target has read for good: the last committed token, and the accepted ones."""
+        return Counts(self.numbers[:, 1], tuple(len(path) + 1 for path in self.host_nodes))
+
+    @property
+    def entry(self) -> Int[torch.Tensor, " batch"]:
+        """The target's entry of each row's last accepted token: 0 if none was accepted."""
+        return self.numbers[:, 2]
 
     def cut(self) -> "AcceptedPath":
         """Return the path only as wide as the longest row's."""
-        longest = max(self.num_accepted.host)
-        if longest == self.path.shape[1]:
-            return self
-        cut = {"path": self.path[:, :longest], "drafts": self.drafts[:, :longest]}
-        return replace(self, entries=self.entries[:, : longest + 1], **cut)
+        longest = max(map(len, self.host_nodes))
+        return self if longest == self.width else replace(self, width=longest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
