@@ -123,8 +123,8 @@ def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPa
         first = [len(path), 1 + len(path), entries[-1] if path else 0, NO_NODE]
         rows.append([*first, *path, *[NO_NODE] * missing, 0, *entries, *[0] * missing, *tokens, *[0] * missing])
     numbers = torch.tensor(rows, dtype=torch.long, device=tree.tokens.device)
-    host_nodes, tokens = tuple(map(tuple, nodes)), tuple(map(tuple, drafts))
-    return AcceptedPath(numbers=numbers, depth=depth, width=depth, host_nodes=host_nodes, tokens=tokens)
+    host_nodes, host_tokens = tuple(map(tuple, nodes)), tuple(map(tuple, drafts))
+    return AcceptedPath(numbers=numbers, depth=depth, width=depth, host_nodes=host_nodes, tokens=host_tokens)
 
 
 def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:
