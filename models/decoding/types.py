@@ -91,7 +91,7 @@ class AcceptedPath:
         return self.numbers[:, NUM_FIRST : NUM_FIRST + self.width]
 
     @property
-    def entries(self) -> Int[torch.Tensor, "batch width+1"]:
+    def entries(self) -> Int[torch.Tensor, "batch entry"]:
         """The target's entries of the last committed token and of the path: 0, then node + 1; 0 past
         the end."""
         first = NUM_FIRST + self.depth
