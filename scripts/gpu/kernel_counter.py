@@ -39,7 +39,7 @@ NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 
 
 class Counted(TorchDispatchMode):
-    """Counts kernels, launches, replays and host reads by phase.
+    """Counts kernels, launches, replays, host reads and copies to the device by phase.
 
     Kernels of a replay count as kernels, but not as launches.
     """
@@ -52,6 +52,7 @@ class Counted(TorchDispatchMode):
 
     def reset(self) -> None:
         self.kernels, self.launches, self.replays, self.host_reads = (Counter[str]() for _ in range(4))
+        self.copies, self.copied_bytes = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,6 +107,12 @@ class Counted(TorchDispatchMode):
     def read(self) -> None:
         if not self._is_paused:
             self.host_reads[self.phase] += 1
+
+    def copy(self, num_bytes: int) -> None:
+        """Count a copy to the device."""
+        if not self._is_paused:
+            self.copies[self.phase] += 1
+            self.copied_bytes[self.phase] += num_bytes
 
 
 def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
