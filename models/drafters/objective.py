@@ -157,8 +157,10 @@ class LabelRows(NamedTuple):
 
     def take(self, part: Part) -> "LabelRows":
         """Return the rows of a part, in its order."""
+        if part.index is None:
+            return self
         inputs = tuple(part.of(column) for column in self.inputs)
-        return LabelRows(part.of(self.output), part.of(self.inside), part.text, inputs)
+        return LabelRows(self.output[part.index], self.inside[part.index], part.text, inputs)
 
     def split(self, size: int) -> "list[LabelRows]":
         """Return chunks of `size` rows."""

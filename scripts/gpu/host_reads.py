@@ -64,17 +64,22 @@ class ScalarReads(TorchDispatchMode):
 class Transfers(TorchFunctionMode):
     """Calls `on_read` for each read that no operator shows on a CPU.
 
-    Together with `waits_for_device` it counts every read once.
+    Together with `waits_for_device` it counts every read once: `tensor.cpu().numpy()` is one.
     """
 
     def __init__(self, on_read: Any) -> None:
         super().__init__()
         self.on_read = on_read
+        self._on_host: torch.Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("tolist", "cpu", "numpy"):
+        name = getattr(function, "__name__", "")
+        if name in ("tolist", "cpu", "numpy") and args[0] is not self._on_host:
             self.on_read()
-        return function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
+        if name == "cpu":
+            self._on_host = output
+        return output
 
 
 class DeviceCopies(TorchFunctionMode):

@@ -73,6 +73,11 @@ def test_labelling_calls_one_kernel_for_each_segment_and_layer(counting: Any) ->
     assert (many - few) / 2 <= 3 * num_segments + MOST_KERNELS_PER_LAYER
 
 
+def test_labelling_reads_each_further_token_but_the_last_once(counting: Any) -> None:
+    # Besides these, the texts, if they are on the device, and the first tokens.
+    assert counting.labelling(1)["host_reads"] == 2 + counting.HORIZON - 2
+
+
 COPIES_IN_A_LOSS = {
     "redrafter": 0,
     "medusa": 1,  # the order of the labels by head
@@ -118,6 +123,7 @@ def test_every_host_read_is_counted_once(counting: Any) -> None:
     reads = {
         "tolist": lambda: values.tolist(),
         "item": lambda: values[0].item(),
+        "array": lambda: (values + 1).cpu().numpy(),
         "bool": lambda: bool(values.any()),
         "int": lambda: int(values.max()),
         "nonzero": lambda: values.nonzero(),
