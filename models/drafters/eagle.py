@@ -96,9 +96,9 @@ class Eagle(FeatureDrafter):
         return features.to(self.fc.weight.dtype)
 
     def layer_inputs(
-        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+        self, inputs: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq hidden"]]:
-        pair = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        pair = self.fc(torch.cat([inputs, hidden], dim=-1))
         return pair, pair
 
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
