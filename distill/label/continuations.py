@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,7 +169,8 @@ class HostTexts:
         return texts
 
 
-class Places(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
     """Marked tokens of a batch, on the device: the index among all batch x seq tokens, row and column."""
 
     index: Int[torch.Tensor, " place"]

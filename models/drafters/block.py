@@ -297,9 +297,8 @@ class Block(ReducedVocabulary, CachedDrafter):
             return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
         # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
         inputs = branches.spread(self.slot_inputs(first_tokens, branches.at_tokens(context)))  # [batch, branch, slot, hidden]
-        slot = torch.arange(num_slots, device=inputs.device)
+        slot, masks = torch.arange(num_slots, device=inputs.device), Masks()
         positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
-        masks = Masks()
         outputs = self.read_slots(
             inputs.transpose(1, 2).flatten(1, 2),
             positions.flatten(1),

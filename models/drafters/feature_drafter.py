@@ -11,7 +11,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,9 +50,16 @@ from .labels import Labels
 from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
-
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary embeddings."""
+
+
+class TextEntries(NamedTuple):
+    """Entries of the tokens of texts: the drafter's input at them, and keys and values."""
+
+    hidden: Float[torch.Tensor, "batch seq hidden"]
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @options(kw_only=True, config=OPTIONS)
@@ -208,39 +215,42 @@ class FeatureDrafter(CachedDrafter):
 
     # --- training
 
-    def unroll(
-        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"]
-    ) -> Float[torch.Tensor, "position depth hidden"]:
+    def read_text(self, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq feature"]) -> TextEntries:
+        """Return what branches read of their texts. No branch reads the entry of a text's last token."""
+        cache, hidden = DynamicCache(), self.fuse(features)
+        self.read(pad(batch.input_ids[:, 1:], (0, 1)), hidden, batch.position_ids, cache, None)
+        layer: Any = cache.layers[0]
+        return TextEntries(hidden, layer.keys, layer.values)
+
+    def unroll(self, batch: DrafterBatch, labels: Labels, text: TextEntries) -> Float[torch.Tensor, "position depth hidden"]:
         """Return the layer's outputs at every position and depth, computed as in decoding.
 
         Only the first depth reads features. Deeper ones read the outputs of the depth before
         (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2). The paper unrolls along the
         text; here the tokens are the target's continuations.
         """
-        # 1. Keys and values of the texts. No branch reads the entry of a text's last token.
-        branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
-        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))
-        self.read(next_tokens, hidden, batch.position_ids, cache, None)
-        # 2. Without labels, return an empty tensor whose gradient reaches every parameter.
+        # 1. Without labels, return an empty tensor whose gradient reaches every parameter.
+        branches, hidden = Branches.of(batch), text.hidden
         if not len(labels.previous):
             empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
             return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
-        text_layer: Any = cache.layers[0]
-        text = text_layer.keys, text_layer.values
         visible = branches.text_mask(with_own_column=False)
-        # 3. Tokens and positions of all depths. What is computed of them alone takes one pass for all.
+        # 2. Tokens and positions of all depths. What is computed of them alone takes one pass for all.
         tokens = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
         num_depths = tokens.shape[1]
         positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]
         inputs = self.token_inputs(self.embed(tokens))
         cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self._rotation(inputs, positions.flatten(1)))
-        # 4. Read the branches depth by depth.
+        # 3. Read the branches depth by depth.
         hidden, masks = branches.spread(branches.at_tokens(hidden)), Masks()
         step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
         earlier: list[KeysAndValues] = []
         outputs = []
-        for depth_inputs, *places in zip(inputs.unbind(1), cos, sin, positions.unbind(1), strict=True):
-            hidden, keys, values = step(depth_inputs, hidden, *places, visible, text, tuple(earlier), masks)
+        for depth, depth_inputs in enumerate(inputs.unbind(1)):
+            rotation = cos[depth], sin[depth]
+            hidden, keys, values = step(
+                depth_inputs, hidden, rotation, positions[:, depth], visible, text[1:], tuple(earlier), masks
+            )
             earlier.append((keys, values))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
@@ -249,8 +259,7 @@ class FeatureDrafter(CachedDrafter):
         self,
         inputs: Float[torch.Tensor, "batch branch hidden"],
         hidden: Float[torch.Tensor, "batch branch hidden"],
-        cos: Float[torch.Tensor, "batch branch _"],
-        sin: Float[torch.Tensor, "batch branch _"],
+        rotation: Rotation,
         positions: Int[torch.Tensor, "batch branch"],
         visible: Bool[torch.Tensor, "batch 1 branch seq"],
         text: KeysAndValues,
@@ -259,7 +268,7 @@ class FeatureDrafter(CachedDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the outputs of the branches' entries at one depth, and their keys and values."""
         entries = Entries(text, earlier, masks)
-        outputs = self._read(inputs, hidden, (cos, sin), positions, entries, visible, entries=entries)
+        outputs = self._read(inputs, hidden, rotation, positions, entries, visible, entries=entries)
         return outputs, *entries.branches[-1]
 
     def checkpoint_activations(self) -> None:

@@ -121,3 +121,7 @@ class LossParts:
             text = TextTokens(tokens=moved["tokens"], entry=moved["entry"], host_entry=entry)
             made["taught"] = replace(made["taught"], text=text)
         return cls(alone=made["alone"], taught=made.get("taught"), untrained=made.get("untrained"), order=moved["order"])
+
+    def in_order(self, values: Sequence[Shaped[torch.Tensor, " _"]]) -> Shaped[torch.Tensor, " label"]:
+        """Return the values of all parts in the order of the labels."""
+        return values[0] if self.order is None else torch.cat(list(values))[self.order]

@@ -121,16 +121,14 @@ def score(
     if parts.untrained is not None:
         losses.append(per_label_loss(partial(rank_only, predict), rows.take(parts.untrained), vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
-    values = losses[0]
-    if parts.order is not None:
-        values = LabelLoss(*(torch.cat(column)[parts.order] for column in zip(*losses, strict=True)))
-    loss = combine(values, objective.terms)
-    ranks = labels.spread(values.rank, HIT_RANKS)
+    loss = parts.in_order([combine(values, objective.terms) for values in losses])
+    ranks = labels.spread(parts.in_order([values.rank for values in losses]), HIT_RANKS)
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
         loss = loss * labels.take(F.pad(right_so_far[:, :-1], (1, 0), value=1))
     elif objective.weights == "dpace":
-        loss = loss * labels.take(dpace_weights(labels.spread(values.log_prob.to(loss.dtype), 0), known))
+        log_prob = parts.in_order([values.log_prob for values in losses])
+        loss = loss * labels.take(dpace_weights(labels.spread(log_prob.to(loss.dtype), 0), known))
     elif objective.weights == "missed_by":
         assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
         loss = loss * labels.take(labels.missed)
@@ -191,7 +189,8 @@ class LabelLoss(NamedTuple):
 
 def combine(values: LabelLoss, terms: Mapping[LossKind, float]) -> Float[torch.Tensor, " label"]:
     """Return the loss of each label: the sum of `terms`, each times its weight."""
-    return torch.stack([weight * loss_of(values, kind) for kind, weight in terms.items()]).sum(0)
+    losses = [loss_of(values, kind) if weight == 1 else weight * loss_of(values, kind) for kind, weight in terms.items()]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
 
 def loss_of(values: LabelLoss, kind: LossKind) -> Float[torch.Tensor, " label"]:
