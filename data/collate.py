@@ -1,7 +1,6 @@
 """Collation of labelled examples into batches."""
 
 import math
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -9,7 +8,7 @@ from jaxtyping import Bool, Int
 from .choices import LABELS
 from .packing import Layout, packed, padded
 from .states import BatchStates, joined
-from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, HostBatch, TargetReads
+from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
 
 def text_continuations(
@@ -50,7 +49,7 @@ def collate(
     `max_positions`, `generator` (on the CPU) samples that many of them. Padding is `pad_id`,
     UNKNOWN, zeros, and log-probabilities of minus infinity. `reads` selects the tensors of the
     target in the batch; every example must have them. States stay in the stored type until
-    `DrafterBatch.decoded`.
+    `DrafterBatch.decoded`. The batch has the index tensors of its loss.
     """
     assert labels in LABELS, labels
     # 1. Labels, and the positions that have one.
@@ -66,7 +65,7 @@ def collate(
     tops = [example.top for example in examples if reads.top and example.top is not None]
     assert len(tops) == len(examples) * reads.top, "every example must have the tensors that are read"
     # 3. One tensor of each, padded.
-    batch = DrafterBatch(
+    return DrafterBatch(
         input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
         attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
         positions=layout.place(_thin(positions, max_positions, generator), False),
@@ -75,8 +74,7 @@ def collate(
         top_tokens=layout.place([top.tokens for top in tops], UNKNOWN) if tops else None,
         top_log_probs=layout.place([top.log_probs for top in tops], -math.inf) if tops else None,
         starts=layout.starts() if packing else None,
-    )
-    return replace(batch, host=HostBatch.of(batch))
+    ).indexed()
 
 
 def _stored_states(examples: list[DistilledExample], layout: Layout, reads: TargetReads) -> BatchStates | None:

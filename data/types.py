@@ -4,18 +4,18 @@ Names of dimensions, here and everywhere: `batch`, `seq` (tokens of a text), `ho
 tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hidden`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .bundles import Move, move_to
+from .label_arrays import UNKNOWN as UNKNOWN
+from .label_arrays import BatchIndexes, HostBatch
 from .roles import Role as Role
 from .states import BatchStates, StoredStates
-
-UNKNOWN = -1
-"""Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,38 +117,6 @@ TOKENS_ONLY = TargetReads()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostBatch:
-    """What decides which labels a batch has, as numpy arrays.
-
-    The loss chooses its shapes and indexes from these, so that it never waits for the device.
-    """
-
-    of_positions: torch.Tensor
-    """The `positions` of the batch that these arrays belong to."""
-    input_ids: Int[np.ndarray, "batch seq"]
-    attention_mask: Bool[np.ndarray, "batch seq"]
-    positions: Bool[np.ndarray, "batch seq"]
-    continuations: Int[np.ndarray, "batch seq horizon"]
-    starts: Int[np.ndarray, "batch seq"] | None
-    has_top: Bool[np.ndarray, "batch seq"] | None
-    """Which tokens have top tokens; None if the batch has none."""
-
-    @classmethod
-    def of(cls, batch: "DrafterBatch") -> "HostBatch":
-        """Read a batch, which waits for a device."""
-        starts, top = batch.starts, batch.top_tokens
-        return cls(
-            of_positions=batch.positions,
-            input_ids=batch.input_ids.cpu().numpy(),
-            attention_mask=batch.attention_mask.cpu().numpy(),
-            positions=batch.positions.cpu().numpy(),
-            continuations=batch.continuations.cpu().numpy(),
-            starts=None if starts is None else starts.cpu().numpy(),
-            has_top=None if top is None else (top[..., 0] != UNKNOWN).cpu().numpy(),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterBatch:
     """A batch of labelled examples for a drafter's `loss`, one or several per row.
 
@@ -160,8 +128,8 @@ class DrafterBatch:
     `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
     (padding counts as a text); None if each row holds one text. `num_covered` counts, at each position
     to train, the draft tokens of its continuation that another drafter proposes; None if the loss
-    doesn't read it. `host` has a copy of what decides which labels there are, if the batch was moved
-    to a device; `on_host` returns it, or reads the batch.
+    doesn't read it. `host` has a copy of what decides which labels there are, and `indexes` the index
+    tensors of the loss; `on_host` and `label_indexes` return them, or make them.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -176,13 +144,38 @@ class DrafterBatch:
     starts: Int[torch.Tensor, "batch seq"] | None = None
     num_covered: Int[torch.Tensor, "batch seq"] | None = None
     host: HostBatch | None = None
+    indexes: BatchIndexes | None = None
 
     @property
     def on_host(self) -> HostBatch:
-        """What decides which labels there are: `host`, or read from the device if other positions replaced its own."""
+        """What decides which labels there are: `host`, or read from the device if other positions replaced its own.
+
+        Reading waits for the device.
+        """
         if self.host is not None and self.host.of_positions is self.positions:
             return self.host
-        return HostBatch.of(self)
+        starts, top = self.starts, self.top_tokens
+        return HostBatch(
+            of_positions=self.positions,
+            input_ids=self.input_ids.cpu().numpy(),
+            attention_mask=self.attention_mask.cpu().numpy(),
+            positions=self.positions.cpu().numpy(),
+            continuations=self.continuations.cpu().numpy(),
+            starts=None if starts is None else starts.cpu().numpy(),
+            has_top=None if top is None else (top[..., 0] != UNKNOWN).cpu().numpy(),
+        )
+
+    @property
+    def label_indexes(self) -> BatchIndexes:
+        """The index tensors of the loss: `indexes`, or made anew if other positions replaced their own."""
+        if self.indexes is not None and self.indexes.of_positions is self.positions:
+            return self.indexes
+        return BatchIndexes.of(self.on_host).moved(move_to(self.positions.device), self.positions)
+
+    def indexed(self) -> "DrafterBatch":
+        """Return the batch with `host` and `indexes`, so that its loss never waits."""
+        batch = replace(self, host=self.on_host)
+        return replace(batch, indexes=batch.label_indexes)
 
     def to(self, device: torch.device) -> "DrafterBatch":
         """Move the tensors to `device`. From pinned memory, the host doesn't wait for that."""
@@ -192,11 +185,19 @@ class DrafterBatch:
         """Return a copy in pinned memory, which an accelerator reads by itself."""
         return self._with(torch.Tensor.pin_memory)
 
-    def _with(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "DrafterBatch":
-        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("host", "stored")}
+    def _with(self, move: Move) -> "DrafterBatch":
+        apart = ("host", "indexes", "stored")
+        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
         moved = {name: move(tensor) for name, tensor in tensors.items() if tensor is not None}
-        stored = None if self.stored is None else self.stored.moved(move)
-        return replace(self, **moved, stored=stored, host=replace(self.on_host, of_positions=moved["positions"]))
+        host, positions = self.on_host, moved["positions"]
+        indexes = replace(self, host=host).label_indexes
+        return replace(
+            self,
+            **moved,
+            stored=None if self.stored is None else self.stored.moved(move),
+            host=replace(host, of_positions=positions),
+            indexes=indexes.moved(move, positions),
+        )
 
     def decoded(self) -> "DrafterBatch":
         """Return the batch with its stored states decoded and padded, on their device."""
@@ -210,20 +211,11 @@ class DrafterBatch:
 
     def at(self, positions: Bool[np.ndarray, "batch seq"]) -> "DrafterBatch":
         """Return the same texts with other positions to train."""
-        tensor = to_device(positions, self.positions.device)
-        return replace(self, positions=tensor, host=replace(self.on_host, of_positions=tensor, positions=positions))
+        tensor = move_to(self.positions.device)(torch.from_numpy(positions))
+        return replace(self, positions=tensor, host=replace(self.on_host, of_positions=tensor, positions=positions)).indexed()
 
     @property
     def position_ids(self) -> Int[torch.Tensor, "rows seq"]:
         """Position of each token in its text, from 0; a single row if all rows are equal."""
         columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return columns if self.starts is None else columns - self.starts
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the array on `device`.
-
-    It is pinned for CUDA first: a copy from pageable memory may wait for the device.
-    """
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

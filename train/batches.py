@@ -162,8 +162,7 @@ def label_counts(batch: DrafterBatch) -> Int[torch.Tensor, " depth"]:
     The first token of a continuation is the one that the target has already chosen; the draft
     begins after it. A label counts if all tokens before it are known too.
     """
-    known = (batch.continuations[batch.positions] != UNKNOWN).cumprod(1)
-    return known[:, 1:].sum(0)
+    return torch.from_numpy(batch.label_indexes.labels.known.sum(0))
 
 
 def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) -> Int[torch.Tensor, " vocab"]:

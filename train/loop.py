@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..data.types import DrafterBatch, to_device
+from ..data.bundles import to_device
+from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
 from .batches import label_counts, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses
@@ -102,9 +103,9 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch], n
 def _count(batches: Sequence[DrafterBatch], num_on_policy: int, device: torch.device) -> list[torch.Tensor]:
     """Count the labels by depth of this process's micro-batches, and what `Meter.add_step` adds up."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
-    positions = sum(int(batch.positions.sum()) for batch in batches)
-    tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
-    return [to_device(values, device) for values in (labels.cpu().numpy(), np.array([positions, tokens, num_on_policy]))]
+    positions = sum(int(batch.on_host.positions.sum()) for batch in batches)
+    tokens = sum(int(batch.on_host.attention_mask.sum()) for batch in batches)
+    return [to_device(values, device) for values in (labels.numpy(), np.array([positions, tokens, num_on_policy]))]
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

@@ -97,7 +97,7 @@ def fill_up(batch: DrafterBatch, starts: Bool[torch.Tensor, "batch seq"], config
     """Add random labelled positions to `starts`, up to `max_positions`."""
     assert config.max_positions is not None, "TrainConfig requires it"
     others = sample(batch.positions & ~starts, config.max_positions - int(starts.sum()), seed + 1)
-    return replace(batch, positions=starts | others)
+    return replace(batch, positions=starts | others).indexed()
 
 
 def sample(positions: Bool[torch.Tensor, "batch seq"], count: int, seed: int) -> Bool[torch.Tensor, "batch seq"]:

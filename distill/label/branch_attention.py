@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...data.bundles import Bundle, move_to
 from ...models.target.attention_kernels import attention, has_kernel, prepare_mask
 
 IMPLEMENTATION = "outrider_branch"
@@ -53,26 +55,34 @@ class Segment:
 class BranchCache:
     """The live branches of a batch of texts, with keys and values of their tokens.
 
-    `rows` and `positions` [branch] are each branch's text and the last position of the text that it
-    sees, ordered by row, then position. `text_keys` and `text_values` [batch, kv_head, seq,
-    head_dim] come from the prefill, one per layer.
+    `host_rows` and `host_positions` are each branch's text and the last position of the text that it
+    sees, ordered by row, then position; `rows` and `positions` are the same on the device.
+    `text_keys` and `text_values` [batch, kv_head, seq, head_dim] come from the prefill, one per
+    layer.
     """
 
     def __init__(
         self,
         text_keys: Sequence[torch.Tensor],
         text_values: Sequence[torch.Tensor],
-        rows: Int[torch.Tensor, " branch"],
-        positions: Int[torch.Tensor, " branch"],
+        rows: Int[np.ndarray, " branch"],
+        positions: Int[np.ndarray, " branch"],
     ) -> None:
         self.text_keys = text_keys
         self.text_values = text_values
         self.own_keys: list[list[torch.Tensor]] = [[] for _ in text_keys]  # [layer][step]: [branch, kv_head, head_dim]
         self.own_values: list[list[torch.Tensor]] = [[] for _ in text_values]
-        self.rows = rows
-        self.positions = positions
-        self.segments = make_segments(rows, positions, text_keys[0].dtype)
+        self._place(rows, positions)
+
+    def _place(self, rows: Int[np.ndarray, " branch"], positions: Int[np.ndarray, " branch"], **others: np.ndarray) -> Any:
+        """Store the branches' places, here and on the device. Returns `others` as tensors, from the same copy."""
+        arrays = Bundle.of({"rows": rows, "positions": positions, **others})
+        tensors = arrays.moved(move_to(self.text_keys[0].device)).tensors()
+        self.host_rows, self.host_positions = rows, positions
+        self.rows, self.positions = tensors.pop("rows"), tensors.pop("positions")
+        self.segments = make_segments(rows, positions, self.positions, self.text_keys[0].dtype)
         self._masks: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        return tensors
 
     @property
     def num_steps(self) -> int:
@@ -82,14 +92,13 @@ class BranchCache:
             raise ValueError(BYPASSED)
         return steps.pop()
 
-    def keep(self, kept: Int[torch.Tensor, " kept"]) -> None:
-        """Drop all branches except those at the ascending indexes `kept`."""
-        self.rows, self.positions = self.rows[kept], self.positions[kept]
+    def keep(self, kept: Int[np.ndarray, " kept"]) -> Int[torch.Tensor, " kept"]:
+        """Drop all branches except those at the ascending indexes `kept`; return these on the device."""
+        moved = self._place(self.host_rows[kept], self.host_positions[kept], kept=kept)["kept"]
         for per_layer in (self.own_keys, self.own_values):
             for per_step in per_layer:
-                per_step[:] = [tensor[kept] for tensor in per_step]
-        self.segments = make_segments(self.rows, self.positions, self.text_keys[0].dtype)
-        self._masks = {}
+                per_step[:] = [tensor[moved] for tensor in per_step]
+        return moved
 
     def attend(
         self,
@@ -145,22 +154,25 @@ class BranchCache:
 
 
 def make_segments(
-    rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"], dtype: torch.dtype
+    rows: Int[np.ndarray, " branch"],
+    positions: Int[np.ndarray, " branch"],
+    on_device: Int[torch.Tensor, " branch"],
+    dtype: torch.dtype,
 ) -> list[Segment]:
     """Cut branches, ordered by row and position, into segments of SEGMENT_QUERIES branches.
 
-    A segment belongs to one row. Example with SEGMENT_QUERIES = 2: rows 0 0 0 1 and positions 3 4 9
-    2 give the segments (3 4), (9), (2), which read the first 5, 10 and 3 keys of their rows.
+    A segment belongs to one row. `on_device` are the positions there. Example with SEGMENT_QUERIES =
+    2: rows 0 0 0 1 and positions 3 4 9 2 give the segments (3 4), (9), (2), which read the first 5,
+    10 and 3 keys of their rows.
     """
     segments, start = [], 0
-    ends = positions.tolist()
-    for row, count in enumerate(torch.bincount(rows).tolist()):
+    for row, count in enumerate(np.bincount(rows).tolist()):
         row_stop = start + count
         while start < row_stop:
             stop = min(start + SEGMENT_QUERIES, row_stop)
-            keys = torch.arange(ends[stop - 1] + 1, device=positions.device)
-            beyond = keys > positions[start:stop, None]
-            mask = torch.zeros(beyond.shape, dtype=dtype, device=positions.device).masked_fill_(beyond, float("-inf"))
+            keys = torch.arange(int(positions[stop - 1]) + 1, device=on_device.device)
+            beyond = keys > on_device[start:stop, None]
+            mask = torch.zeros(beyond.shape, dtype=dtype, device=on_device.device).masked_fill_(beyond, float("-inf"))
             segments.append(Segment(row=row, start=start, stop=stop, mask=mask))
             start = stop
     return segments

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from transformers import DynamicCache, PreTrainedModel
 
+from ...data.bundles import Bundle, move_to, to_device
 from ...data.types import UNKNOWN
 from ...models.decoding.sampling import Sampling, warp
 from ...models.target.hf_target import HFTarget
@@ -113,41 +115,82 @@ def label_continuations(
 
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
     of every needed position. `prune=False` decodes every wanted position; the labels are the same.
+
+    The texts may be on the host. What is decoded is decided there. So the host reads each further
+    token once, except the last one, and besides them the first tokens, and the texts if they are on
+    the device.
     """
     # 1. Prefill: the first token after each position that a label may need.
-    assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
-    needed = _within(wanted, attention_mask, horizon)
-    first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers, sampled)
+    texts = HostTexts.of(input_ids, attention_mask, wanted)
+    needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
+    first, (hidden_states, layers), cache = _prefill(target, input_ids.to(target.device), needed, feature_layers, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
-    stopped = torch.isin(first, torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device))
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
-    agrees = torch.zeros_like(wanted)
-    agrees[:, :-1] = (first[:, :-1] == input_ids[:, 1:]) & attention_mask[:, 1:]
-    borrows = agrees & ~stopped if prune else torch.zeros_like(wanted)
-    depth = _needed_depth(wanted, borrows, horizon)
+    host_first = first.cpu().numpy()
+    agrees = np.zeros_like(texts.wanted)
+    agrees[:, :-1] = (host_first[:, :-1] == texts.input_ids[:, 1:]) & texts.is_token[:, 1:]
+    borrows = agrees & ~np.isin(host_first, target.stop_ids) if prune else np.zeros_like(agrees)
+    depth = _needed_depth(texts.wanted, borrows, horizon)
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
-    rows, positions = ((depth > 1) & ~borrows).nonzero(as_tuple=True)
-    branches = _make_branches(cache, rows, positions)
-    continuations, num_branch_tokens = _decode_branches(target, branches, first, depth, borrows, horizon, sampled)
+    branches = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
+    continuations, num_branch_tokens = _decode_branches(target, branches, first, host_first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
-    continuations[~wanted] = UNKNOWN
+    continuations.masked_fill_(~wanted.to(target.device)[..., None], UNKNOWN)
     stats = LabelStats(
-        num_text_tokens=int(attention_mask.sum()),
-        num_positions=int(wanted.sum()),
-        num_agreeing=int((agrees & wanted).sum()),
+        num_text_tokens=int(texts.is_token.sum()),
+        num_positions=int(texts.wanted.sum()),
+        num_agreeing=int((agrees & texts.wanted).sum()),
         num_branch_tokens=num_branch_tokens,
     )
     features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
     return continuations, features, stats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTexts:
+    """The texts of a batch on the host, right-padded."""
+
+    input_ids: Int[np.ndarray, "batch seq"]
+    is_token: Bool[np.ndarray, "batch seq"]
+    wanted: Bool[np.ndarray, "batch seq"]
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Int[torch.Tensor, "batch seq"],
+        attention_mask: Bool[torch.Tensor, "batch seq"],
+        wanted: Bool[torch.Tensor, "batch seq"],
+    ) -> "HostTexts":
+        """Read the texts, at most in one transfer."""
+        both = torch.stack([input_ids, attention_mask.to(input_ids.dtype), wanted.to(input_ids.dtype)]).cpu().numpy()
+        texts = cls(input_ids=both[0], is_token=both[1].astype(bool), wanted=both[2].astype(bool))
+        assert not (texts.is_token[:, 1:] & ~texts.is_token[:, :-1]).any(), "texts are padded on the right"
+        return texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Marked tokens of a batch, on the device: the index among all batch x seq tokens, row and column."""
+
+    index: Int[torch.Tensor, " place"]
+    rows: Int[torch.Tensor, " place"]
+    columns: Int[torch.Tensor, " place"]
+
+    @classmethod
+    def of(cls, marked: Bool[np.ndarray, "batch seq"], device: torch.device) -> "Places":
+        rows, columns = marked.nonzero()
+        arrays = {"index": np.flatnonzero(marked), "rows": rows, "columns": columns}
+        return cls(**Bundle.of(arrays).moved(move_to(device)).tensors())
+
+
 def _decode_branches(
     target: HFTarget,
     branches: BranchCache,
     first: Int[torch.Tensor, "batch seq"],
-    depth: Int[torch.Tensor, "batch seq"],
-    borrows: Bool[torch.Tensor, "batch seq"],
+    host_first: Int[np.ndarray, "batch seq"],
+    depth: Int[np.ndarray, "batch seq"],
+    borrows: Bool[np.ndarray, "batch seq"],
     horizon: int,
     sampled: SampledLabels | None,
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], int]:
@@ -156,25 +199,30 @@ def _decode_branches(
     A branch gets one token per pass, until its `depth` or a stop token. A position that `borrows`
     has the next position's continuation after its first token.
     """
-    stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=first.device)
+    # 1. The first tokens.
     continuations = torch.full((*first.shape, horizon), UNKNOWN, dtype=torch.long, device=first.device)
     continuations[:, :, 0] = first
+    is_borrowed = to_device(borrows[:, :-1], first.device)
     tokens, num_branch_tokens = first[branches.rows, branches.positions], 0
+    host_tokens = host_first[branches.host_rows, branches.host_positions]
     with branch_attention(target.model):
         for step in range(1, horizon):
-            # 1. Drop the branches that are complete.
-            live = (depth[branches.rows, branches.positions] > step) & ~torch.isin(tokens, stop_ids)
-            if not live.all():
-                branches.keep(live.nonzero()[:, 0])
-                tokens = tokens[live]
-            # 2. Decode a token of all others in one pass, and fill in borrowed ones.
+            # 2. Drop the branches that are complete.
+            is_live = depth[branches.host_rows, branches.host_positions] > step
+            is_live &= ~np.isin(host_tokens, target.stop_ids)
+            if not is_live.all():
+                tokens = tokens[branches.keep(np.flatnonzero(is_live))]
+            # 3. Decode a token of all others in one pass, and fill in borrowed ones.
             if len(tokens):
                 states = _branch_hidden_states(target.model, branches, tokens, step)
                 tokens = _next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
                 continuations[branches.rows, branches.positions, step] = tokens
                 num_branch_tokens += len(tokens)
             borrowed = continuations[:, 1:, step - 1]
-            continuations[:, :-1, step] = torch.where(borrows[:, :-1], borrowed, continuations[:, :-1, step])
+            continuations[:, :-1, step] = torch.where(is_borrowed, borrowed, continuations[:, :-1, step])
+            # 4. Read the tokens, which may be stop tokens: the pass's only wait.
+            if step + 1 < horizon:
+                host_tokens = tokens.cpu().numpy()
     return continuations, num_branch_tokens
 
 
@@ -197,10 +245,10 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
 def _probe(target: HFTarget) -> None:
     # 1. Two branches of a short text, two steps deep.
     text = torch.arange(1, 13, device=target.device) % target.vocab_size
-    positions = torch.tensor([4, 8], device=target.device)
+    positions = np.array([4, 8])
     tokens = text[[2, 9]]
-    _, _, cache = _prefill(target, text[None], torch.zeros_like(text, dtype=torch.bool)[None])
-    branches = _make_branches(cache, torch.zeros_like(positions), positions)
+    _, _, cache = _prefill(target, text[None], Places.of(np.zeros((1, len(text)), bool), target.device))
+    branches = _make_branches(cache, np.zeros_like(positions), positions)
     with branch_attention(target.model):
         _branch_hidden_states(target.model, branches, tokens, 1)
         branch_states = _branch_hidden_states(target.model, branches, tokens, 2)
@@ -220,9 +268,7 @@ def _probe(target: HFTarget) -> None:
             )
 
 
-def _make_branches(
-    cache: DynamicCache, rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"]
-) -> BranchCache:
+def _make_branches(cache: DynamicCache, rows: Int[np.ndarray, " branch"], positions: Int[np.ndarray, " branch"]) -> BranchCache:
     layers: list[Any] = cache.layers
     if any(layer.keys is None for layer in layers):
         raise ValueError(BYPASSED)
@@ -232,11 +278,11 @@ def _make_branches(
 def _prefill(
     target: HFTarget,
     input_ids: Int[torch.Tensor, "batch seq"],
-    labelled: Bool[torch.Tensor, "batch seq"],
+    labelled: Places,
     feature_layers: tuple[int, ...] = (),
     sampled: SampledLabels | None = None,
 ) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
-    """Prefill texts, and choose the next token where `labelled` (UNKNOWN elsewhere).
+    """Prefill texts, and choose the next token at the places `labelled` (UNKNOWN elsewhere).
 
     Also returns the last hidden states, the inputs of layers, and all keys and values.
     """
@@ -244,28 +290,28 @@ def _prefill(
     # No mask: under causal attention no token sees the padding on its right.
     hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
     inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
-    first = torch.full_like(input_ids, UNKNOWN)
-    rows, positions = labelled.nonzero(as_tuple=True)
-    first[labelled] = _next_tokens(target.model, hidden_states[labelled], rows, positions + 1, sampled)
+    states = hidden_states.flatten(0, 1)[labelled.index]
+    tokens = _next_tokens(target.model, states, labelled.rows, labelled.columns + 1, sampled)
+    first = torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, labelled.index, tokens).view_as(input_ids)
     return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
 
 
 def _within(
-    wanted: Bool[torch.Tensor, "batch seq"], attention_mask: Bool[torch.Tensor, "batch seq"], horizon: int
-) -> Bool[torch.Tensor, "batch seq"]:
+    wanted: Bool[np.ndarray, "batch seq"], is_token: Bool[np.ndarray, "batch seq"], horizon: int
+) -> Bool[np.ndarray, "batch seq"]:
     """Mark the wanted positions and the next horizon - 1 after each.
 
     Labels may need the first tokens of all these positions.
     """
-    labelled = wanted.clone()
+    labelled = wanted.copy()
     for _ in range(horizon - 1):
-        labelled[:, 1:] |= labelled[:, :-1].clone()
-    return labelled & attention_mask
+        labelled[:, 1:] |= labelled[:, :-1].copy()
+    return labelled & is_token
 
 
 def _needed_depth(
-    wanted: Bool[torch.Tensor, "batch seq"], borrows: Bool[torch.Tensor, "batch seq"], horizon: int
-) -> Int[torch.Tensor, "batch seq"]:
+    wanted: Bool[np.ndarray, "batch seq"], borrows: Bool[np.ndarray, "batch seq"], horizon: int
+) -> Int[np.ndarray, "batch seq"]:
     """Return the number of tokens needed of each position's continuation.
 
     A wanted position needs `horizon` tokens. If its left neighbour borrows from it, it needs at
@@ -273,8 +319,8 @@ def _needed_depth(
     """
     depth = wanted * horizon
     for _ in range(horizon - 1):
-        lent = torch.where(borrows, depth - 1, 0)
-        depth[:, 1:] = torch.maximum(depth[:, 1:], lent[:, :-1])
+        lent = np.where(borrows, depth - 1, 0)
+        depth[:, 1:] = np.maximum(depth[:, 1:], lent[:, :-1])
     return depth
 
 
@@ -321,21 +367,23 @@ def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position
 def _top(
     model: PreTrainedModel,
     hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    needed: Bool[torch.Tensor, "batch seq"],
+    needed: Places,
     top_k: int,
 ) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
-    """Return the top tokens where `needed`, and their log-probabilities.
+    """Return the top tokens at the places `needed`, and their log-probabilities.
 
     UNKNOWN and minus infinity elsewhere. The model's logits must be a plain product with its head
     (`HFTarget.require_plain_head`).
     """
-    tokens = torch.full((*needed.shape, top_k), UNKNOWN, device=hidden_states.device)
-    log_probs = torch.full(tokens.shape, -math.inf, device=hidden_states.device)
-    if needed.any():
-        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, hidden_states[needed])]
-        log_probs[needed] = torch.cat([chunk.values for chunk in chunks])
-        tokens[needed] = torch.cat([chunk.indices for chunk in chunks])
-    return tokens, log_probs
+    shape, device = hidden_states.shape[:2], hidden_states.device
+    tokens = torch.full((shape.numel(), top_k), UNKNOWN, device=device)
+    log_probs = torch.full(tokens.shape, -math.inf, device=device)
+    if len(needed.index):
+        states = hidden_states.flatten(0, 1)[needed.index]
+        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, states)]
+        log_probs[needed.index] = torch.cat([chunk.values for chunk in chunks])
+        tokens[needed.index] = torch.cat([chunk.indices for chunk in chunks])
+    return tokens.unflatten(0, shape), log_probs.unflatten(0, shape)
 
 
 def _logit_chunks(

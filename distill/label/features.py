@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from ...data.bundles import to_device
 from ...data.host_copies import start_host_copies
 from ...data.shards import LAYER, SCALES, TOP_BYTES
 from ...data.states import StoredStates, are_finite, encode_states, state_bytes
-from ...data.types import DistilledExample, Example, TopTokens, to_device
+from ...data.types import DistilledExample, Example, TopTokens
 from ...models.target.hf_target import HFTarget
 from ...models.target.hidden_states import decoder_layers
 from ..config import DistillConfig

@@ -221,9 +221,9 @@ def _label_batch(
         )
     return label_continuations(
         target,
-        input_ids.to(target.device),
-        attention_mask.to(target.device),
-        wanted.to(target.device),
+        input_ids,
+        attention_mask,
+        wanted,
         horizon=config.horizon,
         feature_layers=tuple(config.feature_layers),
         top_k=config.top_logprobs,

@@ -35,7 +35,7 @@ from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_options import BlockConfig, spread_feature_layers
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
-from .branches.attention import Slots
+from .branches.attention import Masks, Slots
 from .branches.layout import Branches
 from .cached_drafter import CachedDrafter
 from .corrections import Pairwise, Recurrent, make_correction
@@ -297,13 +297,13 @@ class Block(ReducedVocabulary, CachedDrafter):
             return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
         # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
         inputs = branches.spread(self.slot_inputs(first_tokens, branches.at_tokens(context)))  # [batch, branch, slot, hidden]
-        slot = torch.arange(num_slots, device=inputs.device)
+        slot, masks = torch.arange(num_slots, device=inputs.device), Masks()
         positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
         outputs = self.read_slots(
             inputs.transpose(1, 2).flatten(1, 2),
             positions.flatten(1),
             branches.text_mask(with_own_column=True).repeat(1, 1, num_slots, 1),
-            lambda index: Slots(keys_and_values(cache, index), num_slots),
+            lambda index: Slots(keys_and_values(cache, index), num_slots, masks),
         )
         return branches.collect(outputs.unflatten(1, (num_slots, -1)).transpose(1, 2))
 

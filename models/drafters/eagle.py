@@ -26,7 +26,7 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
 from .decoder_layer import start_from_target
-from .feature_drafter import FeatureDrafter, TreeOptions
+from .feature_drafter import FeatureDrafter, TextEntries, TreeOptions
 from .labels import Labels
 from .objective import Loss, Objective, score
 
@@ -96,9 +96,9 @@ class Eagle(FeatureDrafter):
         return features.to(self.fc.weight.dtype)
 
     def layer_inputs(
-        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+        self, inputs: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq hidden"]]:
-        pair = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        pair = self.fc(torch.cat([inputs, hidden], dim=-1))
         return pair, pair
 
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
@@ -122,7 +122,8 @@ class Eagle(FeatureDrafter):
             noisy = features.float()
             noisy = noisy + self.config.feature_noise * (2 * torch.rand_like(noisy) - 1)
         # 2. The objective on tokens, at the trained depths.
-        outputs = self.unroll(batch, labels, noisy)
+        text = self.read_text(batch, noisy)
+        outputs = self.unroll(batch, labels, text)
         loss = self._score(labels, outputs, batch, objective)
         # 3. The distance to the target's next features, and the weighted sum of both.
         next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
@@ -131,20 +132,18 @@ class Eagle(FeatureDrafter):
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
         # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
-            loss = self._with_untrained_depths(loss, batch, noisy, objective)
+            loss = self._with_untrained_depths(loss, batch, text, objective)
         return replace(loss, sums=sums)
 
     @torch.no_grad()
-    def _with_untrained_depths(
-        self, loss: Loss, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq hidden"], objective: Objective
-    ) -> Loss:
+    def _with_untrained_depths(self, loss: Loss, batch: DrafterBatch, text: TextEntries, objective: Objective) -> Loss:
         """Return the loss with counts and hits of the untrained depths added."""
         if self.training:
             positions = np.zeros_like(batch.on_host.positions)
             positions.flat[np.flatnonzero(batch.on_host.positions)[::MEASURED_EVERY]] = True
             batch = batch.at(positions)
         labels, num_trained = Labels.of(batch), len(loss.sums)
-        measured = self._score(labels, self.unroll(batch, labels, features), batch, objective, trained_depths=0)
+        measured = self._score(labels, self.unroll(batch, labels, text), batch, objective, trained_depths=0)
         deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
         return replace(loss, **{name: torch.cat([getattr(loss, name), values]) for name, values in deeper.items()})
 

@@ -139,10 +139,14 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
             features = self.input_norm(features)
         return self.fc(features)
 
+    def token_inputs(self, embeddings: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        normed: torch.Tensor = self.layer.input_layernorm(embeddings)
+        return normed
+
     def layer_inputs(
-        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+        self, inputs: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq both"], Float[torch.Tensor, "batch seq hidden"]]:
-        return torch.cat([self.layer.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1), hidden
+        return torch.cat([inputs, self.hidden_norm(hidden)], dim=-1), hidden
 
     def layer_outputs(self, outputs: Float[torch.Tensor, "batch seq hidden"]) -> Float[torch.Tensor, "batch seq hidden"]:
         return self.norm(outputs) if self.config.norm_output else outputs
@@ -162,6 +166,6 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
-        outputs = self.unroll(batch, labels, self.target_features(batch))
+        outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
         loss = score(self.logits, (labels.take(outputs),), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective.decay(self.config.loss_decay))

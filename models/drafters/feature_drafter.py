@@ -11,7 +11,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +31,7 @@ from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_of
 from ..target.tree_cache import CacheSnapshot, TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
-from .branches.attention import Entries, KeysAndValues
+from .branches.attention import Entries, KeysAndValues, Masks
 from .branches.layout import Branches
 from .cached_drafter import CachedDrafter
 from .decoder_layer import check_form, make_layer, make_rotary, rotary_options
@@ -49,6 +49,17 @@ from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
 from .unread import MAX_UNREAD, append, to_width
 from .vocabulary import DraftVocabulary
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary embeddings."""
+
+
+class TextEntries(NamedTuple):
+    """Entries of the tokens of texts: the drafter's input at them, and keys and values."""
+
+    hidden: Float[torch.Tensor, "batch seq hidden"]
+    keys: torch.Tensor
+    values: torch.Tensor
 
 
 @options(kw_only=True, config=OPTIONS)
@@ -126,11 +137,15 @@ class FeatureDrafter(CachedDrafter):
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Map the target's features to the layer's output space: its input at the first depth."""
 
+    def token_inputs(self, embeddings: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the part of the attention's input that is made of the embeddings alone."""
+        return embeddings
+
     @abstractmethod
     def layer_inputs(
-        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+        self, inputs: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq _"], Float[torch.Tensor, "batch seq hidden"]]:
-        """Return the input of the attention for the pairs, and the residual it is added to."""
+        """Return the input of the attention for pairs of `token_inputs` and feature, and the residual it is added to."""
 
     def layer_outputs(self, outputs: Float[torch.Tensor, "batch seq hidden"]) -> Float[torch.Tensor, "batch seq hidden"]:
         """Map the layer's outputs to those that `logits` and deeper steps read."""
@@ -164,11 +179,30 @@ class FeatureDrafter(CachedDrafter):
         `mask` marks the cache entries that each entry sees. With mask None the method only adds
         keys and values and returns `hidden`: branches read no more than that from their text.
         """
-        attended, residual = self.layer_inputs(self.embed(tokens), hidden)
+        inputs = self.token_inputs(self.embed(tokens))
+        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask, **options)
+
+    def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
+        """Return the rotary embeddings of positions, in the type of `like`."""
         rotary: Any = self.own_rotary or self._target_parts[1]
+        cos, sin = rotary(like, positions, **self._rotary_options)
+        return cos, sin
+
+    def _read(
+        self,
+        inputs: Float[torch.Tensor, "batch seq hidden"],
+        hidden: Float[torch.Tensor, "batch seq hidden"],
+        rotation: Rotation,
+        positions: Int[torch.Tensor, "rows seq"],
+        cache: KeyValues,
+        mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
+        **options: Any,
+    ) -> Float[torch.Tensor, "batch seq hidden"]:
+        """Do what `read` does, with the `token_inputs` and the rotary embeddings of the entries."""
+        attended, residual = self.layer_inputs(inputs, hidden)
         attention, _ = self.layer.self_attn(
             attended,
-            position_embeddings=rotary(attended, positions, **self._rotary_options),
+            position_embeddings=tuple(part.to(attended.dtype) for part in rotation),  # autocast may choose another type
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
@@ -181,50 +215,60 @@ class FeatureDrafter(CachedDrafter):
 
     # --- training
 
-    def unroll(
-        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"]
-    ) -> Float[torch.Tensor, "position depth hidden"]:
+    def read_text(self, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq feature"]) -> TextEntries:
+        """Return what branches read of their texts. No branch reads the entry of a text's last token."""
+        cache, hidden = DynamicCache(), self.fuse(features)
+        self.read(pad(batch.input_ids[:, 1:], (0, 1)), hidden, batch.position_ids, cache, None)
+        layer: Any = cache.layers[0]
+        return TextEntries(hidden, layer.keys, layer.values)
+
+    def unroll(self, batch: DrafterBatch, labels: Labels, text: TextEntries) -> Float[torch.Tensor, "position depth hidden"]:
         """Return the layer's outputs at every position and depth, computed as in decoding.
 
         Only the first depth reads features. Deeper ones read the outputs of the depth before
         (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2). The paper unrolls along the
         text; here the tokens are the target's continuations.
         """
-        # 1. Keys and values of the texts. No branch reads the entry of a text's last token.
-        branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
-        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))
-        self.read(next_tokens, hidden, batch.position_ids, cache, None)
-        # 2. Without labels, return an empty tensor whose gradient reaches every parameter.
+        # 1. Without labels, return an empty tensor whose gradient reaches every parameter.
+        branches, hidden = Branches.of(batch), text.hidden
         if not len(labels.previous):
             empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
             return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
-        text_layer: Any = cache.layers[0]
-        text = text_layer.keys, text_layer.values
         visible = branches.text_mask(with_own_column=False)
+        # 2. Tokens and positions of all depths. What is computed of them alone takes one pass for all.
+        tokens = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
+        num_depths = tokens.shape[1]
+        positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]
+        inputs = self.token_inputs(self.embed(tokens))
+        cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self._rotation(inputs, positions.flatten(1)))
         # 3. Read the branches depth by depth.
-        hidden = branches.spread(branches.at_tokens(hidden))
+        hidden, masks = branches.spread(branches.at_tokens(hidden)), Masks()
+        step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
         earlier: list[KeysAndValues] = []
         outputs = []
-        for depth, depth_tokens in enumerate(labels.previous.clamp(min=0).unbind(1)):
-            step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
-            tokens, positions = branches.spread(depth_tokens), branches.positions + depth
-            hidden, keys, values = step(tokens, hidden, positions, visible, text, tuple(earlier))
+        for depth, depth_inputs in enumerate(inputs.unbind(1)):
+            rotation = cos[depth], sin[depth]
+            hidden, keys, values = step(
+                depth_inputs, hidden, rotation, positions[:, depth], visible, text[1:], tuple(earlier), masks
+            )
             earlier.append((keys, values))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
 
     def _go_deeper(
         self,
-        tokens: Int[torch.Tensor, "batch branch"],
+        inputs: Float[torch.Tensor, "batch branch hidden"],
         hidden: Float[torch.Tensor, "batch branch hidden"],
+        rotation: Rotation,
         positions: Int[torch.Tensor, "batch branch"],
         visible: Bool[torch.Tensor, "batch 1 branch seq"],
         text: KeysAndValues,
         earlier: tuple[KeysAndValues, ...],
+        masks: Masks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the outputs of the branches' entries at one depth, and their keys and values."""
-        entries = Entries(text, earlier)
-        outputs = self.read(tokens, hidden, positions, entries, visible, entries=entries)
+        entries = Entries(text, earlier, masks)
+        outputs = self._read(inputs, hidden, rotation, positions, entries, visible, entries=entries)
         return outputs, *entries.branches[-1]
 
     def checkpoint_activations(self) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from pydantic import Field
@@ -28,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
+from ...data.bundles import Bundle, move_to
 from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, Share, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
@@ -245,15 +247,16 @@ class Medusa(LastStateDrafter):
         return torch.stack([head(state) for head, state in zip(heads, states.unbind(1), strict=True)], dim=1)
 
     def _logits_of(
-        self, states: Float[torch.Tensor, "label hidden"], index: Int[torch.Tensor, " label"]
+        self, states: Float[torch.Tensor, "label hidden"], index: Int[np.ndarray, " label"]
     ) -> Float[torch.Tensor, "label vocab"]:
-        """Return the logits of mixed rows: head `index[n]` reads state n."""
+        """Return the logits of mixed rows: head `index[n]` reads state n. The index is on the host."""
         heads = self.heads
         if len(heads) == 1:
             return heads[0](states)
-        order = index.argsort(stable=True)
-        parts = states[order].split(index.bincount(minlength=len(heads)).tolist())
-        return torch.cat([head(part) for head, part in zip(heads, parts, strict=True)])[order.argsort()]
+        order, sizes = index.argsort(kind="stable"), np.bincount(index, minlength=len(heads)).tolist()
+        moved = Bundle.of({"order": order, "back": order.argsort()}).moved(move_to(states.device)).tensors()
+        parts = states[moved["order"]].split(sizes)
+        return torch.cat([head(part) for head, part in zip(heads, parts, strict=True)])[moved["back"]]
 
     # --- training
 
@@ -269,8 +272,7 @@ class Medusa(LastStateDrafter):
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(num_heads)
         states = self.states(labels.at_positions(batch.hidden_states))
-        index = torch.arange(num_heads, device=states.device).expand_as(labels.tokens)
-        inputs = labels.take(states), labels.take(index)
+        inputs = labels.take(states), labels.known_labels.host.depth
         vocabulary = DraftVocabulary(size=self.vocab_size)
         loss = score(self._logits_of, inputs, labels, batch, objective, vocabulary=vocabulary)
         if self.config.one_head_per_step and self.training:

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ...data.types import DrafterBatch, to_device
+from ...data.types import DrafterBatch
 from .chunks import SharedCasts, max_chunk
 from .label_weights import dpace_weights
 from .labels import Labels
+from .loss_parts import Column, LossParts, Part, TextTokens, chunks
 from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
@@ -92,7 +92,7 @@ class Objective:
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
-    inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
+    inputs: tuple[Column, ...],
     labels: Labels,
     batch: DrafterBatch,
     objective: Objective,
@@ -102,46 +102,39 @@ def score(
 ) -> Loss:
     """Compute the loss of a drafter from `inputs`, one row per known label, by position.
 
-    `predict` computes the logits of such rows. A label outside a reduced vocabulary counts as a
-    miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in
+    `predict` computes the logits of such rows. Arrays among them stay on the host. A label outside a
+    reduced vocabulary counts as a miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in
     every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
-    # 1. Find each label's depth, and the labels that have a teacher's distribution.
-    known, host = labels.known, labels.on_host
-    num_depths = known.shape[1]
-    depth = host.known.nonzero()[1]
-    trained = depth < (num_depths if trained_depths is None else trained_depths)
-    rows = LabelRows(*vocabulary.outputs(labels.take(labels.tokens)), host.text_index[host.known], inputs)
+    # 1. Divide the labels, so only those with a teacher cost its computation. The parts don't depend
+    # on the labels: every process runs the same modules, and every parameter has a gradient.
+    known, num_depths = labels.known, labels.known.shape[1]
     teacher = make_teacher(batch, objective, vocabulary)
-    has_teacher = np.zeros_like(trained)
-    if teacher is not None:
-        has_teacher = trained & host.on_text[host.known] & teacher.knows(rows.text_index)
-    # 2. Evaluate the labels of one kind together, so only those with a teacher cost its
-    # computation. The kinds don't depend on the labels: every process runs the same modules, and
-    # every parameter has a gradient.
-    parts = [per_label_loss(partial(against_label, predict), rows, trained & ~has_teacher, vocabulary.num_outputs)]
-    if teacher is not None:
+    parts = LossParts.of(labels, None if teacher is None else teacher.knows, trained_depths)
+    rows = LabelRows(*vocabulary.outputs(labels.take(labels.tokens)), None, inputs)
+    # 2. Evaluate each part.
+    losses = [per_label_loss(partial(against_label, predict), rows.take(parts.alone), vocabulary.num_outputs)]
+    if teacher is not None and parts.taught is not None:
         reads = frozenset[str]().union(*(kind.reads for kind in objective.terms))
         evaluate = partial(against_teacher, predict, teacher, reads)
-        parts.append(per_label_loss(evaluate, rows, has_teacher, teacher.num_columns, in_text_order=True))
-    if trained_depths is not None:
-        parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
+        losses.append(per_label_loss(evaluate, rows.take(parts.taught), teacher.num_columns))
+    if parts.untrained is not None:
+        losses.append(per_label_loss(partial(rank_only, predict), rows.take(parts.untrained), vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
-    order = to_device(np.concatenate([index for index, _ in parts]).argsort(), known.device)
-    values = LabelLoss(*(torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True)))
-    loss = combine(values, objective.terms)
-    ranks = labels.spread(values.rank, HIT_RANKS)
+    loss = parts.in_order([combine(values, objective.terms) for values in losses])
+    ranks = labels.spread(parts.in_order([values.rank for values in losses]), HIT_RANKS)
     right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
         loss = loss * labels.take(F.pad(right_so_far[:, :-1], (1, 0), value=1))
     elif objective.weights == "dpace":
-        loss = loss * labels.take(dpace_weights(labels.spread(values.log_prob.to(loss.dtype), 0), known))
+        log_prob = parts.in_order([values.log_prob for values in losses])
+        loss = loss * labels.take(dpace_weights(labels.spread(log_prob.to(loss.dtype), 0), known))
     elif objective.weights == "missed_by":
         assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
         loss = loss * labels.take(labels.missed)
     sums = torch.zeros(num_depths, device=loss.device, dtype=loss.dtype)
     return Loss(
-        sums=sums.index_add(0, to_device(depth, loss.device), loss)[:trained_depths],
+        sums=sums.index_add(0, labels.known_labels.depth, loss)[:trained_depths],
         counts=known.sum(0),
         hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
         joint_hits=right_so_far.sum(0),
@@ -155,23 +148,24 @@ class LabelRows(NamedTuple):
     """Index of the label among the drafter's outputs; arbitrary if it isn't among them."""
     inside: Bool[torch.Tensor, " label"]
     """Whether the drafter's vocabulary has the label."""
-    text_index: Int[np.ndarray, " label"]
-    """Index of the teacher's distribution of this label, on the host: see `Labels.text_index`."""
-    inputs: tuple[torch.Tensor, ...]
+    text: TextTokens | None
+    """Tokens of the text, for labels with a teacher."""
+    inputs: tuple[Column, ...]
     """Arguments of `predict`, one row per label."""
 
-    def take(self, index: Int[np.ndarray, " taken"]) -> "LabelRows":
-        """Return the rows `index`, in its order."""
-        rows = to_device(index, self.output.device)
-        inputs = tuple(column.index_select(0, rows) for column in self.inputs)
-        return LabelRows(self.output[rows], self.inside[rows], self.text_index[index], inputs)
+    def take(self, part: Part) -> "LabelRows":
+        """Return the rows of a part, in its order."""
+        if part.index is None:
+            return self
+        inputs = tuple(part.of(column) for column in self.inputs)
+        return LabelRows(self.output[part.index], self.inside[part.index], part.text, inputs)
 
     def split(self, size: int) -> "list[LabelRows]":
         """Return chunks of `size` rows."""
-        text_index = np.split(self.text_index, range(size, len(self.text_index), size))
-        labels = zip(self.output.split(size), self.inside.split(size), text_index, strict=True)
-        inputs = zip(*(column.split(size) for column in self.inputs), strict=True)
-        return [LabelRows(*label, rows) for label, rows in zip(labels, inputs, strict=True)]
+        outputs, insides = self.output.split(size), self.inside.split(size)
+        texts = [None] * len(outputs) if self.text is None else self.text.split(size)
+        inputs = zip(*(chunks(column, size) for column in self.inputs), strict=True)
+        return [LabelRows(*rows) for rows in zip(outputs, insides, texts, inputs, strict=True)]
 
 
 class LabelLoss(NamedTuple):
@@ -195,7 +189,8 @@ class LabelLoss(NamedTuple):
 
 def combine(values: LabelLoss, terms: Mapping[LossKind, float]) -> Float[torch.Tensor, " label"]:
     """Return the loss of each label: the sum of `terms`, each times its weight."""
-    return torch.stack([weight * loss_of(values, kind) for kind, weight in terms.items()]).sum(0)
+    losses = [loss_of(values, kind) if weight == 1 else weight * loss_of(values, kind) for kind, weight in terms.items()]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
 
 def loss_of(values: LabelLoss, kind: LossKind) -> Float[torch.Tensor, " label"]:
@@ -228,7 +223,8 @@ def against_teacher(
     """
     logits, rank = logits_and_rank(predict, rows)
     log_probs = logits.log_softmax(1)
-    p, log_q = teacher.outcomes(rows.text_index, log_probs)
+    assert rows.text is not None, "these labels have a teacher"
+    p, log_q = teacher.outcomes(rows.text, log_probs)
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
     # Each field costs one or two more tensors of all logits, and memory for their gradient.
     label_log_prob = (log_probs if "cross_entropy" in reads else log_probs.detach()).gather(1, rows.output[:, None])[:, 0]
@@ -273,31 +269,18 @@ def logits_and_rank(
     return logits.float(), torch.where(rows.inside, rank, HIT_RANKS)
 
 
-def per_label_loss(
-    evaluate: Callable[[LabelRows], LabelLoss],
-    rows: LabelRows,
-    chosen: Bool[np.ndarray, " label"],
-    num_columns: int,
-    *,
-    in_text_order: bool = False,
-) -> tuple[Int[np.ndarray, " chosen"], LabelLoss]:
-    """Evaluate the chosen rows in chunks; return their indexes, on the host, and losses.
+def per_label_loss(evaluate: Callable[[LabelRows], LabelLoss], rows: LabelRows, num_columns: int) -> LabelLoss:
+    """Evaluate the rows in chunks, and return the losses.
 
     `num_columns` is the width of the widest tensor that `evaluate` computes. Several chunks keep
-    only the result: the backward pass recomputes the rest. `in_text_order` puts labels of one token
-    next to each other.
+    only the result: the backward pass recomputes the rest.
     """
-    index = np.flatnonzero(chosen)
-    if in_text_order:
-        index = index[rows.text_index[index].argsort(kind="stable")]
-    if in_text_order or len(index) < len(chosen):
-        rows = rows.take(index)
     size = max(1, max_chunk(rows.output.device) // num_columns)
-    if len(index) <= size:
-        return index, evaluate(rows)
+    if len(rows.output) <= size:
+        return evaluate(rows)
     evaluate = SharedCasts().shared(evaluate)
     losses = [checkpoint(evaluate, chunk, use_reentrant=False) for chunk in rows.split(size)]
-    return index, LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
+    return LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
 
 
 def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> Teacher | TopTeacher | None:

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
 
-from ...data.types import DrafterBatch, to_device
+from ...data.types import DrafterBatch
+from .loss_parts import TextTokens
 from .vocabulary import DraftVocabulary
 
 TINY = 1e-12
@@ -47,20 +48,18 @@ class Teacher:
         return np.ones_like(index, dtype=bool)
 
     def outcomes(
-        self, index: Int[np.ndarray, " label"], log_q: Float[torch.Tensor, "label output"]
+        self, text: TextTokens, log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
         """Return p of the drafter's outputs, and `log_q` unchanged.
 
-        In a reduced vocabulary p sums to less than 1. Adjacent labels of one token of the text
-        share its distribution.
+        In a reduced vocabulary p sums to less than 1. Labels of one token of the text share its
+        distribution.
         """
         with torch.no_grad():
-            is_new = np.diff(index, prepend=-1) != 0
-            tokens = to_device(index[is_new], log_q.device)
-            logits: torch.Tensor = self.head(self.states[tokens].to(self.head.weight.dtype))
+            logits: torch.Tensor = self.head(self.states[text.tokens].to(self.head.weight.dtype))
             probs = logits.float().softmax(1)
             probs = probs if self.vocabulary.tokens is None else probs[:, self.vocabulary.tokens]
-            return probs if is_new.all() else probs[to_device(is_new.cumsum() - 1, log_q.device)], log_q
+            return probs[text.entry] if text.is_shared else probs, log_q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +105,10 @@ class TopTeacher:
         )
 
     def outcomes(
-        self, index: Int[np.ndarray, " label"], log_q: Float[torch.Tensor, "label output"]
+        self, text: TextTokens, log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
         """Return p and log q of the top-k tokens and, in the last column, of any other token."""
-        tokens = to_device(index, log_q.device)
+        tokens = text.tokens[text.entry]
         probs, inside = self.probs[tokens], self.inside[tokens]
         top_log_q = log_q.gather(1, self.outputs[tokens])
         rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)

@@ -17,6 +17,7 @@ kernels.
   the kernels outside.
 - `labelling`: `label_continuations`, that is, the prefill and each further token.
 - `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
+  `copies_to_device` and `copied_bytes` are those of tensors that the host has made.
 - `transfers`: what labelling stores and training reads (see `count_transfers.py`).
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
 - `host_microseconds`: the host's own time for a step in CUDA graphs, without the device's.
@@ -38,7 +39,7 @@ from unittest.mock import patch
 import efficient_attention
 import torch
 from count_transfers import count_transfers, print_transfers
-from host_reads import Transfers
+from host_reads import DeviceCopies, Transfers
 from kernel_counter import KERNELS, REST, Counted, CountingRecorder, SkippingRecorder
 from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
 from train_bench import Case, random_batch
@@ -306,7 +307,7 @@ def training_step(kind: str, layers: int) -> dict[str, Any]:
     objective = Objective(loss=LossKind(loss_name), head=None if loss_name == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
     reads = target_reads(drafter, objective)
-    with counted, Transfers(counted.read):
+    with counted, Transfers(counted.read), DeviceCopies(counted.copy):
         filled = counted.within("target", with_hidden_states)(batch, target, reads)
         with torch.autocast(CPU.type, dtype=DTYPE):
             loss = counted.within("loss", drafter.loss)(filled, objective)
@@ -315,6 +316,8 @@ def training_step(kind: str, layers: int) -> dict[str, Any]:
         "kind": kind,
         "kernels": {phase: counted.kernels[phase] for phase in ("target", "loss", "backward")},
         "host_reads": {phase: counted.host_reads[phase] for phase in ("target", "loss", "backward")},
+        "copies_to_device": {phase: counted.copies[phase] for phase in ("target", "loss", "backward")},
+        "copied_bytes": {phase: counted.copied_bytes[phase] for phase in ("target", "loss", "backward")},
     }
 
 
@@ -337,10 +340,10 @@ def print_report(report: dict[str, Any]) -> None:
         f"\nLabelling {row['texts']} texts of {row['tokens_of_a_text']} tokens: prefill {row['prefill']}, each further token "
         f"{row['each_further_token']},\nrest {row['rest']} kernels; {row['host_reads']} host reads"
     )
-    print(f"\nMicro-batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
+    print(f"\nMicro-batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}{'copies':>12}")
     for row in report["training"]:
-        reads = "+".join(str(count) for count in row["host_reads"].values())
-        print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}")
+        reads, copies = ("+".join(str(count) for count in row[name].values()) for name in ("host_reads", "copies_to_device"))
+        print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}{copies:>12}")
     print_transfers(report["transfers"])
 
 

@@ -5,7 +5,8 @@ where nothing waits: the count is what would wait on another device. This module
 scripts that import it, since they are run from here and not installed. The tests load it, too
 (tests/host_reads.py).
 
-Not counted: copies between devices (`to`), which wait if the host's memory is pageable.
+Copies between devices (`to`) don't count as reads. They wait if the host's memory is pageable;
+`DeviceCopies` counts those to a device.
 """
 
 from collections import Counter
@@ -63,17 +64,42 @@ class ScalarReads(TorchDispatchMode):
 class Transfers(TorchFunctionMode):
     """Calls `on_read` for each read that no operator shows on a CPU.
 
-    Together with `waits_for_device` it counts every read once.
+    Together with `waits_for_device` it counts every read once: `tensor.cpu().numpy()` is one.
     """
 
     def __init__(self, on_read: Any) -> None:
         super().__init__()
         self.on_read = on_read
+        self._on_host: torch.Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in ("tolist", "cpu", "numpy"):
+        name = getattr(function, "__name__", "")
+        if name in ("tolist", "cpu", "numpy") and args[0] is not self._on_host:
             self.on_read()
-        return function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
+        if name == "cpu":
+            self._on_host = output
+        return output
+
+
+class DeviceCopies(TorchFunctionMode):
+    """Calls `on_copy` with the bytes of each tensor of integers or of a mask that is moved to a device.
+
+    On a CPU nothing is copied: the count is what would be copied to another device. Such tensors are
+    made on the host. Those of other types aren't counted: most are on the device already.
+    """
+
+    def __init__(self, on_copy: Any) -> None:
+        super().__init__()
+        self.on_copy = on_copy
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") == "to":
+            to_device = isinstance(kwargs.get("device", (*args, None)[1]), torch.device)
+            if to_device and not args[0].is_floating_point():
+                self.on_copy(args[0].nbytes)
+        return function(*args, **kwargs)
 
 
 def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:

@@ -39,7 +39,7 @@ NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 
 
 class Counted(TorchDispatchMode):
-    """Counts kernels, launches, replays, host reads and new tensors by phase.
+    """Counts kernels, launches, replays, host reads, new tensors and copies to the device by phase.
 
     Kernels of a replay count as kernels, but not as launches. A replay writes to memory that it has
     had since its recording, so only tensors made outside of replays are new ones.
@@ -53,6 +53,7 @@ class Counted(TorchDispatchMode):
 
     def reset(self) -> None:
         self.kernels, self.launches, self.replays, self.host_reads, self.new_tensors = (Counter[str]() for _ in range(5))
+        self.copies, self.copied_bytes = Counter[str](), Counter[str]()
         self.new_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,6 +113,12 @@ class Counted(TorchDispatchMode):
     def read(self) -> None:
         if not self._is_paused:
             self.host_reads[self.phase] += 1
+
+    def copy(self, num_bytes: int) -> None:
+        """Count a copy to the device."""
+        if not self._is_paused:
+            self.copies[self.phase] += 1
+            self.copied_bytes[self.phase] += num_bytes
 
 
 def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:

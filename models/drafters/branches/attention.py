@@ -6,6 +6,7 @@ branch are computed separately, and merged by their log-sum-exp.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,18 @@ Query = Float[torch.Tensor, "batch head branch head_dim"]
 Text = Float[torch.Tensor, "batch kv_head seq head_dim"]
 Visible = Bool[torch.Tensor, "batch 1 branch seq"]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+Masks = dict[tuple[Any, ...], torch.Tensor]
+"""Masks as a kernel reads them, by type and numbers of heads."""
 
 
 class Entries:
     """Keys and values of texts, and of branches by depth; replaces a cache in training."""
 
-    def __init__(self, text: KeysAndValues, branches: Sequence[KeysAndValues] = ()) -> None:
+    def __init__(self, text: KeysAndValues, branches: Sequence[KeysAndValues] = (), masks: Masks | None = None) -> None:
+        """`masks` keeps the mask as a kernel reads it, for all `Entries` that see the same of their texts."""
         self.text = text
         self.branches = list(branches)
+        self.masks = {} if masks is None else masks
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -39,12 +44,24 @@ class Entries:
         """Attend from the last depth's entries to their branch and to the `visible` text."""
         if not has_kernel(query, self.text[1]):
             return attend_densely(query, self.text, self.branches, visible, scale)
-        # A finite score, not minus infinity: a branch may see nothing of the text.
-        mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, hidden_score(query.dtype))
-        mask = prepare_mask(mask, query.shape[1], self.text[0].shape[1])
         keys, values = zip(*self.branches, strict=True)
-        output: torch.Tensor = _SplitAttention.apply(query, *self.text, mask, scale, len(self.branches), *keys, *values)
+        return self._attend_in_two_parts(query, visible, scale, keys, values)
+
+    def _attend_in_two_parts(
+        self, query: Query, visible: Visible, scale: float, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> Query:
+        mask = self._prepared(visible, query)
+        output: torch.Tensor = _SplitAttention.apply(query, *self.text, mask, scale, len(keys), *keys, *values)
         return output
+
+    def _prepared(self, visible: Visible, query: Query) -> torch.Tensor:
+        heads = query.shape[1], self.text[0].shape[1]
+        key = (query.dtype, *heads)
+        if key not in self.masks:
+            # A finite score, not minus infinity: a branch may see nothing of the text.
+            scores = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, hidden_score(query.dtype))
+            self.masks[key] = prepare_mask(scores, *heads)
+        return self.masks[key]
 
 
 class Slots(Entries):
@@ -54,8 +71,8 @@ class Slots(Entries):
     slot k is query k * branches + n.
     """
 
-    def __init__(self, text: KeysAndValues, num_slots: int) -> None:
-        super().__init__(text)
+    def __init__(self, text: KeysAndValues, num_slots: int, masks: Masks | None = None) -> None:
+        super().__init__(text, masks=masks)
         self.num_slots = num_slots
 
     def attend(self, query: Query, visible: Visible, scale: float) -> Query:
@@ -63,12 +80,8 @@ class Slots(Entries):
         ((keys, values),) = self.branches
         if not has_kernel(query, self.text[1]):
             return attend_densely(query, self.text, self.branches, visible, scale, num_slots=self.num_slots)
-        # Every slot sees slot j of its branch, as an entry sees depth j of its branch in `Entries`.
-        key_slots, value_slots = (
-            [slot.repeat(1, 1, self.num_slots, 1) for slot in entries.chunk(self.num_slots, dim=2)]
-            for entries in (keys, values)
-        )
-        return Entries(self.text, list(zip(key_slots, value_slots, strict=True))).attend(query, visible, scale)
+        slots = (entries.chunk(self.num_slots, dim=2) for entries in (keys, values))
+        return self._attend_in_two_parts(query, visible, scale, *slots)
 
 
 def attend_densely(
@@ -100,49 +113,62 @@ class _SplitAttention(torch.autograd.Function):
     The kernel's backward pass assumes a softmax over exactly the keys that it gets. But it only
     reads the output and the log-sum-exp of each query. With those of text and branch together, it
     returns the text's part of the gradient.
+
+    `own` are the keys of a branch's entries, and then their values. A query sees all of them. There
+    may be several queries for each branch: query k * branches + n is one of branch n.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Query, key: Text, value: Text, mask: torch.Tensor, scale: float, num_depths: int, *branch: torch.Tensor
+        ctx: Any, query: Query, key: Text, value: Text, mask: torch.Tensor, scale: float, num_own: int, *own: torch.Tensor
     ) -> Query:
         # 1. The text, by the kernel.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         text_output, lse = attention(query, key, value, mask, scale)
-        # 2. The branch: one score per depth, and the log-sum-exp over text and branch.
-        grouped = _grouped(query, key)
-        branch_keys, branch_values = branch[:num_depths], branch[num_depths:]
-        scores = torch.stack([_dot(grouped, keys[:, :, None]) for keys in branch_keys]).flatten(2, 3) * scale
-        total = torch.cat([lse[None], scores.to(lse.dtype)]).logsumexp(0)  # [batch, head, branch]
-        # 3. The weighted sum of both outputs.
-        output = _grouped(text_output * (lse - total).exp()[..., None].to(query.dtype), key)
-        for weight, values in zip((scores - total).exp().to(query.dtype), branch_values, strict=True):
-            output = torch.addcmul(output, _grouped(weight[..., None], key), values[:, :, None])
-        output = output.flatten(1, 2)
-        ctx.save_for_backward(query, key, value, mask, output, total, *branch)
-        ctx.scale, ctx.num_depths = scale, num_depths
+        # 2. The branch: one score per entry, and the softmax over them and the text's log-sum-exp.
+        of_branch = partial(_of_branches, num_kv_heads=key.shape[1], num_branches=own[0].shape[2])
+        grouped = of_branch(query)
+        scores = [_dot(grouped, keys) * scale for keys in _stacked(own[:num_own], grouped)]
+        every = torch.cat([of_branch(lse)[None], *scores])  # [1 + own, batch, kv_head, group, slot, branch]
+        log_weights = every.log_softmax(0)
+        # The log-sum-exp of all, from an entry that every query sees.
+        total = every[-1] - log_weights[-1]
+        # 3. The weighted sum of all outputs.
+        weights = log_weights.exp().to(query.dtype)[..., None]
+        output = of_branch(text_output) * weights[0]
+        for weight, values in zip(weights[1:], own[num_own:], strict=True):
+            output = torch.addcmul(output, weight, values[:, :, None, None])
+        output = output.view_as(query)
+        ctx.save_for_backward(query, key, value, mask, output, total.view_as(lse), weights, *own)
+        ctx.scale, ctx.num_own, ctx.of_branch = scale, num_own, of_branch
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # 1. The text's part, by the kernel's backward pass with the joint log-sum-exp.
-        query, key, value, mask, output, total, *branch = ctx.saved_tensors
+        query, key, value, mask, output, total, weights, *own = ctx.saved_tensors
         grad = grads[0].contiguous()
         query_grad, key_grad, value_grad = attention_gradient(grad, query, key, value, mask, output, total, ctx.scale)
-        # 2. The branch's part, depth by depth, by the gradient of softmax.
-        delta = _grouped(_dot(grad, output), key)  # [batch, kv_head, group, branch]
-        grouped, grouped_grad, grouped_total = _grouped(query, key), _grouped(grad, key), _grouped(total, key)
-        query_grad = _grouped(query_grad, key)
-        branch_key_grads, branch_value_grads = [], []
-        for keys, values in zip(branch[: ctx.num_depths], branch[ctx.num_depths :], strict=True):
-            keys, values = keys[:, :, None], values[:, :, None]
-            scores = _dot(grouped, keys) * ctx.scale
-            probs = (scores - grouped_total).exp().to(query.dtype)
-            score_grads = (probs * (_dot(grouped_grad, values) - delta) * ctx.scale).to(query.dtype)[..., None]
-            query_grad = torch.addcmul(query_grad, score_grads, keys)
-            branch_key_grads.append((score_grads * grouped).sum(2))
-            branch_value_grads.append((probs[..., None] * grouped_grad).sum(2))
-        return query_grad.flatten(1, 2), key_grad, value_grad, None, None, None, *branch_key_grads, *branch_value_grads
+        # 2. The gradient of the branch's scores, by the gradient of softmax.
+        grouped, grouped_grad = ctx.of_branch(query), ctx.of_branch(grad)
+        probs = weights[1:]  # [own, batch, kv_head, group, slot, branch, 1]
+        delta = _dot(grad, output)
+        stacked = _stacked(own[ctx.num_own :], grouped)
+        by_value = [_dot(grouped_grad, values) for values in stacked]
+        from_values = by_value[0] if len(by_value) == 1 else torch.cat(by_value)
+        score_grads = (probs[..., 0] * (from_values - ctx.of_branch(delta)) * ctx.scale).to(query.dtype)[..., None]
+        # 3. The branch's part.
+        query_grad = ctx.of_branch(query_grad)
+        for score_grad, keys in zip(score_grads, own[: ctx.num_own], strict=True):
+            query_grad = torch.addcmul(query_grad, score_grad, keys[:, :, None, None])
+        sizes = [len(values) for values in stacked]
+        own_grads = [
+            part
+            for factors, of_query in ((score_grads, grouped), (probs, grouped_grad))
+            for factor in factors.split(sizes)
+            for part in (factor * of_query).sum((3, 4))
+        ]
+        return query_grad.reshape(query.shape), key_grad, value_grad, None, None, None, *own_grads
 
 
 def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -150,6 +176,21 @@ def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left * right).sum(-1, dtype=torch.promote_types(left.dtype, torch.float32))
 
 
-def _grouped(values: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Put the heads that share a key next to each other: [batch, kv_head, group, ...]."""
-    return values.unflatten(1, (key.shape[1], -1))
+def _of_branches(values: torch.Tensor, *, num_kv_heads: int, num_branches: int) -> torch.Tensor:
+    """Divide heads by the key that they share, and queries by their branch.
+
+    [batch, head, query, ...] becomes [batch, kv_head, group, slot, branch, ...].
+    """
+    return values.unflatten(2, (-1, num_branches)).unflatten(1, (num_kv_heads, -1))
+
+
+def _stacked(own: Sequence[torch.Tensor], grouped: torch.Tensor) -> list[torch.Tensor]:
+    """Stack entries of branches, to multiply many of them with `grouped` queries at a time.
+
+    Each result is [own, batch, kv_head, 1, 1, branch, head_dim]. A product of all queries with all
+    slots of a block would be large, so with several queries for each branch fewer are stacked.
+    """
+    size = max(1, len(own) // grouped.shape[3])
+    parts = [own[start : start + size] for start in range(0, len(own), size)]
+    stacks = [part[0][None] if len(part) == 1 else torch.stack(list(part)) for part in parts]
+    return [stack[:, :, :, None, None] for stack in stacks]

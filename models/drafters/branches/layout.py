@@ -9,64 +9,54 @@ drafter has in decoding.
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch.nn.functional import pad
 
-from ....data.types import DrafterBatch, to_device
+from ....data.types import DrafterBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branches:
     """The branches of a batch, by row, padded to the row with the most branches.
 
-    `columns` is where each branch begins in its row, `starts` where its text begins. Entries of
+    `columns` is where each branch begins in its row. `starts` is where its text begins, and
+    `text_starts` where each token's text begins; both are None if each row holds one text. Entries of
     depths 0..D-1 are ordered by depth: branch n at depth d is entry d * branches + n.
     """
 
     columns: Int[torch.Tensor, "batch branch"]
-    starts: Int[torch.Tensor, "batch branch"]
-    real: Bool[torch.Tensor, "batch branch"]
+    starts: Int[torch.Tensor, "batch branch"] | None
     index: Int[torch.Tensor, " position"]
     """Index of each position's branch among all batch x branch, padding included."""
     tokens: Int[torch.Tensor, " position"]
     """Index of each position's token among all batch x seq tokens."""
-    text_starts: Int[torch.Tensor, "rows seq"]
+    text_starts: Int[torch.Tensor, "batch seq"] | None
+    num_columns: int
+    """Columns of the texts."""
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Branches":
-        """Make a branch for each of the batch's positions, in their order."""
-        host, device = batch.on_host, batch.positions.device
-        count = host.positions.sum(1)
-        real = np.arange(count.max()) < count[:, None]
-        columns, starts = np.zeros(real.shape, np.int64), np.zeros(real.shape, np.int64)
-        columns[real] = host.positions.nonzero()[1]
-        if host.starts is not None:
-            starts[real] = host.starts[host.positions]
-        arrays = {
-            "columns": columns,
-            "starts": starts,
-            "real": real,
-            "index": np.flatnonzero(real),
-            "tokens": np.flatnonzero(host.positions),
-        }
-        text_starts = torch.zeros_like(batch.position_ids) if batch.starts is None else batch.starts
-        return cls(text_starts=text_starts, **{name: to_device(array, device) for name, array in arrays.items()})
-
-    @property
-    def num_columns(self) -> int:
-        return self.text_starts.shape[1]
+        """Return a branch for each of the batch's positions, in their order."""
+        tensors = batch.label_indexes.bundle.tensors()
+        return cls(
+            columns=tensors["columns"],
+            starts=tensors.get("starts"),
+            index=tensors["branch_index"],
+            tokens=tensors["positions"],
+            text_starts=batch.starts,
+            num_columns=batch.input_ids.shape[1],
+        )
 
     @property
     def positions(self) -> Int[torch.Tensor, "batch branch"]:
         """Position in its text at which each branch begins, from 0."""
-        return self.columns - self.starts
+        return self.columns if self.starts is None else self.columns - self.starts
 
     def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
         """Move values of each position to its branch; zeros at the padding."""
-        result = values.new_zeros(self.real.numel(), *values.shape[1:]).index_copy(0, self.index, values)
-        return result.unflatten(0, self.real.shape)
+        result = values.new_zeros(self.columns.numel(), *values.shape[1:]).index_copy(0, self.index, values)
+        return result.unflatten(0, self.columns.shape)
 
     def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
         """Return the values of all branches by position: the inverse of `spread`."""
@@ -83,7 +73,8 @@ class Branches:
         """
         last = self.columns[:, :, None] + int(with_own_column)
         column = torch.arange(self.num_columns, device=last.device)
-        return ((column < last) & (column >= self.starts[:, :, None]))[:, None]
+        before = column < last
+        return (before if self.starts is None else before & (column >= self.starts[:, :, None]))[:, None]
 
     def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
         """Mark what each token sees if text and branches are read in one pass.
@@ -92,7 +83,9 @@ class Branches:
         """
         size = self.num_columns + num_depths * self.columns.shape[1]
         causal = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
-        text = causal & (self.text_starts[:, :, None] == self.text_starts[:, None])  # [rows, column, column]
+        text = causal[None]  # [rows, column, column]
+        if self.text_starts is not None:
+            text = text & (self.text_starts[:, :, None] == self.text_starts[:, None])
         rows = [text[:, None].expand(len(self.columns), 1, -1, -1)]
         text_columns = self.text_mask(with_own_column=with_own_column)
         itself = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(text_columns), 1, -1, -1)

@@ -1,5 +1,6 @@
 """The parts of branch attention, against attention written out in full."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,14 +23,14 @@ def test_branches_attend_to_their_text_and_their_own_tokens_only(value_dim: int,
     heads, kv_heads, dim, scale = 4, 2, 8, 0.3
     text_keys = torch.randn(3, kv_heads, 9, dim, generator=generator)
     text_values = torch.randn(3, kv_heads, 9, value_dim, generator=generator)
-    rows, positions = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([0, 4, 5, 3, 8])
+    rows, positions = np.array([0, 0, 0, 2, 2]), np.array([0, 4, 5, 3, 8])
     branches = BranchCache([text_keys], [text_values], rows, positions)
     own_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
     visited = 0
     for step in range(3):
         if step == 2:
-            kept = torch.tensor([0, 2, 4])
-            branches.keep(kept)
+            kept = np.array([0, 2, 4])
+            assert branches.keep(kept).tolist() == kept.tolist()
             rows, positions = rows[kept], positions[kept]
             own_entries = [(key[kept], value[kept]) for key, value in own_entries]
         query = torch.randn(len(rows), heads, dim, generator=generator)
@@ -64,7 +65,8 @@ def test_plain_and_kernel_attention_agree(dtype: torch.dtype) -> None:
 
 def test_segments_cover_every_branch_once_and_read_no_more_keys_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 2)
-    segments = make_segments(torch.tensor([0, 0, 0, 2]), torch.tensor([3, 4, 9, 2]), torch.float32)
+    rows, positions = np.array([0, 0, 0, 2]), np.array([3, 4, 9, 2])
+    segments = make_segments(rows, positions, torch.from_numpy(positions), torch.float32)
     assert [(s.row, s.start, s.stop, s.mask.shape[1]) for s in segments] == [(0, 0, 2, 5), (0, 2, 3, 10), (2, 3, 4, 3)]
     assert segments[0].mask.isinf().tolist() == [[False] * 4 + [True], [False] * 5]
-    assert make_segments(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long), torch.float32) == []
+    assert make_segments(rows[:0], positions[:0], torch.empty(0, dtype=torch.long), torch.float32) == []

@@ -27,6 +27,8 @@ from outrider.distill.label import branch_attention, continuations
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.models.target.hf_target import HFTarget
 
+from ...host_reads import HostReads, ScalarReads
+
 VOCAB = 61
 SIZES = {
     "vocab_size": VOCAB,
@@ -155,6 +157,18 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
         assert_labels_are_naive(target, input_ids, wanted, stopped)
         depths = (torch.isin(stopped, torch.tensor(stop_ids))).nonzero()[:, 2].unique()
         assert depths.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 5])
+def test_labelling_waits_once_for_a_further_token_also_where_branches_end(make_target: MakeTarget, horizon: int) -> None:
+    texts = self_written_texts(make_target("llama"))
+    labels, _, _ = label_continuations(make_target("llama"), *texts, horizon=5)
+    target = make_target("llama", labels[labels != UNKNOWN].bincount().topk(2).indices.tolist())
+    with HostReads() as reads, ScalarReads() as scalars:
+        label_continuations(target, *texts, horizon=horizon, top_k=3)
+    # The texts, the first tokens, and the further tokens except the last one.
+    assert [name for name in reads.names if name != "numpy"] == ["cpu"] * (2 + max(0, horizon - 2))
+    assert scalars.count == 0
 
 
 def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> None:

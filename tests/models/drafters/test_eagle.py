@@ -197,7 +197,7 @@ def test_training_outputs_equal_those_of_one_branch_at_a_time(form, family):
     batch = make_batch(family, drafter.feature_layers)
     labels = Labels.of(batch)
     with torch.no_grad():
-        outputs = drafter.unroll(batch, labels, drafter.target_features(batch))
+        outputs = drafter.unroll(batch, labels, drafter.read_text(batch, drafter.target_features(batch)))
         actual = drafter.logits(outputs).log_softmax(-1)
     num_checked = 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
@@ -234,7 +234,7 @@ def test_eagle_regresses_the_next_feature_while_the_continuation_repeats_the_tex
     regression, classification, both = (loss.sums for loss in losses)
     assert torch.allclose(both, regression + 0.1 * classification)
     drafter, labels = make("eagle", llama), Labels.of(batch)
-    outputs = drafter.unroll(batch, labels, batch.hidden_states)
+    outputs = drafter.unroll(batch, labels, drafter.read_text(batch, batch.hidden_states))
     expected, num_checked = [0.0] * 3, 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
         for depth in range(3):
@@ -250,6 +250,15 @@ def test_eagle_regresses_the_next_feature_while_the_continuation_repeats_the_tex
         assert torch.equal(loss.hits, estimate.hits)
         assert torch.equal(loss.joint_hits, estimate.joint_hits)
         assert torch.equal(loss.counts, estimate.counts)
+
+
+def test_measuring_untrained_depths_reads_no_text_again(llama, monkeypatch):
+    drafter, texts = make("eagle", llama).train(), []
+    read = drafter.read_text
+    monkeypatch.setattr(drafter, "read_text", lambda *args: texts.append(args) or read(*args))
+    loss = drafter.loss(make_batch(llama), Objective())
+    assert (len(loss.sums), len(loss.counts)) == (1, 3)
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("unroll", [1, 2, 3])

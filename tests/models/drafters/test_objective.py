@@ -276,7 +276,7 @@ def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     parts, start = torch.zeros(3), 0
     for position in range(len(labels.tokens)):
         part = Labels(
-            **{name: getattr(labels, name)[position : position + 1] for name in Labels.__dataclass_fields__ if name != "host"}
+            **{name: getattr(labels, name)[position : position + 1] for name in Labels.__dataclass_fields__ if name != "made"}
         )
         count = int(part.known.sum())
         parts += score(head, (rows[start : start + count],), part, batch, objective, vocabulary=vocabulary).sums
@@ -310,7 +310,7 @@ def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, te
     outside = [token for token in range(VOCAB) if token not in {1, 4, 5}]
     vocabulary = DraftVocabulary(size=VOCAB, tokens=torch.tensor(outside))
     head, rows = nn.Linear(WIDTH, len(outside)), drafter_rows(labels)
-    off_text = replace(labels, on_text=torch.zeros_like(labels.on_text), host=None)
+    off_text = replace(labels, on_text=torch.zeros_like(labels.on_text), made=None)
     objective = Objective(loss=kind, head=target_head, teacher=teacher)
     hidden = torch.isin(labels.tokens, torch.tensor([1, 4, 5])) & labels.known
     assert 0 < hidden.sum() < labels.known.sum()

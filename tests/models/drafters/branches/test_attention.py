@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.drafters.branches.attention import Entries, attend_densely
+from outrider.models.drafters.branches.attention import Entries, Masks, attend_densely
 
 BATCH, HEADS, SEQ, BRANCHES, WIDTH = 2, 4, 9, 5, 8
 
@@ -71,6 +71,20 @@ def test_narrow_types_are_merged_in_float32() -> None:
     actual = Entries(*_text_and_own(narrow)).attend(query.detach().bfloat16(), seen, 0.3)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.double(), wide, rtol=0.05, atol=0.05)
+
+
+def test_depths_share_the_mask_of_their_text() -> None:
+    (query, *others), seen = make(2, 2)
+    text, *branch_entries = pairs(others)
+    masks: Masks = {}
+    shared = [Entries(text, branch_entries[:depth], masks).attend(query, seen, 0.3) for depth in (1, 2)]
+    apart = [Entries(text, branch_entries[:depth]).attend(query, seen, 0.3) for depth in (1, 2)]
+    torch.testing.assert_close(shared, apart, rtol=0, atol=0)
+    (mask,) = masks.values()
+    mask.zero_()  # all of the text is visible
+    everything = Entries(text, branch_entries).attend(query, torch.ones_like(seen), 0.3)
+    torch.testing.assert_close(Entries(text, branch_entries, masks).attend(query, seen, 0.3), everything)
+    assert not torch.equal(everything, apart[1])
 
 
 def _text_and_own(tensors: list[torch.Tensor]):

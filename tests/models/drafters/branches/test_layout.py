@@ -16,7 +16,7 @@ def test_branches_see_the_text_before_them_and_themselves():
     )
     branches = Branches.of(batch)
     assert branches.columns.tolist() == [[0, 2], [1, 0]]
-    assert branches.real.tolist() == [[True, True], [True, False]]
+    assert branches.index.tolist() == [0, 1, 2], "the last branch of the second row is padding"
     values = torch.tensor([[5.0], [6.0], [7.0]])
     assert branches.spread(values)[..., 0].tolist() == [[5.0, 6.0], [7.0, 0.0]]
     assert torch.equal(branches.collect(branches.spread(values)), values)
