@@ -18,6 +18,7 @@ from . import checked_calls
 
 checked_calls.install()
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def no_repetitions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """
     if "clock" not in request.fixturenames:
         monkeypatch.setattr(bench, "MAX_REPETITIONS", 0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Set one thread again after each test.
+
+    A recipe sets the number of threads of the whole process. The later tests of that process would
+    compete for the cores with the other processes of tests.
+    """
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
