@@ -1,11 +1,13 @@
 """Recipes, and the errors for mistakes in them."""
 
+import copy
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,16 @@ TRAINED = "trained"
 DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if path.stem != TRAINED)
 
 
-def composed(*overrides: str) -> DictConfig:
+@cache
+def composed_once(*overrides: str) -> DictConfig:
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         return compose("config", overrides=list(overrides))
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose a configuration. Many tests compare with the same recipe, so each one is composed once."""
+    return copy.deepcopy(composed_once(*overrides))
 
 
 def run_config(*overrides: str) -> RunConfig:

@@ -97,8 +97,8 @@ def test_a_trace_has_the_draft_models_probabilities(traces: Any, tiny_target_dir
     """Contexts on and off the answer, against passes over whole texts."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     model = load_trained(drafter, target).reader  # type: ignore[attr-defined]
-    ids, num_tokens = torch.tensor([5, 6, 7, 8]), 40
-    trace = traces.trace_answer(target, model, ids, num_tokens, 20)
+    ids, num_tokens, reads = torch.tensor([5, 6, 7, 8]), 12, 8
+    trace = traces.trace_answer(target, model, ids, num_tokens, reads)
     path = tmp_path / "a.npz"
     trace.save(path)
     trace = traces.Trace.load(path)
@@ -119,7 +119,8 @@ def test_a_trace_has_the_draft_models_probabilities(traces: Any, tiny_target_dir
                 if child != traces.UNREAD:
                     assert texts.setdefault(child, [*texts[context], token]) == [*texts[context], token]
             num_checked += 1
-    assert num_checked == trace.num_tokens * 21, "the answer's positions, and 20 contexts below each"
+    assert trace.num_tokens > 4, "the answer ended early"
+    assert num_checked == trace.num_tokens * (1 + reads), "the answer's positions, and contexts below each"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"a\.npz is damaged"):
         traces.Trace.load(path)
