@@ -10,9 +10,10 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.counter_random import exponential, stream_keys, uniform
 from outrider.models.decoding.types import Counts
-from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
@@ -44,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"length": 3, "init": "target_layers", "num_layers": 1},
 }
 KINDS = ("plain", *OPTIONS)
+MERGED = ("redrafter", "eagle3", "draft_model")
+"""The trained sources of the kind `merged`; the suffix drafter is another one."""
 
 
 @pytest.fixture
@@ -76,19 +79,31 @@ def recorder_for(target: HFTarget) -> ReplayingRecorder | None:
 
 
 def drafter_for(kind: str, target: HFTarget) -> Any:
-    """Build a drafter for this target, as evaluation does, with equal weights on every device."""
+    """Build a drafter for this target, as evaluation does."""
     if kind == "plain":
         return NullDrafter()
+    if kind == "merged":
+        sources = {name: network(name, target) for name in MERGED}
+        merge = MergedDrafter(
+            sources | {"suffix": make_training_free("suffix", {}, target)},
+            MergedConfig(tree_nodes=8, pace="fixed"),
+            few_sizes=target.has_fixed_shapes,
+        )
+        return as_replayed(merge, target)
+    return as_replayed(network(kind, target), target)
+
+
+def network(kind: str, target: HFTarget) -> Any:
+    """Build a trained drafter, with equal weights on every device."""
     if kind == "draft_model":  # the target itself, so that drafts are accepted
         reader = form_of(target, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
-        return as_replayed(DraftModel(DraftModelConfig(length=3), reader), target)
+        return DraftModel(DraftModelConfig(length=3), reader)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         weights = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), whole_cpu_copy(target)).state_dict()
     drafter: Any = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     drafter.load_state_dict(weights)
-    drafter.eval().requires_grad_(False)
-    return as_replayed(drafter, target)
+    return drafter.eval().requires_grad_(False)
 
 
 def as_replayed(drafter: Any, target: HFTarget) -> Any:
@@ -126,7 +141,7 @@ def answers(target: HFTarget, drafter: Any, prompts=PROMPTS, limits=LIMITS, rule
 # --- the same tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "merged"])
 def test_the_tokens_on_a_gpu_equal_those_of_a_cpu(model, on_cpu, kind):
     drafter = drafter_for(kind, model)
     expected = answers(on_cpu, NullDrafter())
@@ -135,7 +150,7 @@ def test_the_tokens_on_a_gpu_equal_those_of_a_cpu(model, on_cpu, kind):
     assert answers(model, drafter, PROMPTS[2:], LIMITS[2:]) == expected[2:], "alone"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "merged"])
 def test_steps_in_graphs_decode_the_tokens_of_eager_steps(model, monkeypatch, kind):
     grow_in_steps_of(STEP, monkeypatch)
     graphed = form_of(model, cuda_graphs=True)
