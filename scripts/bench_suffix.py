@@ -27,6 +27,7 @@ from outrider.data.stdlib import read_source, stdlib_files
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters.journal import Journal, Snapshot
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.drafters.training_free import State
 
 RANDOM_VOCABULARY = 32_000
 STEP_TOKENS = 3
@@ -89,7 +90,7 @@ def measure(text: Sequence[int], prompt_tokens: int) -> dict[str, float]:
     draft_seconds, add_seconds = [], 0.0
     for begin in range(prompt_tokens, len(text), STEP_TOKENS):
         before = time.process_time()
-        drafter.candidates((state,), [text[begin]])
+        drafter.candidates(State((state,)), [text[begin]])
         drafted = time.process_time()
         state = state.after(list(text[begin : begin + STEP_TOKENS]))
         draft_seconds.append(drafted - before)

@@ -60,7 +60,7 @@ class _Array:
         return item[0]
 
 
-Bool = Float = Int = Shaped = _Array
+Bool = Float = Int = Shaped = UInt8 = _Array
 '''
 
 ENTRY = '''"""Entry point of `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`; see {start}.py."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, generate
+from outrider.models.decoding import GreedyAcceptance, Prompts, TargetOutput, empty_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.target import attention_speeds, tree_attention, tree_reader
 from outrider.models.target.attention_speeds import NUM_ROUNDS, choose
@@ -180,13 +180,14 @@ def test_all_lengths_are_chosen_before_the_first_pass(gpu: Process, make_target:
     """Otherwise the kernel could change in the middle of a text, and a measured answer would wait."""
     target = make_target()
     prompts, nothing = torch.tensor([LONG, LONG]), empty_tree(2, torch.device("cpu"))
-    monkeypatch.setattr(type(target), "_read_tree", lambda *args: "a pass")
+    output = TargetOutput(logits=torch.zeros(2, 1, 1), hidden_states=torch.zeros(2, 1, 1))
+    monkeypatch.setattr(type(target), "_read_tree", lambda *args: output)
     target._trees.kinds = {"full_attention": None}  # no probe
     target.prefill(Prompts.of(list(prompts)), max_new_tokens=4 * STEP, max_nodes=0)
     target._trees.begin(target._cache, num_nodes=0)
     assert not gpu.measured, "equally long rows need no mask, so no parts"
     target.prefill(Prompts.of([prompts[0], prompts[1, 5:]]), max_new_tokens=4 * STEP, max_nodes=0)
-    assert target.verify(prompts[:, 0], nothing) == "a pass"
+    assert target.verify(prompts[:, 0], nothing) is output
     assert gpu.measured == [(2, 1, STEP), (2, 1, 2 * STEP), (2, 1, 4 * STEP)]
 
 

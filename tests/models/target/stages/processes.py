@@ -3,6 +3,7 @@
 The server has imported torch and our modules, so a stage starts at once.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,7 @@ def launched(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_stage(environment: Mapping[str, str], options: Mapping[str, Any]) -> None:
     """Be the process of a stage."""
     os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     load_target(TargetConfig(**options))
     raise AssertionError("a stage doesn't return")
@@ -61,6 +63,7 @@ def run_stage(environment: Mapping[str, str], options: Mapping[str, Any]) -> Non
 def run_head(environment: Mapping[str, str], options: Mapping[str, Any], prompt: Sequence[int], decodes: Event) -> None:
     """Be a head that decodes one text without an end. `decodes` is set after the first answer."""
     os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     target = load_target(TargetConfig(**options))
     while True:
@@ -105,7 +108,11 @@ class Launch:
         """Wait until all stages have ended, and return their exit statuses."""
         for stage in self.stages:
             stage.join(PATIENCE)
-        assert not any(stage.is_alive() for stage in self.stages), "a stage is an orphan"
+        orphans = [stage for stage in self.stages if stage.is_alive()]
+        for stage in orphans:  # it prints where it waits
+            os.kill(stage.pid or 0, signal.SIGUSR1)
+            stage.join(1)
+        assert not orphans, f"stages {[self.stages.index(stage) + 1 for stage in orphans]} are orphans"
         return [stage.exitcode for stage in self.stages]
 
     def end(self) -> None:
