@@ -328,6 +328,7 @@ distill(config, data, target, Path(output_dir), Accelerator(cpu=True))
 
 
 @pytest.mark.slow
+@pytest.mark.long  # tests/distill/test_faults.py kills labelling processes, too
 def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 180)
     folder, num_shards = tmp_path / "killed", 60

@@ -425,7 +425,11 @@ regenerate(config, data, target, Path(output_dir), Accelerator(cpu=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIG, BY_LENGTH], ids=["decoder", "batch"])
+@pytest.mark.parametrize(
+    "config",
+    # test_faults.py kills the decoder's runs, too.
+    [pytest.param(CONFIG, marks=pytest.mark.long, id="decoder"), pytest.param(BY_LENGTH, id="batch")],
+)
 def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(
     config: DistillConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:

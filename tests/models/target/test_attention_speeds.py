@@ -219,8 +219,14 @@ def test_a_choice_never_changes_in_a_process(gpu: Process, make_target: Any) -> 
 # --- the text
 
 
-@pytest.mark.parametrize("form", ["eager", "cuda_graphs", pytest.param("compiled", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_parts", [1, 16])
+@pytest.mark.parametrize(
+    ("form", "num_parts"),
+    [
+        *itertools.product(["eager", "cuda_graphs"], [1, 16]),
+        pytest.param("compiled", 16, marks=pytest.mark.slow),
+        pytest.param("compiled", 1, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 def test_the_text_is_the_same_in_every_form(
     model: LlamaForCausalLM,
     request: pytest.FixtureRequest,
