@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny random models, so that every test runs offline on a CPU."""
 
+import fcntl
 import gc
 import os
 import pathlib
@@ -18,7 +19,7 @@ from . import checked_calls
 
 checked_calls.install()
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,28 @@ def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: p
     return save_tiny_target(
         directory, LlamaForCausalLM, LlamaConfig, tiny_tokenizer, num_hidden_layers=2, initializer_range=0.2
     )
+
+
+@pytest.fixture(scope="session")
+def once_per_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a function that fills a folder once, for all processes of a run of pytest.
+
+    The first process that needs the folder fills it, and the others wait. Tests must not change it.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    root = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def fill(name: str, make: Callable[[Path], None]) -> Path:
+        directory, done = root / name, root / f"{name}.done"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                directory.mkdir()
+                make(directory)
+                done.touch()
+        return directory
+
+    return fill
 
 
 @pytest.fixture(scope="session")

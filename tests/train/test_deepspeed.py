@@ -21,12 +21,11 @@ Adam's steps carry these on."""
 
 
 @pytest.fixture(scope="module")
-def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def launched(tiny_target_dir: Path, shards_dir: Path, once_per_run: Callable[..., Path]) -> Path:
     """Run all training runs with DeepSpeed in two processes, each in its folder.
 
     There is one launch, since most of its time is for imports.
     """
-    output = tmp_path_factory.mktemp("deepspeed")
     trainings: dict[str, Any] = {
         f"{zero}-{kind}": {"zero_stage": int(zero[-1]), "config": CONFIG, "drafter": DRAFTERS[kind]} for zero, kind in TRAININGS
     }
@@ -36,8 +35,8 @@ def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.T
     file = ["--config_file", "conf/launch/one_node_zero.yaml"]
     # The target is loaded with ZeRO-3, under which transformers would partition it.
     options = ["--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "no"]
-    launch([*file, *options], tiny_target_dir, shards_dir, output, trainings)
-    return output
+    arguments = [*file, *options]
+    return once_per_run("deepspeed", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
 
 
 @pytest.fixture(scope="module")

@@ -79,13 +79,12 @@ def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str,
 
 @pytest.fixture(scope="module")
 def launched(
-    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], once_per_run: Callable[..., Path]
 ) -> Callable[[str], Path]:
     """Return a function that runs all training runs of one of the LAUNCHES, once, each in its folder."""
 
     @functools.cache
     def run(which: str) -> Path:
-        output = tmp_path_factory.mktemp("processes")
         trainings: dict[str, Any] = {
             name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
             for name in LAUNCHES[which]
@@ -96,8 +95,10 @@ def launched(
                 trainings[name]["shards"] = str(special_shards[name])
         if "fsdp medusa" in trainings:
             trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
-        launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
-        return output
+        arguments = ["--config_file", "conf/launch/cpu.yaml"]
+        return once_per_run(
+            f"processes_{which}", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings)
+        )
 
     return run
 
