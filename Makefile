@@ -1,12 +1,13 @@
 # The environment lies in VENV. TORCH_INDEX chooses torch's wheels, for example:
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cu130
 # EXTRAS are installed beside what is needed: make install EXTRAS=deepspeed,quantization
-# OUTPUT is where the demo's results go, in place of outputs/demo.
+# OUTPUT is where the demo's results go, in place of outputs/demo. THREADS is its number of threads, in place of two.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 EXTRAS ?=
 OUTPUT ?=
+THREADS ?=
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
@@ -27,7 +28,8 @@ help: ## Show this list
 install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
 
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
-	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))" $(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
+	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))$(if $(THREADS), THREADS=$(THREADS))" $(LAUNCH) \
+		train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT)) $(if $(THREADS),num_threads=$(THREADS))
 
 offload: $(STAMP) ## Draft for a target that is larger than its memory budget (minutes on two cores)
 	$(BIN)/outrider run offload_demo
