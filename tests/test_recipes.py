@@ -49,6 +49,8 @@ SMALL_DRAFTERS = {
 }
 KINDS = {"redrafter2": "block"}
 """The kind of a recipe's drafter where the recipe's name doesn't begin with it."""
+OTHER_TARGETS = {"eagle3_llama31_8b", "eagle3_qwen3_4b", "redrafter_llama31_8b", "redrafter_qwen3_4b"}
+"""Recipes that differ from another one by the target, and by sizes, which the tests replace."""
 NEEDS_DEPTH = ["export.formats=[]"]
 """Of EAGLE-3 on a target of two layers: the formats need more."""
 
@@ -121,7 +123,9 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=pytest.mark.long if recipe in OTHER_TARGETS else []) for recipe in RECIPES]
+)
 def test_a_recipe_runs_through_all_stages(
     tiny_target_dir: Path,
     qwen3_dir: Path,
@@ -218,4 +222,5 @@ def test_a_drafter_is_adapted_to_a_changed_target(
 
 def test_the_globs_find_recipes_and_demos() -> None:
     assert len(RECIPES) >= 11
+    assert set(RECIPES) >= OTHER_TARGETS
     assert len(DEMOS) >= 6
