@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,17 @@ def chosen_cells(parts: Sequence[str], variants: Sequence[str], args: argparse.N
     return cells_of(
         parts,
         variants,
-        rates={name: composed([f"drafter={VARIANTS[name].recipe}"]).train.learning_rate for name in variants},
+        rates={name: rate_of(VARIANTS[name].recipe) for name in variants},
         seeds=args.seeds,
         curve_seeds=args.curve_seeds,
         sizes=TINY_SIZES if args.tiny else SIZES,
     )
+
+
+@cache  # a report after each part needs all of them
+def rate_of(recipe: str) -> float:
+    """Return the learning rate of a recipe."""
+    return composed([f"drafter={recipe}"]).train.learning_rate
 
 
 def measure(cell: Cell, args: argparse.Namespace, target: HFTarget, prompts: Sequence[torch.Tensor]) -> None:

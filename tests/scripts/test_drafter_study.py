@@ -39,7 +39,7 @@ def test_every_drafter_is_trained_and_decodes_and_a_killed_study_resumes(
     output, record = tmp_path / "study", tmp_path / "record"
     options = ["--tiny", "--target", str(tiny_target_dir), "--output", str(output)]
     args = study.parse_args([*options, "--record", str(record)])
-    # Two learning rates are enough: most of the recipes have one of them.
+    # Two learning rates are enough: most of the recipes have one of them, and share its trainings.
     monkeypatch.setattr(cells, "RATE_VALUES", cells.RATE_VALUES[1:3])
     decode, decoded = study.decode, []
 
