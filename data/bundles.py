@@ -44,13 +44,13 @@ class Bundle:
 
 
 def move_to(device: torch.device) -> Move:
-    """Return the copy to `device`.
+    """Return the copy to `device`; tensors that are there are returned as they are.
 
     Memory is pinned for CUDA first: a copy from pageable memory may wait for the device.
     """
     if device.type != "cuda":
         return lambda tensor: tensor.to(device)
-    return lambda tensor: tensor.pin_memory().to(device, non_blocking=True)
+    return lambda tensor: (tensor if tensor.is_cuda else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

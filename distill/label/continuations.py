@@ -83,7 +83,7 @@ class SampledLabels:
         """Draw the numbers of these texts; they depend on the seed, a text's id, and the column."""
         sources = [Random(f"labels/{seed}/{id}") for id in ids]
         uniforms = [[source.random() for _ in range(num_columns)] for source in sources]
-        return cls(temperature=temperature, uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device))
+        return cls(temperature=temperature, uniforms=move_to(device)(torch.tensor(uniforms, dtype=torch.float64)))
 
     def choose(
         self, logits: Float[torch.Tensor, "position vocab"], uniforms: Float[torch.Tensor, " position"]
@@ -121,9 +121,10 @@ def label_continuations(
     the device.
     """
     # 1. Prefill: the first token after each position that a label may need.
-    texts = HostTexts.of(input_ids, attention_mask, wanted)
+    texts, move = HostTexts.of(input_ids, attention_mask, wanted), move_to(target.device)
+    is_wanted = move(wanted)
     needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
-    first, (hidden_states, layers), cache = _prefill(target, input_ids.to(target.device), needed, feature_layers, sampled)
+    first, (hidden_states, layers), cache = _prefill(target, move(input_ids), needed, feature_layers, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()
@@ -136,7 +137,7 @@ def label_continuations(
     branches = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
     continuations, num_branch_tokens = _decode_branches(target, branches, first, host_first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
-    continuations.masked_fill_(~wanted.to(target.device)[..., None], UNKNOWN)
+    continuations.masked_fill_(~is_wanted[..., None], UNKNOWN)
     stats = LabelStats(
         num_text_tokens=int(texts.is_token.sum()),
         num_positions=int(texts.wanted.sum()),

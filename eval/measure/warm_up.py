@@ -17,6 +17,7 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter, SizedDrafter
 from ...models.decoding.sampling import Randomness
 from ...models.decoding.tree import DraftTree
 from ...models.decoding.types import NO_NODE
+from ...models.drafters.graphed import GraphedDrafter
 from ...models.target.hf_target import HFTarget
 from .memory import within_memory
 from .timing import Generation, time_generation
@@ -148,13 +149,13 @@ class Resized:
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Any]:
+        if isinstance(self.drafter, GraphedDrafter):  # of other sizes, the tree has the same address
+            return self.drafter.whole_tree(state, last_token).first(self.num_nodes), None
         tree, drafted = self.drafter.propose(state, last_token, generator=generator)
-        if tree.num_nodes == self.num_nodes:
-            return tree, drafted
-        missing = max(0, self.num_nodes - tree.num_nodes)
-        tokens, parents = (
-            pad(values[:, : self.num_nodes], (0, missing), value=NO_NODE) for values in (tree.tokens, tree.parents)
-        )
+        if tree.num_nodes >= self.num_nodes:
+            return tree.first(self.num_nodes), drafted
+        missing = self.num_nodes - tree.num_nodes
+        tokens, parents = (pad(values, (0, missing), value=NO_NODE) for values in (tree.tokens, tree.parents))
         return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth), drafted
 
 

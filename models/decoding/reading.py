@@ -73,15 +73,16 @@ def accept(
 def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Int[torch.Tensor, "batch number"]:
     """Return all numbers of a decision in one tensor, which the host reads in one transfer.
 
-    Its columns are those of `AcceptedPath`. What only the host reads is whether the logits of the root
-    and of each entry of the path are numbers.
+    Its columns are those of `AcceptedPath`. The last ones, which only the host reads, tell whether the
+    logits of the root and of each entry of the path are numbers.
     """
     path = acceptance.path
     # In plain decoding, which is the baseline, nothing is computed that isn't needed.
     entries = pad(path + 1, (1, 0)) if tree.num_nodes else acceptance.entry[:, None]
     drafts = tree.tokens.gather(1, path.clamp(min=0)).clamp(min=0) if tree.num_nodes else path
     first = torch.stack([acceptance.num_accepted, acceptance.num_accepted + 1, acceptance.entry, acceptance.bonus_token], dim=1)
-    return torch.cat([first, path, entries, drafts, _are_numbers(output, entries)], dim=1)
+    # Of one type: tensors of several types would be copied one by one.
+    return torch.cat([first, path, entries, drafts, _are_numbers(output, entries).long()], dim=1)
 
 
 def acceptance_of(numbers: Int[torch.Tensor, "batch number"], depth: int) -> Acceptance:
@@ -146,7 +147,7 @@ def _are_numbers(output: TargetOutput, entries: Int[torch.Tensor, "batch entry"]
     logits = output.logits
     if logits.shape[1] > 1:  # whole trees of logits are large
         logits = logits[torch.arange(len(logits), device=logits.device)[:, None], entries]
-    return logits.amax(-1).abs() < inf  # false for NaN, which amax passes on
+    return logits.amax(-1).abs() < inf  # false for NaN, which `amax` passes on
 
 
 def _at_all_entries(output: TargetOutput, num_entries: int) -> TargetOutput:

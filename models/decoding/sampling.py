@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 
+from ...data.bundles import move_to
 from .counter_random import exponential, stream_keys, uniform
 
 MIN_PRECISION = torch.float32
@@ -169,7 +170,7 @@ class RowSeeds:
     def rows(self, device: torch.device) -> Int[torch.Tensor, "2 batch"]:
         """Return the seed of each row, and the number of tokens of its answer so far."""
         if self._rows is None:
-            self._rows = torch.tensor([self.seeds, self._positions], dtype=torch.long).to(device, non_blocking=True)
+            self._rows = move_to(device)(torch.tensor([self.seeds, self._positions], dtype=torch.long))
         return self._rows
 
     def choose(

@@ -50,7 +50,7 @@ class DraftTree:
     largest: Int[torch.Tensor, ""] | None = None
     """Nodes of the fullest row, on the device, if they are counted already."""
     is_fixed: bool = False
-    """Whether its tensors have an address of their own, where a later draft overwrites them."""
+    """Whether its tensors stay at their addresses, where later drafts overwrite them."""
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
     source i proposed the node. None if there is only one source."""
@@ -93,7 +93,10 @@ class DraftTree:
         if not self.num_nodes:
             return self
         num_nodes = int((self.tokens != NO_NODE).sum(1).max() if self.largest is None else self.largest)
-        num_nodes = min(-(-num_nodes // bucket) * bucket, self.num_nodes)
+        return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
+
+    def first(self, num_nodes: int) -> "DraftTree":
+        """Return the tree of the first nodes of each row, in the same memory."""
         tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):
             object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])

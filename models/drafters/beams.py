@@ -1,7 +1,7 @@
 """Beam search with a recurrent drafter (arXiv 2403.09919, sections 3.2 and 3.3)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -45,6 +45,14 @@ class SearchTree:
     parents: Int[torch.Tensor, "batch node"]
     scores: Float[torch.Tensor, "batch node"]
     level_sizes: tuple[int, ...]
+    numbers: Float[torch.Tensor, "batch number"] | None = None
+    """Tokens, parents and scores side by side, for one transfer to the host; None if not yet `joined`."""
+
+    def joined(self) -> "SearchTree":
+        """Return the tree with its `numbers`: float32 holds every whole number up to 2**24 exactly."""
+        if self.numbers is not None:
+            return self
+        return replace(self, numbers=torch.cat([self.tokens.float(), self.parents.float(), self.scores.float()], dim=1))
 
     @classmethod
     def of(cls, levels: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> "SearchTree":

@@ -60,7 +60,11 @@ class GraphedDrafter:
         return self.drafter.tree_sizes
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
-        return self.drafter.trim(self._draft(state, last_token)), None
+        return self.drafter.trim(self.whole_tree(state, last_token)), None
+
+    def whole_tree(self, state: torch.Tensor, last_token: torch.Tensor) -> DraftTree:
+        """Return the proposal with its padding."""
+        return self._draft(state, last_token)
 
     def search(self, state: torch.Tensor, last_token: torch.Tensor) -> tuple[SearchTree, None]:
         return self._search(state, last_token), None
@@ -69,7 +73,7 @@ class GraphedDrafter:
         return self.drafter.draft(state, last_token).fixed()
 
     def _search_now(self, state: torch.Tensor, last_token: torch.Tensor) -> SearchTree:
-        return self.drafter.search(state, last_token)[0]
+        return self.drafter.search(state, last_token)[0].joined()
 
 
 class GraphedCachedDrafter:
@@ -89,7 +93,7 @@ class GraphedCachedDrafter:
         self._cache: TreeCache | None = None
         self._num_moves = 0
         self._draft = GraphedFunction(self._draft_now, recorder)
-        self._search = GraphedFunction(self._search_now, recorder)
+        self._search = GraphedFunction(lambda *inputs: self._search_now(*inputs).joined(), recorder)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import exp, inf, isnan
 from typing import NamedTuple
 
-import torch
-
 from ..decoding.types import NO_NODE
 from .beams import SearchTree
 from .calibration import (
@@ -209,8 +207,9 @@ def rows_of_search(search: SearchTree, max_nodes: int) -> list[Candidates]:
     A node's score is its probability after its parent, as the drafter sees it. Raises ValueError
     for scores that are not numbers.
     """
-    # One kernel and one transfer: float32 holds every whole number up to 2**24 exactly.
-    columns = torch.cat([search.tokens, search.parents, search.scores.float()], dim=1).tolist()
+    numbers = search.joined().numbers
+    assert numbers is not None
+    columns = numbers.tolist()
     num_nodes = search.tokens.shape[1]
     return [_row_of_search(row[:num_nodes], row[num_nodes : 2 * num_nodes], row[2 * num_nodes :], max_nodes) for row in columns]
 

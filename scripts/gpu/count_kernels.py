@@ -47,9 +47,18 @@ from train_bench import Case, random_batch
 from outrider.data.files import write_json
 from outrider.distill.label import continuations
 from outrider.distill.label.branch_attention import SEGMENT_QUERIES as SEGMENT_QUERIES
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding import (
+    Acceptance,
+    DraftTree,
+    GreedyAcceptance,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    generate,
+    sampling,
+)
 from outrider.models.decoding.types import NO_NODE, Step, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, candidates, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.losses import LossKind
@@ -183,7 +192,8 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     recorder = CountingRecorder(counted)
     steps = steps_of(kind, layers, counted, recorder if graphs else None)
     # Decode until no new tree size is recorded; count the last step.
-    with counted, Transfers(counted.read):
+    moves = (patch.object(module, "move_to", counted.move_to) for module in (candidates, sampling))
+    with counted, Transfers(counted.read), next(moves), next(moves):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
         num_recordings = -1

@@ -110,6 +110,18 @@ class Counted(TorchDispatchMode):
         if not self._is_replaying:
             self.launches[self.phase] += count
 
+    def move_to(self, device: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Replace `bundles.move_to`: a copy from the host is a launch, and a new tensor."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if not (self._is_paused or self._is_replaying):
+                self._launch(1)
+                self.new_tensors[self.phase] += 1
+                self.new_bytes += tensor.nbytes
+            return tensor
+
+        return move
+
     def read(self) -> None:
         if not self._is_paused:
             self.host_reads[self.phase] += 1
@@ -131,7 +143,12 @@ def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
         writes = any(tensor.numel() for tensor in _tensors_in(output) or _tensors_in((args, kwargs))[:1])
     else:
         writes = bool(new_tensors(function, args, kwargs, output))
-    return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
+    if not writes or name in NO_KERNEL:
+        return 0
+    if name == "aten::cat":  # tensors of several types are copied one by one
+        parts = [tensor for tensor in _tensors_in(args) if tensor.numel()]
+        return len(parts) if len({part.dtype for part in parts}) > 1 else 1
+    return KERNELS.get(name, 1)
 
 
 def new_tensors(function: Any, args: Any, kwargs: Any, output: Any) -> list[torch.Tensor]:

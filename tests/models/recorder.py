@@ -96,8 +96,14 @@ class ScratchRecorder(ReplayingRecorder):
 
     def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         run, output = super().__call__(function)
+        # A model's own buffers may be among the outputs: they are in no scratch memory.
+        given: set[int] = set()
+        made: set[int] = set()
+        for _, args, kwargs, results in self.operators:
+            given |= storages((args, kwargs)) - made
+            made |= storages(results) - given
         for outputs in self._later:
-            outputs += leaves(output)
+            outputs += [leaf for leaf in leaves(output) if storages(leaf) <= made]
         later: list[torch.Tensor] = []
         self._later.append(later)
 
@@ -108,6 +114,11 @@ class ScratchRecorder(ReplayingRecorder):
             run()
 
         return replay, output
+
+
+def storages(tree: Any) -> set[int]:
+    """Return the memory of the tensors in a tree."""
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
 def leaves(output: Any) -> list[torch.Tensor]:

@@ -75,15 +75,16 @@ def test_a_merge_replays_the_searches_of_its_trained_sources(counting: Any, kind
     row = counting.decode_step(kind, 1, graphs=True)
     assert row["replays"] == 4
     assert row["host_reads"] == 2, "the step's decision, and the search"
-    # The search's inputs, its replay, and the joining of its numbers for the transfer.
+    # The search's inputs and its replay, and the tree, which comes from the host.
     assert row["launches"]["propose"] <= 1 + MOST_LAUNCHES_OF_A_DRAFT < row["kernels"]["propose"]
     # The tree is new at each step, so the rule's inputs are copied.
     assert row["launches"]["rest"] <= 1 + MOST_LAUNCHES_OF_THE_REST
 
 
-def test_a_training_free_drafter_launches_nothing_and_reads_nothing_again(counting: Any) -> None:
+def test_a_training_free_drafter_sends_its_tree_and_reads_nothing_again(counting: Any) -> None:
     row = counting.decode_step("suffix", 1, graphs=True)
-    assert row["launches"]["propose"] == 0
+    assert row["launches"]["propose"] == 1
+    assert row["new_tensors"] == 2, "the tree, and the decision"
     assert row["host_reads"] == 1
     assert row["replays"] == 3
 
