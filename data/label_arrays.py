@@ -97,7 +97,7 @@ class BatchIndexes:
         return cls(of_positions=host.of_positions, labels=labels, bundle=Bundle.of(arrays))
 
     def moved(self, move: Move, of_positions: torch.Tensor) -> "BatchIndexes":
-        """Return these indexes of a batch that `move` copies, and whose positions then are `of_positions`."""
+        """Return these indexes, copied by `move`, for a batch whose positions are `of_positions`."""
         return replace(self, of_positions=of_positions, bundle=self.bundle.moved(move))
 
 

@@ -148,9 +148,9 @@ class DrafterBatch:
 
     @property
     def on_host(self) -> HostBatch:
-        """What decides which labels there are: `host`, or read from the device if other positions replaced its own.
+        """What decides which labels there are: `host`, or read from the device.
 
-        Reading waits for the device.
+        It is read, which waits for the device, if `host` belongs to other positions.
         """
         if self.host is not None and self.host.of_positions is self.positions:
             return self.host
@@ -167,7 +167,11 @@ class DrafterBatch:
 
     @property
     def label_indexes(self) -> BatchIndexes:
-        """The index tensors of the loss: `indexes`, or made anew if other positions replaced their own."""
+        """The index tensors of the loss: `indexes`, or new ones if they belong to other positions.
+
+        Only a replacement of `positions` is noticed: whoever replaces other labels also sets `host` and
+        `indexes` to None. New ones are computed at each access (see `indexed`).
+        """
         if self.indexes is not None and self.indexes.of_positions is self.positions:
             return self.indexes
         return BatchIndexes.of(self.on_host).moved(move_to(self.positions.device), self.positions)

@@ -116,9 +116,9 @@ def label_continuations(
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
     of every needed position. `prune=False` decodes every wanted position; the labels are the same.
 
-    The texts may be on the host. What is decoded is decided there. So the host reads each further
-    token once, except the last one, and besides them the first tokens, and the texts if they are on
-    the device.
+    What is decoded is decided on the host, which the texts may be on. So the host waits for the first
+    tokens, and for each further token except the last one. It also reads the texts if they are on the
+    device.
     """
     # 1. Prefill: the first token after each position that a label may need.
     texts, move = HostTexts.of(input_ids, attention_mask, wanted), move_to(target.device)

@@ -235,7 +235,7 @@ class FeatureDrafter(CachedDrafter):
             empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
             return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
         visible = branches.text_mask(with_own_column=False)
-        # 2. Tokens and positions of all depths. What is computed of them alone takes one pass for all.
+        # 2. Tokens and positions of all depths. Their embeddings are computed at once.
         tokens = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
         num_depths = tokens.shape[1]
         positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]

@@ -48,9 +48,9 @@ class GraphedFunction(Generic[Output]):
     deterministic. It may depend on its inputs, on memory at a fixed address, and on `key`, but on
     nothing else.
 
-    A recording runs the function several times: a repetition must leave the same memory as one run. A
-    function of which this isn't true needs `neutral`: from the inputs of a call it returns inputs of
-    the same shapes with which the function changes nothing.
+    A recording runs the function several times, so a repetition must leave the same memory as one run.
+    Other functions need `neutral`: from the inputs of a call it returns inputs of the same shapes with
+    which the function changes nothing.
     """
 
     def __init__(

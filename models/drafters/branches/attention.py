@@ -28,7 +28,7 @@ class Entries:
     """Keys and values of texts, and of branches by depth; replaces a cache in training."""
 
     def __init__(self, text: KeysAndValues, branches: Sequence[KeysAndValues] = (), masks: Masks | None = None) -> None:
-        """`masks` keeps the mask as a kernel reads it, for all `Entries` that see the same of their texts."""
+        """`masks` keeps the mask in the kernel's form, for all `Entries` with the same `visible`."""
         self.text = text
         self.branches = list(branches)
         self.masks = {} if masks is None else masks
