@@ -4,6 +4,8 @@ import fcntl
 import gc
 import os
 import pathlib
+import signal
+import threading
 
 # Set these before the imports below: the libraries read them at import time.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -64,6 +66,14 @@ def one_thread() -> Iterator[None]:
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+# A run that nohup or a script has put into the background ignores these signals. So would the processes that it
+# starts, and some tests send them these signals.
+if threading.current_thread() is threading.main_thread():
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
