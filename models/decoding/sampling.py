@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from ...data.bundles import move_to
+from ...data.bundles import to_device
 from .counter_random import exponential, stream_keys, uniform
 
 MIN_PRECISION = torch.float32
@@ -170,7 +171,7 @@ class RowSeeds:
     def rows(self, device: torch.device) -> Int[torch.Tensor, "2 batch"]:
         """Return the seed of each row, and the number of tokens of its answer so far."""
         if self._rows is None:
-            self._rows = move_to(device)(torch.tensor([self.seeds, self._positions], dtype=torch.long))
+            self._rows = to_device(np.array([self.seeds, self._positions], np.int64), device)
         return self._rows
 
     def choose(

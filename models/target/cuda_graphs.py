@@ -60,8 +60,7 @@ class GraphedFunction(Generic[Output]):
         *,
         neutral: Callable[..., tuple[torch.Tensor, ...]] | None = None,
     ) -> None:
-        self.function, self.neutral = function, neutral
-        self.recorder = recorder or CudaGraphRecorder()
+        self.function, self.neutral, self._recorder = function, neutral, recorder
         self._recorded: OrderedDict[Hashable, tuple[tuple[torch.Tensor, ...], Callable[[], Any], Output]] = OrderedDict()
 
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
@@ -82,6 +81,12 @@ class GraphedFunction(Generic[Output]):
         replay()
         return output
 
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder, made when it is first needed: many functions are never called."""
+        self._recorder = self._recorder or CudaGraphRecorder()
+        return self._recorder
+
     def __len__(self) -> int:
         """Return the number of recordings. Each recording keeps the memory of its outputs."""
         return len(self._recorded)
@@ -89,7 +94,8 @@ class GraphedFunction(Generic[Output]):
     def forget(self) -> None:
         """Drop all recordings: the memory that they write to has moved."""
         self._recorded.clear()
-        self.recorder.forget()
+        if self._recorder is not None:
+            self._recorder.forget()
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -44,6 +44,7 @@ class GraphedRule:
         key = tree.max_depth, *((part.data_ptr(), part.shape, part.stride(), part.dtype) for part in in_place)
         self._decided = tree, output
         numbers = self._decide(*(() if tree.is_fixed else parts), *seeds, key=key)
+        self._decided = None  # logits are large
         return acceptance_of(numbers.clone(), tree.max_depth)  # states of drafters keep parts of it
 
     def _decide_now(self, *inputs: torch.Tensor) -> Int[torch.Tensor, "batch number"]:

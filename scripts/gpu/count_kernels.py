@@ -44,6 +44,7 @@ from kernel_counter import KERNELS, REST, Counted, CountingRecorder, SkippingRec
 from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
 from train_bench import Case, random_batch
 
+from outrider.data import bundles
 from outrider.data.files import write_json
 from outrider.distill.label import continuations
 from outrider.distill.label.branch_attention import SEGMENT_QUERIES as SEGMENT_QUERIES
@@ -55,7 +56,6 @@ from outrider.models.decoding import (
     Sampling,
     SpeculativeSampling,
     generate,
-    sampling,
 )
 from outrider.models.decoding.types import NO_NODE, Step, TargetOutput
 from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, candidates, make_training_free, parse_drafter
@@ -192,7 +192,7 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     recorder = CountingRecorder(counted)
     steps = steps_of(kind, layers, counted, recorder if graphs else None)
     # Decode until no new tree size is recorded; count the last step.
-    moves = (patch.object(module, "move_to", counted.move_to) for module in (candidates, sampling))
+    moves = (patch.object(module, "move_to", counted.move_to) for module in (candidates, bundles))
     with counted, Transfers(counted.read), next(moves), next(moves):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)

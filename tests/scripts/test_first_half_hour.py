@@ -284,7 +284,7 @@ def test_a_signal_in_the_first_part_ends_the_part_and_its_recipe_and_leaves_a_pa
     script, processes = running()
     script.stdout.close()  # like a lost terminal: printing fails
     script.send_signal(number)
-    assert script.wait(60) == 128 + number
+    assert script.wait(15) == 128 + number
     assert [is_gone(pid) for pid in processes] == [True, True]
     page = (tmp_path / "out" / "first_half_hour_tiny.md").read_text()
     assert f"**Stopped** by {number.name} while first ran" in page

@@ -92,11 +92,10 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
-    # The recorder of the drafter's searches is for merges.
-    used = [recorder for recorder in recorders if recorder.num_replays]
-    assert len(used) > 3, "of the target, of the drafter, and of the rules"
-    assert all(recorder.num_replays > 10 for recorder in used[:2]), "of the target and of its commits"
-    assert all(recorder.num_replays > 1 for recorder in used[2:])
+    assert len(recorders) > 3, "of the target, of the drafter, and of the rules"
+    replays = sorted(recorder.num_replays for recorder in recorders)
+    assert min(replays[-3:]) > 10, "of the target, of its commits and of the drafter"
+    assert all(recorder.num_replays > 1 for recorder in recorders)
 
 
 def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(

@@ -291,7 +291,7 @@ def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, opt
     )
     for rows in (PROMPTS, PROMPTS[:1]):
         assert answers(target, replaying, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
-    assert recorder.num_replays > 10
+    assert recorder.num_replays > 20
     assert not isinstance(replaying, RecordableDrafter), "its passes are recorded, not its drafting"
 
 

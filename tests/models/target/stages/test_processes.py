@@ -22,7 +22,7 @@ from outrider.models.target.stages import meeting
 from outrider.models.target.stages.messages import StageLost
 
 from ....tiny_models import save_tiny_target
-from .processes import PATIENCE, answer, later, launch, target_options
+from .processes import answer, later, launch, target_options
 
 PROMPT = [40, 41, 42, 43, 44]
 NUM_TOKENS = 48
@@ -135,9 +135,6 @@ def test_stages_end_with_the_head(number: int, statuses: list[int], folder: Path
         head = running.start_head(PROMPT)
         for process in (head, *running.stages) if number == signal.SIGINT else (head,):
             os.kill(process.pid or 0, number)
-        head.join(PATIENCE / 2)
-        if head.is_alive():  # Python drops a KeyboardInterrupt in a destructor: a user would press Ctrl-C again
-            os.kill(head.pid or 0, number)
         assert running.require_ended() == statuses
         head.join(5)
         assert head.exitcode not in (0, None)
