@@ -125,7 +125,7 @@ def plain_unroll(
     before = columns < columns[:, None]
 
     def project(tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attended, residual = drafter.layer_inputs(drafter.embed(tokens), hidden)
+        attended, residual = drafter.layer_inputs(drafter.token_inputs(drafter.embed(tokens)), hidden)
         query, key, value = (
             getattr(attention, name)(attended).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
