@@ -18,7 +18,7 @@ from ..models.drafters.calibration import read_prior, write_prior
 from ..models.drafters.merged import MergedDrafter
 from ..models.drafters.prior import measure_prior
 from ..models.drafters.saved.parts import parse_drafter_name
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .config import RunConfig
 
 log = logging.getLogger(__name__)

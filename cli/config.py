@@ -23,7 +23,7 @@ from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
 from ..models.export.config import ExportConfig
-from ..models.target.config import TargetConfig
+from ..models.llm.config import TargetConfig
 from ..train.config import TrainConfig
 from .inputs import named_paths
 

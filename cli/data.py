@@ -54,7 +54,7 @@ def verify_command(
 
     # 3. Compare the targets, and report.
     if target is not None:
-        from ..models.target.loading import load_target
+        from ..models.llm.loading import load_target
 
         if changes := identity.differences(load_target(target).identity):
             problems.append(

@@ -9,7 +9,7 @@ import typer
 from .options import Revision, TrainedTarget, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
-    from ..models.target.hf_target import HFTarget
+    from ..models.llm.hf_target import HFTarget
 
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 """Files of a Hub repository that are downloaded. None of them is code."""

@@ -19,7 +19,7 @@ from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
 from ..models.export.registry import export_drafter, formats_for, programs_for
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .config import DrafterRun
 
 log = logging.getLogger(__name__)

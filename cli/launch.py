@@ -17,7 +17,7 @@ from .keys import closest
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
-    from ..models.target.config import TargetConfig
+    from ..models.llm.config import TargetConfig
 
 LAUNCHED_COMMANDS = ("eval", "certify")
 """Commands that take --launch, for a target in stages. `outrider run` reads its own command line."""
@@ -87,7 +87,7 @@ def launch_stages(file: str | None, target: "TargetConfig") -> None:
 def require_stages(file: str, options: Sequence[str], target: "TargetConfig") -> None:
     """Raise ValueError if the processes of a launch couldn't load this target in its stages."""
     if target.stage_layers is not None:
-        from ..models.target.loading import require_divisible
+        from ..models.llm.loading import require_divisible
 
         silence_bars()
         require_divisible(target, num_processes(file, options))

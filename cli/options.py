@@ -16,8 +16,8 @@ from .quiet import silence_bars
 
 if TYPE_CHECKING:
     from ..eval.config import SuiteConfig
-    from ..models.target.config import TargetConfig
-    from ..models.target.hf_target import HFTarget
+    from ..models.llm.config import TargetConfig
+    from ..models.llm.hf_target import HFTarget
 
 T = TypeVar("T")
 
@@ -171,8 +171,8 @@ def target_config(options: Mapping[str, Any]) -> "TargetConfig":
 
     Raises ValueError for options that can't be combined.
     """
-    from ..models.target.config import TargetConfig
-    from ..models.target.loading import default_device
+    from ..models.llm.config import TargetConfig
+    from ..models.llm.loading import default_device
 
     if options.get("budget_tokens") is not None and options.get("memory_budget_gib") is None:
         raise ValueError(f"--budget-tokens is {options['budget_tokens']}, without --memory-budget-gib; give both, or neither")
@@ -197,7 +197,7 @@ def target_config(options: Mapping[str, Any]) -> "TargetConfig":
 def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = True) -> "HFTarget":
     """Load the target that a command's options choose, with its chat template."""
     from ..data.chat import use_chat_template
-    from ..models.target.loading import load_target
+    from ..models.llm.loading import load_target
 
     silence_bars()
     target = load_target(target_config(options), needs_tokenizer=needs_tokenizer)
@@ -244,7 +244,7 @@ def parse_quantization(text: str | None) -> dict[str, Any] | None:
         return None
     if text in DEFAULT_QUANTIZATIONS:
         return DEFAULT_QUANTIZATIONS[text]
-    from ..models.target.quantization import check_method
+    from ..models.llm.quantization import check_method
 
     try:
         options = yaml.safe_load(text)
@@ -256,7 +256,7 @@ def parse_quantization(text: str | None) -> dict[str, Any] | None:
 
 def parse_device_map(text: str | None) -> Any:
     """Parse `auto`, or a mapping of modules to devices. Raises ValueError for other texts."""
-    from ..models.target.config import check_device_map
+    from ..models.llm.config import check_device_map
 
     try:
         return check_device_map(None if text is None else yaml.safe_load(text))

@@ -38,8 +38,8 @@ from ..eval.estimate import estimate_evaluation
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.export.registry import holds_kind
-from ..models.target.hf_target import HFTarget
-from ..models.target.tensor_parallel import Worker
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
 from ..train.estimate import TrainingEstimate, estimate_training

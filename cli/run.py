@@ -42,8 +42,8 @@ from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
 from ..models.export.package import README_FILE
 from ..models.export.registry import refusals_after_training
-from ..models.target.hf_target import HFTarget
-from ..models.target.loading import load_target
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.loading import load_target
 from ..train.batches import target_reads
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from ..data.config import DataConfig
 from ..data.sources import describe_drops
 from ..data.types import Conversation, Example
-from ..models.target.hf_target import HFTarget
-from ..models.target.tensor_parallel import agreed
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.tensor_parallel import agreed
 from .config import DistillConfig
 from .label.features import free_bytes, num_bytes
 from .label.run import LabellingStats, label_shard, length_batches

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..data.manifest import BaseEntry, BaseManifest
 from ..data.store import ShardStore
 from ..data.types import Conversation, Example
-from ..models.target.tensor_parallel import Worker
+from ..models.llm.tensor_parallel import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from ..data.suites import PromptSet
 from ..data.types import Turn
 from ..models.decoding.acceptance import GreedyAcceptance
 from ..models.drafters import NullDrafter
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .config import EvalConfig
 from .measure.timing import time_generation
 from .run import cpu_threads

@@ -18,7 +18,7 @@ from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
 from .measure.bench import Bench

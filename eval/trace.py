@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..data.chat import encode_prompt
 from ..data.files import replacing
 from ..data.types import Turn
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .config import SYNCHRONOUS, EvalConfig
 from .measure.methods import Drafters, TunedSettings, acceptance_rule, load_drafters, method_specs, methods_by_place
 from .measure.timing import time_generation

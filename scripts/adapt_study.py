@@ -40,8 +40,8 @@ from outrider.data.sources import load_conversations
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train.tracking import METRICS_FILE, read_records
 from outrider.train.validation import Validator, hold_out
 

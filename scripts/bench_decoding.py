@@ -32,10 +32,10 @@ from outrider.models.decoding.reading import read_acceptance
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.tree_attention import grouped_heads, masks_by_kind
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.tree_attention import grouped_heads, masks_by_kind
 
 TREE = (-1, -1, -1, -1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10, 14)
 """Parents of 16 nodes, five deep."""

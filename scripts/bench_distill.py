@@ -36,9 +36,9 @@ from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 HEAD_CHUNK = 2048
 

@@ -33,9 +33,9 @@ from outrider.data.files import write_json
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 REDRAFTER = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "initial_state": "zero"}
 EAGLE3 = {"kind": "eagle3", "layer": {"model_type": "llama", "hidden_act": "silu"}}
@@ -127,8 +127,8 @@ def one_round(args: argparse.Namespace) -> Report:
 
 def choose_linears(drafter: nn.Module) -> None:
     """Choose the kernels of a drafter's linear layers, if the checkout has such a choice."""
-    if importlib.util.find_spec("outrider.models.target.linears") is not None:
-        importlib.import_module("outrider.models.target.linears").choose_linears(drafter)
+    if importlib.util.find_spec("outrider.models.llm.linears") is not None:
+        importlib.import_module("outrider.models.llm.linears").choose_linears(drafter)
 
 
 def measure(target: HFTarget, options: dict[str, Any] | None, prompts: torch.Tensor, new_tokens: int) -> dict[str, float]:

@@ -47,7 +47,7 @@ from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossChoice, LossKind
 from outrider.models.drafters.objective import Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 MIB = 2**20
 STEP_DEPTHS = 4

@@ -86,8 +86,8 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.run import cpu_threads, load_suites
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_tokenizer
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_tokenizer
 
 RECORD_FILE, COSTS_FILE = "offload.json", "drafters.json"
 BASELINE = "nothing"
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
     with locked(args.output), cpu_threads(args.threads):
         write_json(args.output / SETTINGS_FILE, settings)
         if any(missing(cell, len(prompts), args.output) for cell in cells):
-            with grown(source, size, args.output / "models" / "target") as target:
+            with grown(source, size, args.output / "models" / "llm") as target:
                 drafter_costs(folders, size, args)
                 folders[GROWN] = args.output / "grown_drafter"
                 for cell in cells:

@@ -34,10 +34,10 @@ from outrider.eval.results.marks import is_disturbed
 from outrider.eval.results.rows import Row
 from outrider.eval.run import cpu_threads, evaluate
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.linears import PackedForSomeRows
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.linears import PackedForSomeRows
+from outrider.models.llm.loading import load_target
 
 MARK = 1.02
 """Most that plain decoding may take, relative to any other method."""

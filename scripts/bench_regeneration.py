@@ -33,9 +33,9 @@ from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.distill.regenerate.run import answer_limits
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters.saved.loading import read_drafter_config
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 Seconds = tuple[float, float]
 """Wall-clock seconds and processor seconds."""

@@ -66,9 +66,9 @@ from outrider.distill.regenerate.lengths.schedule import (
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Sampling
 from outrider.models.decoding.types import Counts
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 SHOWN = (
     "num_batches",

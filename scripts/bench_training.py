@@ -42,8 +42,8 @@ from outrider.distill.label.run import distill, load_examples
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 
 KINDS = ("redrafter", "medusa", "eagle", "eagle3")

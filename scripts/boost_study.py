@@ -30,8 +30,8 @@ from outrider.eval.run import load_suites
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, make_training_free
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 from outrider.train.missed_by import describe_other
 from outrider.train.run import train
 

@@ -28,9 +28,9 @@ from outrider.eval.results.stats import bootstrap, ratio
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
 from outrider.models.decoding.protocols import Drafter
 from outrider.models.drafters import load_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 BATCH_SIZE = 16
 

@@ -53,8 +53,8 @@ from outrider.data.files import locked, read_json, write_json
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.run import cpu_threads
 from outrider.models.drafters import load_drafter
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 FEATURE_LAYERS = [2, 4, 7]
 """Layers of the demo's target that EAGLE-3 and the block drafter read."""

@@ -20,9 +20,9 @@ from outrider.data.types import Turn
 from outrider.models.decoding.acceptance import GreedyAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.drafters.null import NullDrafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 LAYERS = 16
 """Layers of a grown target: the longest pipeline has as many stages."""

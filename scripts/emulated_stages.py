@@ -20,14 +20,14 @@ from typing import Any
 from pipeline_clock import Costs
 from transformers import PreTrainedModel
 
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.stages.channels import Channel, Exchange, Message
-from outrider.models.target.stages.links import ProcessLink, RemoteStage, StageLink, Type
-from outrider.models.target.stages.messages import Kind, Work
-from outrider.models.target.stages.serve import leave_interrupts_to_the_head, serve
-from outrider.models.target.stages.slices import EndSlice, LayerSlice
-from outrider.models.target.stages.stage import Stage
-from outrider.models.target.stages.staged_target import StagedTarget
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.stages.channels import Channel, Exchange, Message
+from outrider.models.llm.stages.links import ProcessLink, RemoteStage, StageLink, Type
+from outrider.models.llm.stages.messages import Kind, Work
+from outrider.models.llm.stages.serve import leave_interrupts_to_the_head, serve
+from outrider.models.llm.stages.slices import EndSlice, LayerSlice
+from outrider.models.llm.stages.stage import Stage
+from outrider.models.llm.stages.staged_target import StagedTarget
 
 EMULATED = "emulated stages, wall clock"
 SHORT_SECONDS = 0.002

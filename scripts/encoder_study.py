@@ -31,8 +31,8 @@ from outrider.distill.regenerate.lengths.predictors import ClassifierPredictor, 
 from outrider.distill.regenerate.lengths.schedule import Policy, Rectangle
 from outrider.distill.regenerate.lengths.stopwatch import Stopwatch
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 READ_TOKENS = 128
 """Tokens of a prompt that the encoder reads; few prompts are longer."""

@@ -51,9 +51,9 @@ from outrider.eval.run import cpu_threads, evaluate, load_suites
 from outrider.models.drafters.calibration import read_prior, write_prior
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from outrider.models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 RECORD_FILE = "free_study.json"
 

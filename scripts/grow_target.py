@@ -38,7 +38,7 @@ from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS
 from outrider.models.drafters.eagle3 import default_feature_layers
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from outrider.models.drafters.small_models import PER_LAYER
-from outrider.models.target.loading import TOKENIZER_PATTERNS
+from outrider.models.llm.loading import TOKENIZER_PATTERNS
 
 RECORD_FILE = "grown.json"
 """File of a grown target's sizes. Only a folder with this file is overwritten."""

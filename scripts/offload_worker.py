@@ -29,8 +29,8 @@ from outrider.eval.measure.timing import Generation, time_generation
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.drafters import NullDrafter, load_drafter
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 CHUNK_BYTES = 8 << 20
 """Bytes of one read of raw reads."""

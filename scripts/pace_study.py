@@ -37,8 +37,8 @@ from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule, Growth
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from outrider.models.drafters.saved.loading import load_trained
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 RECORD_FILE = "pace_study.json"
 METHODS = (EXPECTED, UNCALIBRATED, CONFIDENCE)

@@ -28,7 +28,7 @@ from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.drafters.candidates import depths_of
 from outrider.models.drafters.null import NullDrafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 TOP_K = 8
 """Children of each context."""

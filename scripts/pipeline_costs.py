@@ -13,9 +13,9 @@ from study_cells import grown
 from outrider.eval.run import cpu_threads
 from outrider.models.decoding.prompts import Prompts
 from outrider.models.decoding.tree import chain_tree, empty_tree
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 CLOCK = "wall clock"
 MOST_ENTRIES = 25

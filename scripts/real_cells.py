@@ -18,9 +18,9 @@ from tqdm import tqdm
 from outrider.models.drafters.null import NullDrafter
 from outrider.models.drafters.saved.loading import load_drafter
 from outrider.models.drafters.streaming import streaming_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 REAL = "real processes, wall clock"
 WARM_UP_TOKENS = 8

@@ -25,7 +25,7 @@ from outrider.data.files import read_json, write_json
 from outrider.distill.label.run import load_examples
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.results.stats import bootstrap, ratio_of_ratios
-from outrider.models.target.loading import load_tokenizer
+from outrider.models.llm.loading import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CLOSE = 0.95

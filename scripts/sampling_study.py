@@ -31,7 +31,7 @@ from outrider.eval.measure.environment import describe_environment
 from outrider.eval.results.stats import bootstrap, ratio, ratio_of_ratios
 from outrider.eval.run import cpu_threads
 from outrider.models.drafters import load_drafter
-from outrider.models.target.loading import load_target
+from outrider.models.llm.loading import load_target
 
 KINDS = ("eagle", "eagle3", "draft_model")
 DEPTH, TOP_K = 5, 8

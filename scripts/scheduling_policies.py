@@ -19,7 +19,7 @@ from outrider.distill.regenerate.lengths.schedule import (
     Waiting,
 )
 from outrider.distill.regenerate.lengths.stopwatch import Stopwatch
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 HELD_OUT = 700
 """First number of the held-out prompts, which are never training data."""

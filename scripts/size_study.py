@@ -46,8 +46,8 @@ from outrider.eval.records.run_files import read_info
 from outrider.eval.results.finished import read_rows
 from outrider.eval.run import cpu_threads, evaluate
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 DEFAULT_FOLDERS = ("outputs/compare_demo/variants/*/drafter", "outputs/demo/drafter")
 PROFILED_PROMPTS = 2

@@ -20,9 +20,9 @@ from outrider.eval.results.finished import read_rows
 from outrider.eval.results.marks import is_disturbed
 from outrider.eval.run import cpu_threads
 from outrider.models.machine import available_memory
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 CPU = torch.device("cpu")
 COPIES = 3

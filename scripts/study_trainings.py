@@ -15,7 +15,7 @@ from outrider.distill.label.run import distill
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import load_suites
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.run import train
 
 BATCH_SIZE = 6

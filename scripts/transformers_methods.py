@@ -13,7 +13,7 @@ from outrider.eval.measure.turns import Method
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import NullDrafter, load_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 PLAIN, TRANSFORMERS, LOOKUP = "plain", "transformers generate", "transformers prompt lookup"
 ASSISTED = "transformers assisted generation"

@@ -11,8 +11,8 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import RedrafterConfig
 from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tuned
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 from .tiny_models import IDENTITY
 

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from outrider.models.target import streamed_loading
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.memory_plan import GIB, NUM_SLOTS
-from outrider.models.target.streamed_loading import build_without_weights, stored_weights
-from outrider.models.target.weight_stream import WeightStream
+from outrider.models.llm import streamed_loading
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.memory_plan import GIB, NUM_SLOTS
+from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
+from outrider.models.llm.weight_stream import WeightStream
 
 CPU = torch.device("cpu")
 BUDGET_TOKENS = 1024

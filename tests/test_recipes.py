@@ -18,7 +18,7 @@ from outrider.cli.run import require_trainable, run
 from outrider.data.drafter_names import TRAINING_FREE_NAMES
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
-from outrider.models.target.loading import load_target
+from outrider.models.llm.loading import load_target
 
 from .tiny_models import save_tiny_target
 

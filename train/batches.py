@@ -23,8 +23,8 @@ from ..data.shards import read_shard
 from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.target.hf_target import HFTarget
-from ..models.target.text_states import states_of_texts
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.text_states import states_of_texts
 from .config import TrainConfig
 from .missed_by import OtherDrafter
 

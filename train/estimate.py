@@ -22,8 +22,8 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.chunks import max_chunk
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
 from ..models.machine import synchronize
-from ..models.target.hf_target import HFTarget
-from ..models.target.tensor_parallel import Worker
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.tensor_parallel import Worker
 from .batches import PAD_ID, target_reads, with_hidden_states
 from .config import TrainConfig
 from .division import with_accumulation

@@ -30,7 +30,7 @@ from ..models.drafters.registry import TRAINING_FREE, make_training_free
 from ..models.drafters.saved.loading import load_part
 from ..models.drafters.saved.parts import Part, parse_drafter_name
 from ..models.drafters.training_free import TrainingFreeDrafter
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 
 PREFIX_TOKENS = 2**14
 """Tokens that a drafter with a KV cache reads at a time: each position needs its text anew."""

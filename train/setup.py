@@ -17,8 +17,8 @@ from ..data.types import TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
-from ..models.target.hf_target import HFTarget
-from ..models.target.text_states import require_packing
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.text_states import require_packing
 from .batches import BatchStream, count_label_tokens, target_reads
 from .best import Best
 from .checkpoint import Checkpoints

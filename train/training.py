@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.target.hf_target import HFTarget
+from ..models.llm.hf_target import HFTarget
 from .batches import BatchStream
 from .best import Best
 from .checkpoint import Checkpoints

@@ -26,8 +26,8 @@ from ..models.decoding.protocols import Drafter
 from ..models.drafters import NullDrafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Loss, Objective
-from ..models.target.hf_target import HFTarget
-from ..models.target.tensor_parallel import Worker
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.tensor_parallel import Worker
 from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .missed_by import OtherDrafter

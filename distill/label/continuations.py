@@ -31,8 +31,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ...data.bundles import Bundle, move_to, to_device
 from ...data.types import UNKNOWN
 from ...models.decoding.sampling import Sampling, warp
-from ...models.target.hf_target import HFTarget
-from ...models.target.hidden_states import without_head
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.hidden_states import without_head
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 

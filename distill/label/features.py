@@ -14,8 +14,8 @@ from ...data.host_copies import start_host_copies
 from ...data.shards import LAYER, SCALES, TOP_BYTES
 from ...data.states import StoredStates, are_finite, encode_states, state_bytes
 from ...data.types import DistilledExample, Example, TopTokens
-from ...models.target.hf_target import HFTarget
-from ...models.target.hidden_states import decoder_layers
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.hidden_states import decoder_layers
 from ..config import DistillConfig
 
 TOKEN_BYTES = 4

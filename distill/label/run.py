@@ -32,8 +32,8 @@ from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX
 from ...data.types import DistilledExample, Example
-from ...models.target.hf_target import HFTarget
-from ...models.target.tensor_parallel import Worker
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from .behind import Behind

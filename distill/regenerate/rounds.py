@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...data.files import sha256_file
 from ...data.manifest import MANIFEST_FILE
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from .answers import AnswersManifest, answer_store
 from .engine import Limits
 from .lengths.buckets import Lesson

@@ -27,8 +27,8 @@ from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
 from ...models.export.certificate_file import CertificateLine
-from ...models.target.graphed_rule import rule_beside
-from ...models.target.hf_target import HFTarget
+from ...models.llm.graphed_rule import rule_beside
+from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit
 from ..measure.pipelined import recorded_stages
 from ..measure.timing import Loop

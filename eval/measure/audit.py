@@ -10,7 +10,7 @@ from jaxtyping import Int
 from ...models.decoding.prompts import Prompts
 from ...models.decoding.sampling import MIN_PRECISION, wind_clocks
 from ...models.decoding.tree import accepted_path, empty_tree
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from ..records.run_files import Audit
 
 MAX_NOISE = 0.25

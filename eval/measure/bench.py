@@ -15,8 +15,8 @@ from ...data.differences import differences
 from ...data.suites import PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule, Drafter
-from ...models.target import cuda_graphs
-from ...models.target.hf_target import HFTarget
+from ...models.llm import cuda_graphs
+from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile

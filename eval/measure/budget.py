@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ...models.target.hf_target import HFTarget
-from ...models.target.memory_plan import GIB
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.memory_plan import GIB
 from ..records.run_files import BudgetFacts
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...models.machine import find_out_of_memory, release_memory
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 
 logger = logging.getLogger(__name__)
 

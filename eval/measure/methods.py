@@ -21,8 +21,8 @@ from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.target.graphed_rule import rule_beside
-from ...models.target.hf_target import HFTarget
+from ...models.llm.graphed_rule import rule_beside
+from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
 from ..records.method_names import SHAPE_OPTIONS
 from ..records.names import BASELINE, PIPELINED

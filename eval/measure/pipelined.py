@@ -11,8 +11,8 @@ from ...models.decoding.types import Step
 from ...models.drafters.registry import DRAFTERS
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.drafters.streaming import REASONS, streaming_drafter
-from ...models.target.hf_target import HFTarget
-from ...models.target.stages.staged_target import StagedTarget
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.stages.staged_target import StagedTarget
 from .timing import Loop
 
 

@@ -17,7 +17,7 @@ from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
-from ...models.target.weight_stream import StreamStats, WeightStream
+from ...models.llm.weight_stream import StreamStats, WeightStream
 from ..records.records import Runs, Streaming, TreeTokens
 
 Loop = Callable[..., Iterator[Step]]

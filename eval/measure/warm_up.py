@@ -18,7 +18,7 @@ from ...models.decoding.sampling import Randomness
 from ...models.decoding.tree import DraftTree
 from ...models.decoding.types import NO_NODE
 from ...models.drafters.graphed import GraphedDrafter
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from .memory import within_memory
 from .timing import Generation, time_generation
 

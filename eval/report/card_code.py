@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...data.manifest import TargetIdentity
-from ...models.target.quantization import check_method
+from ...models.llm.quantization import check_method
 from ..results.markdown import Markdown, render
 
 CLASSES = {"bitsandbytes": "BitsAndBytesConfig", "gptq": "GPTQConfig", "awq": "AwqConfig"}

@@ -22,8 +22,8 @@ from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import DraftTree, depths
 from ...models.decoding.types import AcceptedPath, TargetOutput
 from ...models.drafters import NullDrafter
-from ...models.target.frozen_model import UNLIMITED
-from ...models.target.hf_target import HFTarget
+from ...models.llm.frozen_model import UNLIMITED
+from ...models.llm.hf_target import HFTarget
 from ..measure.memory import within_memory
 
 CERTAIN = 1e4

@@ -22,7 +22,7 @@ from ...models.drafters.saved.build import DrafterSpec
 from ...models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment
 from ..measure.memory import within_memory

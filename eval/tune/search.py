@@ -27,7 +27,7 @@ from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.drafters.saved.tuned import Choice
 from ...models.machine import synchronize
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from ..measure.memory import within_memory
 from ..measure.methods import proposer
 from .replay import Answered, ReplayTarget

@@ -19,7 +19,7 @@ from ...models.decoding.loop import Stopwatch
 from ...models.decoding.prompts import Prompts
 from ...models.decoding.tree import DraftTree, accepted_path, empty_tree
 from ...models.decoding.types import NO_NODE
-from ...models.target.hf_target import HFTarget
+from ...models.llm.hf_target import HFTarget
 from ..measure.memory import within_memory
 
 DEPTH = 5

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...data.types import DrafterBatch
 from ..decoding.protocols import Drafter
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .beams import SearchTree
 from .calibration import Prior
 from .objective import Loss, Objective

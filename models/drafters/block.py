@@ -29,9 +29,9 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers, decoder_of
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_layers, decoder_of
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_options import BlockConfig, spread_feature_layers
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread

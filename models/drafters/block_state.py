@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 
 from ..decoding.prompts import Prompts
 from ..decoding.types import AcceptedPath, Counts
-from ..target.tree_attention import visible_columns
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_attention import visible_columns
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .unread import append
 
 

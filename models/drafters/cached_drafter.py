@@ -10,7 +10,7 @@ from jaxtyping import Int
 from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
+from ..llm.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .base import TrainableDrafter
 from .beams import SearchTree
 

@@ -14,10 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers, decoder_of
-from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
-from ..target.tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_layers, decoder_of
+from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
+from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -29,9 +29,9 @@ from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from ..target.hf_target import HFTarget
-from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.hf_target import HFTarget
+from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .branches.layout import Branches
 from .cached_drafter import CachedDrafter

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TextEntries, TreeOptions
 from .labels import Labels

@@ -23,8 +23,8 @@ from torch import nn
 from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers, decoder_of
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
 from .labels import Labels

@@ -27,9 +27,9 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, TargetOutput
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_of
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_of
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues, Masks
 from .branches.layout import Branches

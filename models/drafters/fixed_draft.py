@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
 from ..decoding.types import NO_NODE, AcceptedPath, Counts
-from ..target.hf_target import HFTarget
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.hf_target import HFTarget
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes

@@ -11,8 +11,8 @@ from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, TargetOutput
-from ..target.cuda_graphs import GraphedFunction, Output, Recorder
-from ..target.tree_cache import TreeCache
+from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
+from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, pack_likeliest
 from .cached_drafter import CachedDrafter
 from .merged import MergedDrafter

@@ -34,8 +34,8 @@ from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import NO_NODE, AcceptedPath, Counts
-from ..target.hf_target import HFTarget
-from ..target.tree_cache import CacheSnapshot, TreeCache
+from ..llm.hf_target import HFTarget
+from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of

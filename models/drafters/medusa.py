@@ -34,7 +34,7 @@ from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, Share, one_of, 
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .beams import SearchTree
 from .labels import Labels
 from .last_state import LastStateDrafter

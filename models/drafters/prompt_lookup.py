@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
 from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys
 from .training_free import TrainingFreeDrafter, read_references

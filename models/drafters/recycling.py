@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .candidates import Candidates
 from .journal import Journal
 from .ngrams import TOKEN_BITS

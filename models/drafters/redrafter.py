@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .beams import (
     MAX_CANDIDATES,
     MAX_SEARCH_NODES,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...data.fields import problems_of
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .base import TrainableDrafter
 from .block import Block
 from .draft_model import DraftModel

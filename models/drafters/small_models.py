@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
 from ..bounded_build import CANT_BE_BUILT
-from ..target.config import TargetConfig
-from ..target.hf_target import HFTarget
-from ..target.identity import weights_digest
-from ..target.loading import load_target
-from ..target.plain_weights import require_plain_weights, require_resident_weights, whole
+from ..llm.config import TargetConfig
+from ..llm.hf_target import HFTarget
+from ..llm.identity import weights_digest
+from ..llm.loading import load_target
+from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
 from .beams import MAX_SEARCH_NODES
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")

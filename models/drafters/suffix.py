@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, Share
 from ..decoding.types import NO_NODE
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
 from .journal import Journal
 from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys

@@ -23,7 +23,7 @@ from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, TargetOutput
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .candidates import Candidates, tree_of
 from .journal import Journal, Snapshot, Store
 

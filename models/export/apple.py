@@ -17,7 +17,7 @@ here it doesn't; the folder doesn't contain it.
 from typing import Any
 
 from ..drafters.redrafter import Redrafter, RedrafterConfig
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
 from .llama import raise_unsupported, require_sizes

@@ -18,8 +18,8 @@ from ..drafters.draft_model import DraftModel
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
 from ..drafters.saved.loading import load_drafter, require_fitting_target, trained_parts
 from ..drafters.saved.parts import DrafterParts, parse_drafter_name
-from ..target.hf_target import HFTarget
-from ..target.identity import config_digest, tokenizer_digest, weights_digest
+from ..llm.hf_target import HFTarget
+from ..llm.identity import config_digest, tokenizer_digest, weights_digest
 
 logger = logging.getLogger(__name__)
 

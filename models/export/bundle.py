@@ -28,8 +28,8 @@ FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
 LEFT_OUT = frozenset(
     {
-        *("models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"),
-        "models.target.weight_stream",
+        *("models.llm.config", "models.llm.quantization", "models.llm.loading", "models.llm.tensor_parallel"),
+        "models.llm.weight_stream",
     }
 )
 """Modules to load, quantise, slice and stream a target; the caller of `generate` has already loaded

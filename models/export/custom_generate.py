@@ -27,7 +27,7 @@ from ..decoding.types import Step
 from ..drafters.saved.download import resolve_drafter
 from ..drafters.saved.loading import trained_parts
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
-from ..target.linears import packed_where_faster
+from ..llm.linears import packed_where_faster
 from .bound_drafters import Bound, bind, drafters_of, require_usable
 from .generate_arguments import (
     require_honoured,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..drafters.vocabulary import DraftVocabulary
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import Reading, Tensors
 from .llama import require_target_parts, target_parts

@@ -31,8 +31,8 @@ import torch
 
 from ..drafters.block import Block
 from ..drafters.block_options import BlockConfig
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_layers
 from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors

@@ -19,7 +19,7 @@ import torch
 
 from ..drafters.decoder_layer import form_config
 from ..drafters.eagle import Eagle, EagleConfig
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (

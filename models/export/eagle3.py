@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from ..drafters.eagle3 import Eagle3, Eagle3Config
-from ..target.hf_target import HFTarget
-from ..target.hidden_states import decoder_layers
+from ..llm.hf_target import HFTarget
+from ..llm.hidden_states import decoder_layers
 from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading

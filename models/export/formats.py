@@ -23,7 +23,7 @@ from ..drafters.registry import DRAFTERS, kind_of
 from ..drafters.saved.build import DrafterSpec, shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import NOTE_FILE, Folder, open_folder
 
 NOTE_VERSION = 1

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ..drafters.decoder_layer import FORMS, form_config
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .rope import is_positive, rope_problems
 

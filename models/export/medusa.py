@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..drafters.medusa import Medusa, MedusaConfig
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
 from .llama import GENERAL_KEYS, raise_unsupported, require_sizes

@@ -14,7 +14,7 @@ from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from . import apple, dspark, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder

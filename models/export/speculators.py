@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..drafters.eagle3 import Eagle3
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .eagle3 import NORMS, NUM_FEATURES, eagle3_layer_problems, names_of, read_norms
 from .folders import Folder

@@ -6,7 +6,7 @@ Source: `SpeculatorModelConfig` (src/speculators/config.py of github.com/vllm-pr
 from collections.abc import Mapping
 from typing import Any
 
-from ..target.hf_target import HFTarget
+from ..llm.hf_target import HFTarget
 from .folders import Folder
 
 VERSION = "0.9.0"

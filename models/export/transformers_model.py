@@ -21,10 +21,10 @@ from ..bounded_build import bounded_build, require_possible_numbers
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.saved.folder import CONFIG_FILE
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model, require_same_tokenizer
-from ..target.config import TargetConfig
-from ..target.hf_target import HFTarget
-from ..target.identity import tokenizer_digest
-from ..target.loading import load_tokenizer
+from ..llm.config import TargetConfig
+from ..llm.hf_target import HFTarget
+from ..llm.identity import tokenizer_digest
+from ..llm.loading import load_tokenizer
 from .folders import Folder, to_json
 from .formats import NOTE_FILE, FolderContents, Format, Reading, Tensors
 from .llama import SAME_NUMBER

@@ -157,7 +157,7 @@ def decode(model: Any, prompts: list[list[int]], expected: list[list[int]]) -> l
     from outrider.data.manifest import TargetIdentity
     from outrider.models.decoding import GreedyAcceptance, generate
     from outrider.models.drafters.oracle import OracleDrafter
-    from outrider.models.target.hf_target import HFTarget
+    from outrider.models.llm.hf_target import HFTarget
 
     identity = TargetIdentity(
         name="tiny", revision=None, weights_sha256="0", config_sha256="", quantization="", tokenizer_sha256="0",

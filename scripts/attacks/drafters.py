@@ -101,7 +101,7 @@ def decoder() -> Any:
     import torch
 
     from outrider.models.decoding import GreedyAcceptance, generate
-    from outrider.models.target.loading import load_target
+    from outrider.models.llm.loading import load_target
 
     target = load_target(str(TARGET), torch.device("cpu"))
     prompt = target.tokenizer("def add(a, b):\n    return", return_tensors="pt").input_ids

@@ -58,8 +58,8 @@ def make_target(directory: Path, rope: dict[str, Any]) -> Any:
 
 def load_target(directory: Path) -> Any:
     """Load the target that `make_target` wrote."""
-    from outrider.models.target import loading as target
-    from outrider.models.target.config import TargetConfig
+    from outrider.models.llm import loading as target
+    from outrider.models.llm.config import TargetConfig
 
     return target.load_target(TargetConfig(name_or_path=str(directory.resolve()), device="cpu", dtype="float32"))
 

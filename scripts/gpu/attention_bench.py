@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.data.files import write_json
-from outrider.models.target.attention_speeds import LayerStates, choose, measure, time_in_turns
+from outrider.models.llm.attention_speeds import LayerStates, choose, measure, time_in_turns
 
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}
 MAX_MATH_KEYS = 8192

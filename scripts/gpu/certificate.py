@@ -17,8 +17,8 @@ import typer
 from outrider.cli.certify import certify_command
 from outrider.eval.certify import certificate as certify
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 TARGET = Path(__file__).parents[2] / "models" / "demo_target"
 SMALL = {"NUM_TEXTS": 16, "SAMPLED_BATCH_SIZE": 16}

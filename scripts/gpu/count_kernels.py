@@ -65,10 +65,10 @@ from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target import tree_attention, tree_reader
-from outrider.models.target.graphed_rule import GraphedRule
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
+from outrider.models.llm import tree_attention, tree_reader
+from outrider.models.llm.graphed_rule import GraphedRule
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.batches import target_reads, with_hidden_states
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")

@@ -60,8 +60,8 @@ from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.graphed_rule import rule_beside
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.graphed_rule import rule_beside
+from outrider.models.llm.hf_target import HFTarget
 
 SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
 FORMS = {

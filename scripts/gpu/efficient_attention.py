@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import pad
 
-from outrider.models.target import attention_kernels
+from outrider.models.llm import attention_kernels
 
 WORD = 8
 """Strides of 16-bit types are multiples of so many elements."""

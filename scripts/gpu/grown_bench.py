@@ -42,9 +42,9 @@ from outrider.eval.records.run_files import read_info
 from outrider.eval.results.marks import marks
 from outrider.eval.results.rows import fault, is_broken
 from outrider.eval.run import check_inputs, evaluate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_tokenizer
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the scripts that are for every machine
 

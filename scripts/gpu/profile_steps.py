@@ -27,7 +27,7 @@ from outrider.data.files import write_json
 from outrider.models.decoding import RowSeeds, generate
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
-from outrider.models.target.graphed_rule import rule_beside
+from outrider.models.llm.graphed_rule import rule_beside
 
 GROUPS = {
     "attention": ("fmha", "flash", "attention", "cudnn_generated"),

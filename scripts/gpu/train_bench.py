@@ -47,7 +47,7 @@ from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import target_reads, with_hidden_states
 
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}

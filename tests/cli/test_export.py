@@ -16,7 +16,7 @@ from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
-from outrider.models.target.loading import load_target
+from outrider.models.llm.loading import load_target
 
 app = typer.Typer()
 app.command("export")(export_command)
@@ -118,7 +118,7 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
 
 def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
-    monkeypatch.setattr("outrider.models.target.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.llm.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"the format is 'tgi'; choose one of .*eagle1-vllm \(eagle\)"):
         call("export", drafter, *target, "--to", "tgi")
     with pytest.raises(ValueError, match="doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm"):

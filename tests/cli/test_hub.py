@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from outrider.cli.hub import package_command, pull_command, push_command
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export import hub
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 app = typer.Typer()
 app.command("package")(package_command)

@@ -18,7 +18,7 @@ from outrider.cli.init_kinds import KIND_DEFAULTS, feature_layers
 from outrider.cli.run import require_trainable, run
 from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.eagle3 import default_feature_layers
-from outrider.models.target.loading import load_target
+from outrider.models.llm.loading import load_target
 
 from ..tiny_models import save_tiny_target
 

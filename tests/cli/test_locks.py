@@ -15,8 +15,8 @@ from outrider.cli.hub import package_command
 from outrider.cli.tune import tune_command
 from outrider.data.files import locked
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 app = typer.Typer()
 for name, command in {

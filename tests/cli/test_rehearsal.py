@@ -18,7 +18,7 @@ from outrider.distill.config import DistillConfig
 from outrider.models.drafters import parse_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.config import TrainConfig
 
 from ..tiny_models import IDENTITY

@@ -34,9 +34,9 @@ from outrider.models.drafters import (
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 from outrider.models.drafters.objective import Loss, Objective
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 

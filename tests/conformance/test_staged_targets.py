@@ -14,11 +14,11 @@ from outrider.eval.measure.audit import audit
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.tree import DraftTree, accepted_path
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.stages.inline import in_stages
-from outrider.models.target.stages.staged_target import StagedTarget
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.stages.inline import in_stages
+from outrider.models.llm.stages.staged_target import StagedTarget
 
 from .test_architectures import CASES, EVERY_CASE, SMALL, VOCAB, adapt, make_model
 from .test_drafters import FREE, FROM_RANDOM, OPTIONS, ROW_KINDS

@@ -25,9 +25,9 @@ from outrider.eval.certify import certificate
 from outrider.eval.measure.turns import Method
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.memory_plan import Place
-from outrider.models.target.weight_reader import WeightFiles
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.memory_plan import Place
+from outrider.models.llm.weight_reader import WeightFiles
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 

@@ -17,8 +17,8 @@ from outrider.data import hub, hub_client, offline
 from outrider.data.raw_records import load_records
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.export.hub import pull
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_tokenizer
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_tokenizer
 
 SECONDS = 0.3
 API, FILE = "/api/models/me/it", "/me/it/resolve/main/model.safetensors"

@@ -28,9 +28,9 @@ from outrider.data.manifest import Manifest
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
 from outrider.distill.regenerate.run import regenerate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 CONFIG = DistillConfig(
     mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128

@@ -14,9 +14,9 @@ from outrider.distill.estimate import estimate, estimate_regeneration, estimate_
 from outrider.distill.label.features import bytes_per_token
 from outrider.distill.label.run import LabellingStats, load_examples, missing_examples
 from outrider.distill.regenerate.run import missing_conversations, regenerate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from .label.test_run import run, write_conversations
 

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 
 from outrider.data.shards import verify_shards
 from outrider.distill.regenerate.answers import answer_store
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from .killed_distill import make
 from .label.test_run import contents, write_conversations

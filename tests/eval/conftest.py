@@ -9,9 +9,9 @@ import torch
 
 from outrider.eval.records.records import EvalRecord
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 MakeRecord = Callable[..., EvalRecord]
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from outrider.cli.certify import certify_command
 from outrider.cli.eval import eval_command
 from outrider.cli.tune import tune_command
-from outrider.models.target import streamed_loading
-from outrider.models.target.memory_plan import GIB
+from outrider.models.llm import streamed_loading
+from outrider.models.llm.memory_plan import GIB
 
 from ..tiny_models import save_tiny_target
 

@@ -185,7 +185,7 @@ def test_mistakes_are_errors_before_the_target_is_loaded(
     def too_late(*args: Any, **kwargs: Any) -> None:
         pytest.fail("the target was loaded before the mistake was found")
 
-    monkeypatch.setattr("outrider.models.target.loading.load_target", too_late)
+    monkeypatch.setattr("outrider.models.llm.loading.load_target", too_late)
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "empty.jsonl").write_text("")

@@ -36,9 +36,9 @@ from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sa
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 NEW_TOKENS = 12
 NUM_TURNS = 4  # The second prompt doesn't fit.

@@ -17,11 +17,11 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.stages.inline import in_stages
-from outrider.models.target.stages.staged_target import StagedTarget
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.stages.inline import in_stages
+from outrider.models.llm.stages.staged_target import StagedTarget
 
 app = typer.Typer()
 for name, function in {"eval": eval_command, "certify": certify_command}.items():
@@ -51,7 +51,7 @@ def command(
         assert config.stage_layers == [1, 1]
         return staged
 
-    monkeypatch.setattr("outrider.models.target.loading.load_target", load)
+    monkeypatch.setattr("outrider.models.llm.loading.load_target", load)
     return [
         *("--target", str(tiny_target_dir), "--stage-layers", "1,1", "--max-new-tokens", "12", "--suite", str(suite)),
         *("--drafter", f"draft_model:{tiny_target_dir}", "--output", str(tmp_path / "out")),
@@ -139,7 +139,7 @@ def test_kinds_that_need_the_targets_answer_are_refused_before_the_target_is_loa
     save_drafter(build_drafter(parse_drafter({"kind": kind}), tiny_target), tmp_path / kind, tiny_target.identity)
     arguments = ["eval", *command, "--drafter", str(tmp_path / kind), "--profile-prompts", "0"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    monkeypatch.setattr("outrider.models.target.loading.load_target", pytest.fail)
+    monkeypatch.setattr("outrider.models.llm.loading.load_target", pytest.fail)
     result = CliRunner().invoke(app, [*arguments, "--decode", "pipelined"])
     assert result.exit_code != 0
     assert re.search("it can't draft while the target reads", str(result.exception)), result.exception

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider.cli.eval import eval_command
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.trace import trace_problems, write_trace
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 CONFIG = EvalConfig(suites=[SuiteConfig(name="mt_bench")], max_new_tokens=4, settings=[{"beam_width": 1}])
 

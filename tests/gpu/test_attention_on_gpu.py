@@ -13,11 +13,11 @@ from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.branches.attention import Entries, attend_densely
-from outrider.models.target import attention_speeds
-from outrider.models.target.attention_kernels import has_kernel
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.split_attention import PARTS, split_mask
-from outrider.models.target.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
+from outrider.models.llm import attention_speeds
+from outrider.models.llm.attention_kernels import has_kernel
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.split_attention import PARTS, split_mask
+from outrider.models.llm.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
 
 # A selected backend that rejects its inputs gives the reasons in warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

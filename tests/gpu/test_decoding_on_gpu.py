@@ -15,12 +15,12 @@ from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target import cuda_graphs as graphs
-from outrider.models.target import tree_cache
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.graphed_rule import GraphedRule
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm import cuda_graphs as graphs
+from outrider.models.llm import tree_cache
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.graphed_rule import GraphedRule
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 from ..models.recorder import ReplayingRecorder
@@ -170,7 +170,7 @@ def test_steps_in_graphs_decode_the_tokens_of_eager_steps(model, monkeypatch, ki
 def test_compiled_steps_in_graphs_decode_the_tokens_of_eager_steps(model, kind):
     """The test has few shapes, since each is compiled."""
     if model.device.type != "cuda":
-        pytest.skip("on a CPU compiling takes minutes; tests/models/target/test_cuda_graphs.py traces without compiling")
+        pytest.skip("on a CPU compiling takes minutes; tests/models/llm/test_cuda_graphs.py traces without compiling")
     compiled = form_of(model, compiled=True, cuda_graphs=True)
     drafter, eager = drafter_for(kind, compiled), drafter_for(kind, model)
     try:

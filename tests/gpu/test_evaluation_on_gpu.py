@@ -17,8 +17,8 @@ from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.machine import is_out_of_memory, release_memory
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 pytestmark = pytest.mark.gpu
 

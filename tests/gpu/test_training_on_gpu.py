@@ -28,10 +28,10 @@ from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.text_states import require_packing, states_of_texts
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.text_states import require_packing, states_of_texts
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.checkpoint import Checkpoints, complete_checkpoints
 from outrider.train.config import TrainConfig

@@ -18,9 +18,9 @@ from outrider.models.machine import (
     synchronize,
     turn_off_cudnn_attention,
 )
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
-from outrider.models.target.tree_cache import extent_step
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.tree_cache import extent_step
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_loading_a_target_turns_cudnns_attention_off_for_its_device(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[torch.device] = []
-    monkeypatch.setattr("outrider.models.target.loading.turn_off_cudnn_attention", devices.append)
+    monkeypatch.setattr("outrider.models.llm.loading.turn_off_cudnn_attention", devices.append)
     load_target(TargetConfig(name_or_path=str(tiny_target_dir)), torch.device("cpu"))
     assert devices == [torch.device("cpu")]
 

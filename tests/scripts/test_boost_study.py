@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 
 def test_every_drafter_is_measured_at_equal_nodes(

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import build_drafter, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 DEPTH, WIDTH = 4, 3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

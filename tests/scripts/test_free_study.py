@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 BENCHMARKS = SCRIPTS.parent / "benchmarks"

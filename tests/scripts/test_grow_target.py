@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.calibration import Prior, write_prior
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "grow_target.py"
 DRAFTERS = {

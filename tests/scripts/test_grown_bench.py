@@ -12,8 +12,8 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target, load_tokenizer
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target, load_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -13,8 +13,8 @@ import torch
 from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.loading import load_trained
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ["alpha beta alpha beta", "one two three", "x = x + 1"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 KINDS = {"rd": {"kind": "redrafter", "beam_width": 2, "beam_length": 3}, "eagle": {"kind": "eagle", "depth": 3, "top_k": 2}}

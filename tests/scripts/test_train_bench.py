@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.distill.label.continuations import label_continuations
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import with_hidden_states
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from outrider.data.manifest import FORMAT_VERSION, Manifest, TargetIdentity
 from outrider.data.shards import label_store, write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 from outrider.models.drafters import parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from forked import DropoutDrafter, kill_on_call
 
 from outrider.models.drafters import DRAFTERS, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train import results as results_module
 from outrider.train import run as run_module

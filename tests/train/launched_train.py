@@ -21,8 +21,8 @@ from accelerate.state import AcceleratorState
 from forked import with_fsdp2
 
 from outrider.models.drafters import parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.launch import make_accelerator
 from outrider.train.run import train

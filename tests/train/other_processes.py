@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from forked import ends, fork
 
 from outrider.models.drafters import parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

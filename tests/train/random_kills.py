@@ -25,8 +25,8 @@ from accelerate import Accelerator
 from forked import DropoutDrafter, ends, fork
 
 from outrider.models.drafters import DRAFTERS, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train.checkpoint import latest_checkpoint
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

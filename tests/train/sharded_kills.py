@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from forked import DropoutDrafter, ends, fork, kill_on_call, with_fsdp2
 
 from outrider.models.drafters import DRAFTERS, parse_drafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.checkpoint import latest_checkpoint
 from outrider.train.config import TrainConfig

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 
 from outrider.cli.config import register, to_run_config
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from .conftest import Run
 

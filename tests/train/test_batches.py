@@ -12,7 +12,7 @@ from outrider.data.shards import label_store, read_shard
 from outrider.data.types import DistilledExample
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train import batches as train_data
 from outrider.train.batches import BatchStream, count_label_tokens, epoch_order, label_counts
 from outrider.train.config import TrainConfig

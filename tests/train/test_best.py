@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train import best as best_module
 from outrider.train.best import Best
 

@@ -11,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 
 from outrider.models.drafters import parse_drafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train import estimate
 from outrider.train.config import TrainConfig
 from outrider.train.estimate import TrainingEstimate, estimate_training

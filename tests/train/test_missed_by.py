@@ -22,7 +22,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.prompt_lookup import PromptLookup
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.saved.loading import load_trained
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train import missed_by as missed_by_module
 from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig

@@ -14,7 +14,7 @@ from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.missed_by import TrainedCounter

@@ -14,8 +14,8 @@ from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Loss, Objective
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.text_states import require_packing, states_of_texts
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.text_states import require_packing, states_of_texts
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.tracking import read_records

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.drafters import DRAFTERS as REGISTERED
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from .conftest import Run, write_shards
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights

@@ -16,7 +16,7 @@ from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.tracking import read_records

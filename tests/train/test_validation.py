@@ -15,9 +15,9 @@ from outrider.data.types import UNKNOWN
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

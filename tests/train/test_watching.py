@@ -16,7 +16,7 @@ from outrider.data.types import DrafterBatch
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 from outrider.train import spikes as spikes_module
 from outrider.train.batches import BatchStream
 from outrider.train.checkpoint import complete_checkpoints, read_marker

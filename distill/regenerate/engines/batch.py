@@ -15,8 +15,8 @@ import torch
 from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
 from ....models.decoding.reading import accept, read_acceptance, require_numbers
 from ....models.decoding.tree import empty_tree
-from ....models.target.hf_target import HFTarget
-from ....models.target.tree_cache import KeptText
+from ....models.llm.hf_target import HFTarget
+from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
 from ..lengths.buckets import Experience
 from ..lengths.policies import POLICIES, Schedule

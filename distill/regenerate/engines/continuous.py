@@ -11,7 +11,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ....models.decoding.sampling import Sampling
-from ....models.target.hf_target import HFTarget
+from ....models.llm.hf_target import HFTarget
 from ..dialogues import answer_seed
 from ..engine import Answer, Limits, Request
 

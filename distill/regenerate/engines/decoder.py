@@ -12,7 +12,7 @@ from ....models.decoding.protocols import Drafter
 from ....models.decoding.sampling import RowSeeds, Sampling
 from ....models.decoding.stopping import Finish
 from ....models.drafters.null import NullDrafter
-from ....models.target.hf_target import HFTarget
+from ....models.llm.hf_target import HFTarget
 from ..engine import Answer, Limits, Request
 
 DEFAULT_BATCH_SIZE = 16

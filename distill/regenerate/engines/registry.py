@@ -7,7 +7,7 @@ from functools import partial
 
 from ....models.drafters.null import NullDrafter
 from ....models.drafters.saved.loading import load_drafter
-from ....models.target.hf_target import HFTarget
+from ....models.llm.hf_target import HFTarget
 from ...config import DistillConfig
 from ..engine import Engine, Limits
 from ..lengths.buckets import Experience, Lesson

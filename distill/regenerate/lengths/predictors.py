@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ....data.hub import use_hub
-from ....models.target.hf_target import HFTarget
+from ....models.llm.hf_target import HFTarget
 from ..engine import Request
 from .buckets import NUM_BUCKETS, LengthPredictor
 from .light import LightPredictor

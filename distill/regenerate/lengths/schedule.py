@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ....models.target.hf_target import HFTarget
+from ....models.llm.hf_target import HFTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...target.attention_kernels import attention, attention_gradient, has_kernel, prepare_mask
-from ...target.tree_attention import attend_folded, hidden_score
+from ...llm.attention_kernels import attention, attention_gradient, has_kernel, prepare_mask
+from ...llm.tree_attention import attend_folded, hidden_score
 
 Query = Float[torch.Tensor, "batch head branch head_dim"]
 Text = Float[torch.Tensor, "batch kv_head seq head_dim"]

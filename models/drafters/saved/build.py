@@ -11,7 +11,7 @@ import torch
 from ....data.files import sha256_file
 from ....data.manifest import TargetIdentity
 from ...bounded_build import bounded_build, require_possible_numbers
-from ...target.hf_target import HFTarget
+from ...llm.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import DRAFTERS, checked_options
 from .download import resolve_drafter

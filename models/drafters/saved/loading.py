@@ -11,8 +11,8 @@ import safetensors.torch
 
 from ....data.files import atomic_write_bytes, write_json
 from ....data.manifest import TargetIdentity
-from ...target.hf_target import HFTarget
-from ...target.linears import choose_linears
+from ...llm.hf_target import HFTarget
+from ...llm.linears import choose_linears
 from ..base import TrainableDrafter
 from ..calibration import read_prior
 from ..merged import MergedDrafter

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from ....data.files import read_json
 from ...bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
-from ...target.hf_target import HFTarget
-from ...target.identity import tokenizer_digest
+from ...llm.hf_target import HFTarget
+from ...llm.identity import tokenizer_digest
 from ..draft_model import DraftModel
 from ..small_models import architecture_in, require_same_tokenizer, require_same_vocabulary
 from .build import DrafterSpec

@@ -69,7 +69,7 @@ class Part:
             return ""
         if not self.is_model:
             return sha256_file(self.folder / WEIGHTS_FILE)
-        from ...target.identity import weights_digest
+        from ...llm.identity import weights_digest
 
         return weights_digest(str(self.folder), None)
 

@@ -25,7 +25,7 @@ from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ...host_reads import HostReads, ScalarReads
 

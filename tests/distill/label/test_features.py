@@ -24,9 +24,9 @@ from outrider.distill.label import run as run_module
 from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.features import TextFeatures, bytes_per_token, start_storing
 from outrider.distill.label.run import distill, load_examples
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 HORIZON, TOP = 4, 6
 ALL = DistillConfig(

@@ -27,9 +27,9 @@ from outrider.data.types import UNKNOWN, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
 from outrider.distill.label.run import distill, length_batches
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
 
@@ -317,8 +317,8 @@ from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 target_dir, data_path, output_dir = sys.argv[1:]
 target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
 config = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)

@@ -17,7 +17,7 @@ from outrider.distill.label.continuations import SampledLabels, label_continuati
 from outrider.distill.label.run import distill
 from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding.sampling import Sampling, warp
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 LENGTHS, HORIZON = (30, 17, 1, 24), 4
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from outrider.distill.regenerate.lengths import buckets as buckets_module
 from outrider.distill.regenerate.lengths import lessons as lessons_module
 from outrider.distill.regenerate.lengths.lessons import LessonRecord, plan_rounds, read_lessons, write_lessons
 from outrider.distill.regenerate.run import regenerate
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ..label.test_run import ThreadAccelerator
 from .test_run import contents, load, run, write_conversations

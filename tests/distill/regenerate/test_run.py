@@ -33,9 +33,9 @@ from outrider.distill.regenerate import run as module
 from outrider.distill.regenerate.answers import answer_store, read_answers
 from outrider.distill.regenerate.engine import Answer, Limits, Request
 from outrider.distill.regenerate.run import answer_conversations, answer_limits, regenerate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from ..label.test_run import ThreadAccelerator
 
@@ -411,8 +411,8 @@ from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.run import regenerate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 import torch
 torch.set_num_threads(1)
 target_dir, data_path, output_dir, options, *stops = sys.argv[1:]

@@ -16,10 +16,10 @@ from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAccep
 from outrider.models.decoding.sampling import warp
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.group_search import GroupDrawing
-from outrider.models.target import cuda_graphs as graphs
-from outrider.models.target import loading as targets
-from outrider.models.target import tree_attention
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm import cuda_graphs as graphs
+from outrider.models.llm import loading as targets
+from outrider.models.llm import tree_attention
+from outrider.models.llm.hf_target import HFTarget
 
 from ...models.recorder import ReplayingRecorder
 from ..test_run import AcceptsAnything

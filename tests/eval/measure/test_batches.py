@@ -22,7 +22,7 @@ from outrider.eval.run import evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.phases import PhaseSeconds
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ..conftest import MakeRecord
 

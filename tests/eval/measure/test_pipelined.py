@@ -18,7 +18,7 @@ from outrider.models.decoding.runs import RunCounts
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 SETTINGS: list[dict[str, Any]] = [{"tree_nodes": 4}, {"tree_nodes": 8}]
 

@@ -28,7 +28,7 @@ from outrider.eval.results.headline import headline
 from outrider.eval.results.rows import Row, is_broken, is_timeless
 from outrider.eval.results.terminal import note_lines
 from outrider.eval.run import evaluate
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 NUM_PROMPTS = 10
 MANY_PROMPTS = 30
@@ -384,9 +384,9 @@ from pathlib import Path
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench
 from outrider.eval.run import evaluate
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 target_dir, drafter_dir, suite, output_dir = sys.argv[1:]
 verify, records, current = HFTarget.verify, bench.Bench._records, []

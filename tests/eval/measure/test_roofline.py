@@ -16,7 +16,7 @@ from outrider.eval.measure.roofline import (
     weight_bytes,
 )
 from outrider.eval.records.run_files import Roofline
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 
 class Tied(nn.Module):

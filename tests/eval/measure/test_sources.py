@@ -16,9 +16,9 @@ from outrider.eval.results.sources import source_shares
 from outrider.eval.run import evaluate
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.registry import make_training_free
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 SOURCES = ("drafter", "suffix", "recycling")
 NAMES = ("prompt_lookup", "suffix")

@@ -19,9 +19,9 @@ from outrider.eval.measure.warm_up import Lengths, Shape, num_recordings, reacha
 from outrider.eval.run import evaluate
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
-from outrider.models.target import cuda_graphs as graphs
-from outrider.models.target import tree_cache
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm import cuda_graphs as graphs
+from outrider.models.llm import tree_cache
+from outrider.models.llm.hf_target import HFTarget
 
 from ...models.recorder import ReplayingRecorder
 

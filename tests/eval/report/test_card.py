@@ -27,7 +27,7 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.registry import DRAFTERS
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.export.registry import programs_for
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 app = typer.Typer()
 app.command()(eval_command)

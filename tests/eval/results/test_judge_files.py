@@ -12,7 +12,7 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.results.judge_files import file_names, write_answers
 from outrider.eval.run import evaluate
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ..conftest import MakeRecord
 

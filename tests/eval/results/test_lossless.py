@@ -12,9 +12,9 @@ from outrider.eval.results.lossless import find_mismatches, is_exact, judge
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from ..conftest import MakeRecord
 

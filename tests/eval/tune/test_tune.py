@@ -46,7 +46,7 @@ from outrider.models.drafters.saved.build import saved_spec
 from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ...models.recorder import ReplayingRecorder
 

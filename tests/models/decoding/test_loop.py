@@ -9,7 +9,7 @@ from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampli
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 MAX_NEW_TOKENS = 40
 

@@ -21,7 +21,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.tree import Drawn
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ...tiny_models import IDENTITY
 

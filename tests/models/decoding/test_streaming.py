@@ -6,7 +6,7 @@ from transformers import TextStreamer
 
 from outrider.models.decoding import GreedyAcceptance, generate, stream_text
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.loading import load_target
+from outrider.models.llm.loading import load_target
 
 
 def test_a_text_streamer_prints_the_answer(target, prompt, capsys):

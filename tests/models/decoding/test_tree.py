@@ -7,7 +7,7 @@ from jaxtyping import TypeCheckError
 from outrider.models.decoding import DraftTree, chain_tree, empty_tree
 from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.target.tree_attention import tree_attention_mask
+from outrider.models.llm.tree_attention import tree_attention_mask
 
 
 def ancestors(tree: DraftTree) -> torch.Tensor:

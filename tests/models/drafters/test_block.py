@@ -16,7 +16,7 @@ from outrider.models.drafters.block import Block
 from outrider.models.drafters.block_options import BlockConfig, spread_feature_layers
 from outrider.models.drafters.branches.attention import Slots, attend_densely
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from .test_eagle import FAMILIES, PROMPTS, VOCAB, make, make_batch, make_target, rotate
 

@@ -24,8 +24,8 @@ from outrider.models.drafters.feature_drafter import FeatureDrafter
 from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.objective import Objective
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.hidden_states import decoder_layers
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.hidden_states import decoder_layers
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {

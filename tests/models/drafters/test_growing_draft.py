@@ -20,8 +20,8 @@ from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, Gr
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.tree_cache import TreeCache
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.tree_cache import TreeCache
 
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 

@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from transformers.cache_utils import DynamicCache
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 FORM = {
     "model_type": "llama",

@@ -16,8 +16,8 @@ from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.tree_cache import TreeCache
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.tree_cache import TreeCache
 
 from ..recorder import ReplayingRecorder
 

@@ -36,7 +36,7 @@ from outrider.models.drafters.streaming import streaming_drafter
 from outrider.models.drafters.streaming_merge import MAX_NODES
 from outrider.models.drafters.streaming_models import LEAST_PROB, MAX_RECURRENT_DEPTH
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 PROMPT = [1, 70, 71, 72, 2, 70, 71, 72, 5, 6, 70, 71]
 NUM_NEW = 40

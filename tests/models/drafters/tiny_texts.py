@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import RowSeeds, Sampling, SpeculativeSampling, generate, warp
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
 

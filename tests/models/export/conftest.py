@@ -25,10 +25,10 @@ from transformers import (
 from outrider.data.manifest import TargetIdentity
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export.package import make_package
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.identity import tokenizer_digest
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.identity import tokenizer_digest
+from outrider.models.llm.loading import load_target
 
 HIDDEN, VOCAB = 32, 300
 FAMILIES: dict[str, tuple[Any, Any]] = {

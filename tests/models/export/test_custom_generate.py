@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.models.drafters import decoder_layer
 from outrider.models.export.bound_drafters import ATTRIBUTE
 from outrider.models.export.custom_generate import find_parts, generate
-from outrider.models.target import tree_attention
+from outrider.models.llm import tree_attention
 
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])

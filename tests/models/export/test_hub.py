@@ -24,8 +24,8 @@ from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.hub import pull, push
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 from .hub_server import READER, WRITER, Hub, serving
 

@@ -15,8 +15,8 @@ from outrider.models.drafters.calibration import Prior, write_prior
 from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
 from outrider.models.export.package import make_package, package_files
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from outrider.cli.export_stage import describe_unexportable
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.export.registry import refusals_after_training
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from ...conftest import REPOSITORY
 

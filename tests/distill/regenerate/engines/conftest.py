@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from outrider.distill.regenerate.engine import Limits, Request
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 LIMITS = Limits(max_new_tokens=24, max_tokens=60)
 

@@ -17,10 +17,10 @@ from outrider.distill.regenerate.lengths.policies import POLICIES
 from outrider.distill.regenerate.lengths.schedule import ScheduleStatistics, kv_bytes_per_token
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.config import TargetConfig
-from outrider.models.target.hf_target import HFTarget
-from outrider.models.target.loading import load_target
-from outrider.models.target.tree_cache import TreeCache
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.tree_cache import TreeCache
 
 SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=0.9, top_p=0.95)]
 

@@ -9,7 +9,7 @@ from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=50, top_p=0.95)
 

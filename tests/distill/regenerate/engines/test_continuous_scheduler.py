@@ -14,7 +14,7 @@ from outrider.distill.regenerate.engines.continuous_scheduler import LengthAware
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Experience, Predicted
 from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.models.decoding import Sampling
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 GREEDY = Sampling(temperature=0.0)
 

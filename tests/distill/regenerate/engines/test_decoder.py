@@ -14,7 +14,7 @@ from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -21,7 +21,7 @@ from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import openai
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.distill.regenerate.run import regenerate
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 from .test_openai import Server
 

@@ -23,7 +23,7 @@ from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 Reply = tuple[int, dict[str, str], bytes]
 """Status, headers and body of a response."""

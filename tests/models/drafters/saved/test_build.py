@@ -11,7 +11,7 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import RedrafterConfig
 from outrider.models.drafters.registry import DRAFTERS
 from outrider.models.drafters.saved.build import starting_weights
-from outrider.models.target.hf_target import HFTarget
+from outrider.models.llm.hf_target import HFTarget
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 2},

@@ -20,7 +20,7 @@ from outrider.models.drafters.saved.parts import DrafterParts, parse_drafter_nam
 from outrider.models.drafters.saved.tuned import describe_setup, tuned_folder
 from outrider.models.export import custom_generate
 from outrider.models.export.package import make_package
-from outrider.models.target.identity import weights_digest
+from outrider.models.llm.identity import weights_digest
 
 from ....tiny_models import save_tiny_target
 

@@ -1,0 +1,540 @@
+"""Steps with fixed shapes, compiled or recorded and replayed, against plain steps."""
+
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    TypicalAcceptance,
+    empty_tree,
+    generate,
+)
+from outrider.models.decoding.loop import kept_places
+from outrider.models.decoding.tree import accepted_path
+from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import graphed as graphed_drafters
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedCachedDrafter, GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.llm import cuda_graphs as graphs
+from outrider.models.llm import tree_cache
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.cuda_graphs import CudaGraphRecorder, GraphedFunction
+from outrider.models.llm.graphed_rule import GraphedRule
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+
+from ..recorder import PoolRecorder, ReplayingRecorder, ScratchRecorder
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
+STEP = 8
+"""Number of columns by which the read part of the cache grows, several times per answer."""
+
+
+@pytest.fixture
+def redrafter(target):
+    return trained_of(target, "redrafter")
+
+
+def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in rows]
+    prompts = [torch.tensor(row) for row in rows]
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
+    for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits):
+        for row, new in zip(step.rows, step.tokens, strict=True):
+            tokens[row] += new
+    return tokens
+
+
+STOP = 45
+
+
+@pytest.fixture
+def recorder() -> ReplayingRecorder:
+    return ReplayingRecorder()
+
+
+@pytest.fixture
+def graphed(target, recorder, monkeypatch) -> HFTarget:
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
+
+
+def test_replayed_steps_decode_the_tokens_of_plain_steps(target, graphed, recorder, redrafter):
+    for drafter in (NullDrafter(), redrafter):
+        for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
+            assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
+    assert recorder.num_replays > 80
+
+
+def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redrafter):
+    recorder = ReplayingRecorder()
+    drafter = GraphedDrafter(redrafter, recorder)
+    assert answers(graphed, drafter) == answers(target, redrafter)
+    assert recorder.num_replays > 10
+
+
+CACHED = {
+    "eagle": {"kind": "eagle", "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle, static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 2, "tree_nodes": 6},
+    "eagle3": {"kind": "eagle3", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
+    "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "bilinear", "rank": 4},
+    "block, one slot": {"kind": "block", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
+    "draft model": {"kind": "draft_model", "num_layers": 1, "length": 3},
+    "draft model, tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 7},
+}
+"""Drafters with a KV cache of their own."""
+
+
+UNCACHED = {
+    "redrafter": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6},
+    "redrafter, buckets": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_padding": "bucket"},
+    "medusa": {"kind": "medusa", "num_heads": 3, "tree_nodes": 6},
+}
+
+
+def trained_of(target, name, **options):
+    torch.manual_seed(0)
+    return (
+        build_drafter(parse_drafter((CACHED | UNCACHED)[name] | options), target).to(target.dtype).eval().requires_grad_(False)
+    )
+
+
+def steps(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[object]:
+    """Return all steps: what was accepted depends on the drafts."""
+    prompts = [torch.tensor(row) for row in rows]
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
+    return [
+        (step.rows, step.tokens, step.num_accepted, step.num_nodes)
+        for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits)
+    ]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_replayed_drafter_with_a_cache_drafts_what_a_plain_one_does(target, monkeypatch, name):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    recorder, drafter = PoolRecorder(), trained_of(target, name)
+    replayed = graphed_drafters.graphed(drafter, recorder)
+    assert isinstance(replayed, GraphedCachedDrafter)
+    proposals = {}
+    for proposer in (drafter, replayed):
+        proposals[proposer] = [tree_of(proposer, target, rows) for rows in (PROMPTS, PROMPTS[:1], PROMPTS[::-1], [[7]])]
+    assert proposals[drafter] == proposals[replayed]
+    num_replays = recorder.num_replays
+    assert num_replays == 4 * 6
+    assert steps(target, replayed) == steps(target, drafter)
+    assert recorder.num_replays > num_replays
+
+
+def tree_of(drafter, target, rows, max_new_tokens=60) -> list[object]:
+    """Return the trees of six steps in which different paths of the trees are accepted."""
+    texts = [torch.tensor(row) for row in rows]
+    prompts, last = Prompts.of(texts), torch.arange(len(rows)) + 30
+    layers = drafter.feature_layers
+    prefill = target.prefill(prompts, max_new_tokens=60, max_nodes=drafter.max_nodes, feature_layers=layers)
+    state, trees = drafter.init_state(prompts, prefill, max_new_tokens=max_new_tokens), []
+    for index in range(6):
+        tree, drafted = drafter.propose(state, last)
+        trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+        output = target.verify(last, tree)
+        nodes = [(3 * index + 2 * row) % tree.num_nodes for row in range(len(rows))]
+        paths = [[node for node in reversed(tree.lineage[row, node].tolist()) if node >= 0] for row, node in enumerate(nodes)]
+        accepted = accepted_path(tree, [path if index % 3 else [] for path in paths])
+        target.commit(tree, accepted)
+        state, last = drafter.advance(drafted, tree, accepted, output), (last * 5 + 7) % 90
+    return trees
+
+
+SOURCES = {
+    "redrafter, suffix": (["redrafter"], ["suffix"]),
+    "medusa, suffix": (["medusa"], ["suffix"]),
+    "eagle3, prompt lookup": (["eagle3"], ["prompt_lookup"]),
+    "draft model, block, recycling": (["draft model", "block"], ["recycling"]),
+}
+"""The trained and the training-free drafters of merges."""
+
+
+def merge_of(target, names, **options):
+    trained, free = SOURCES[names]
+    sources = {name: trained_of(target, name) for name in trained}
+    sources |= {name: make_training_free(name, {}, target) for name in free}
+    return MergedDrafter(sources, MergedConfig(**{"tree_nodes": 9, "pace": "fixed", **options}), few_sizes=True)
+
+
+@pytest.mark.parametrize("names", SOURCES)
+def test_a_merge_replays_its_trained_sources_and_drafts_what_a_plain_one_does(target, monkeypatch, names):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    recorder, merge = PoolRecorder(), merge_of(target, names)
+    replayed = graphed_drafters.graphed(merge, recorder)
+    assert isinstance(replayed, MergedDrafter)
+    assert steps(target, replayed) == steps(target, merge)
+    num_replays = recorder.num_replays
+    assert num_replays >= 10 * len(SOURCES[names][0]), "the first draft after a long path isn't replayed"
+    assert tree_of(replayed, target, PROMPTS) == tree_of(merge, target, PROMPTS)
+    assert recorder.num_replays > num_replays
+    assert list(replayed.sources.values()) == list(merge.sources.values()), "reports name the drafters themselves"
+
+
+@pytest.mark.parametrize("names", SOURCES)
+def test_a_merge_that_skips_sources_decodes_the_same_text_with_replays(target, monkeypatch, names):
+    """A skipped source has more unread entries than a recording reads."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    expected = answers(target, NullDrafter(), max_new_tokens=40)
+    ticks = count()
+    recorder, merge = ReplayingRecorder(), merge_of(target, names, pace="expected")
+    merge.clock = lambda: next(ticks) ** 2 % 7 / 100 + next(ticks)
+    assert answers(target, graphed_drafters.graphed(merge, recorder), max_new_tokens=40) == expected
+    assert recorder.num_replays > 0
+
+
+RULES = {
+    "greedy": GreedyAcceptance(),
+    "sampled": SpeculativeSampling(sampling=Sampling(temperature=0.8)),
+    "typical": TypicalAcceptance(sampling=Sampling(temperature=0.8)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [*UNCACHED, *CACHED, *SOURCES])
+def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target, monkeypatch, name, rule):
+    """The rule reads recorded trees and logits in place, so what overwrites them early would show."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", ScratchRecorder)
+    whole = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
+    drafter = merge_of(target, name) if name in SOURCES else trained_of(target, name)
+
+    def figures(*pieces):
+        for rows in (PROMPTS, PROMPTS[:1], PROMPTS):
+            seeds = {"generator": RowSeeds(range(len(rows))), "max_new_tokens": 20}
+            for step in generate(*pieces, [torch.tensor(row) for row in rows], **seeds):
+                yield step.rows, step.tokens, step.num_accepted
+
+    recorded = [*figures(whole, graphed_drafters.graphed(drafter), GraphedRule(RULES[rule]))]
+    assert recorded == [*figures(target, drafter, RULES[rule])]
+    assert whole._graphs.recorder.num_replays > 10
+    assert whole._graphs.recorder.num_overwritten > 0
+
+
+def test_one_recording_serves_all_steps_until_the_cache_shows_more_columns(target, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", 64)
+    replayed = graphed_drafters.graphed(trained_of(target, "eagle3"), ReplayingRecorder())
+    tree_of(replayed, target, PROMPTS[:1])
+    assert len(replayed._draft) == 1
+    cache = replayed._cache
+    tree_of(replayed, target, PROMPTS[2:3])
+    assert (len(replayed._draft), replayed._cache) == (1, cache), "the next batch that fits was recorded again"
+    tree_of(replayed, target, PROMPTS[:2])
+    assert replayed._cache is not cache, "two rows were drafted in the memory of one"
+
+
+def test_recordings_of_a_drafter_are_dropped_when_its_cache_grows(target, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    drafter = trained_of(target, "eagle3")
+    replayed = graphed_drafters.graphed(drafter, ReplayingRecorder())
+    new_cache = type(drafter).new_cache
+    monkeypatch.setattr(
+        type(drafter),
+        "new_cache",
+        lambda self, prompts, *, max_new_tokens, is_fixed=False: new_cache(self, prompts, max_new_tokens=1, is_fixed=is_fixed),
+    )
+    assert tree_of(replayed, target, PROMPTS) == tree_of(drafter, target, PROMPTS)
+    assert replayed._num_moves > 0
+
+
+def test_recordings_are_dropped_when_a_second_cache_grows(target, monkeypatch):
+    """The number of moves is counted by each cache from 0."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    drafter = trained_of(target, "draft model, tree")
+    replayed = graphed_drafters.graphed(drafter, ReplayingRecorder())
+    for rows in (PROMPTS[:1], PROMPTS[:2], [[33, 34, 35, 36, 37], [50, 51, 52]]):
+        trees = [tree_of(proposer, target, rows, max_new_tokens=1) for proposer in (replayed, drafter)]
+        assert replayed._cache.num_moves == 1
+        assert trees[0] == trees[1]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block"])
+def test_a_state_whose_memory_a_later_batch_took_over_is_an_error(target, name):
+    replayed = graphed_drafters.graphed(trained_of(target, name), ReplayingRecorder())
+    prompts = Prompts.of([torch.tensor(PROMPTS[0])])
+    layers = replayed.feature_layers
+    states = []
+    for _ in range(2):
+        prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=replayed.max_nodes, feature_layers=layers)
+        states.append(replayed.init_state(prompts, prefill, max_new_tokens=8))
+    replayed.propose(states[1], torch.tensor([5]))
+    with pytest.raises(RuntimeError, match="taken over by a later batch"):
+        replayed.propose(states[0], torch.tensor([5]))
+
+
+def test_a_drafter_that_draws_its_tree_is_not_recorded(target):
+    drafter = trained_of(target, "eagle3", temperature=1.0)
+    assert graphed_drafters.graphed(drafter) is drafter
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
+def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, options):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    config = DraftModelConfig(length=3, **options)
+    drafter = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity))
+    replaying = DraftModel(
+        config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
+    )
+    for rows in (PROMPTS, PROMPTS[:1]):
+        assert answers(target, replaying, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
+    assert recorder.num_replays > 20
+    assert not isinstance(replaying, RecordableDrafter), "its passes are recorded, not its drafting"
+
+
+def test_cuda_graphs_without_cuda_are_an_error_before_loading(tiny_target_dir):
+    with pytest.raises(ValueError, match="choose a CUDA device, or turn it off"):
+        load_target(TargetConfig(name_or_path=str(tiny_target_dir), cuda_graphs=True, device="cpu"))
+
+
+def test_a_recording_serves_every_later_prompt_of_such_shapes(graphed, redrafter):
+    answers(graphed, redrafter)
+    num_recorded = len(graphed._graphs)
+    assert num_recorded >= 3, "the read part of the cache grew"
+    answers(graphed, redrafter, PROMPTS[::-1])
+    assert len(graphed._graphs) == num_recorded
+
+
+def test_a_cache_that_moves_drops_the_recordings(target, graphed):
+    short = answers(graphed, NullDrafter(), max_new_tokens=4)
+    long = answers(graphed, NullDrafter(), max_new_tokens=30)
+    assert [tokens[:4] for tokens in long] == short
+    assert long == answers(target, NullDrafter(), max_new_tokens=30)
+
+
+def test_recordings_are_dropped_when_the_cache_is_released(target, graphed, redrafter):
+    expected = answers(target, redrafter)
+    assert answers(graphed, redrafter) == expected
+    assert len(graphed._graphs) > 0
+    graphed.release_cache()
+    assert len(graphed._graphs) == 0, "they would keep its memory"
+    assert answers(graphed, redrafter) == expected
+
+
+def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(target, graphed):
+    prompt = torch.tensor([PROMPTS[0]])
+    tokens = torch.tensor(answers(target, NullDrafter(), PROMPTS[:1], max_new_tokens=30)[0])[None]
+    nothing = empty_tree(1, prompt.device)
+    logits = {}
+    for one_target in (target, graphed):
+        logits[one_target] = [one_target.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
+        for index in range(tokens.shape[1] - 1):  # far more tokens than the prefill reserved
+            logits[one_target].append(one_target.verify(tokens[:, index], nothing).logits[0, -1].clone())
+            one_target.commit(nothing, accepted_path(nothing, [[]]))
+    for actual, expected in zip(logits[graphed], logits[target], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_nan_of_an_earlier_prompt_in_the_cache_changes_nothing(target):
+    """Masked values must be finite too: NaN times 0 is NaN."""
+    expected = answers(target, NullDrafter())
+    for buffer in target._cache._buffers:
+        buffer.fill_(float("nan"))
+    assert answers(target, NullDrafter()) == expected
+
+
+def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    double = GraphedFunction(lambda x: 2 * x, ReplayingRecorder())
+    for length in (1, 2, 3, 1, 2):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert len(double) == 2
+
+
+def test_the_least_recently_used_recording_is_dropped_first(monkeypatch):
+    """If the oldest recording were dropped, recordings used in turns would never be reused."""
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    lengths = []
+    double = GraphedFunction(lambda x: lengths.append(len(x)) or 2 * x, ReplayingRecorder())
+    for length in (1, 2, 1, 3, 1, 3):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert lengths == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_rows", range(1, 8))
+def test_a_batch_of_fixed_shapes_shrinks_by_halves(num_rows):
+    positions = list(range(1, 1 + num_rows))
+    assert kept_places(positions, 8, few_sizes=False) == positions
+    kept = kept_places(positions, 8, few_sizes=True)
+    assert kept[:num_rows] == positions
+    assert set(kept[num_rows:]) <= {positions[-1]}
+    assert len(kept) in (1, 2, 4, 8)
+    assert len(kept) < 2 * num_rows
+    assert kept_places(positions, num_rows, few_sizes=True) == positions, "a batch never grows"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "redrafter", "draft_model"])
+def test_rows_leaving_a_batch_of_fixed_shapes_make_few_recordings(target, graphed, redrafter, kind):
+    small = HFTarget(target.model, target.tokenizer, target.identity)
+    drafters = {"nothing": NullDrafter(), "redrafter": redrafter, "draft_model": DraftModel(DraftModelConfig(length=2), small)}
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    texts = {}
+    sizes = set()
+    for one_target in (target, graphed):
+        texts[one_target] = [[] for _ in prompts]
+        limits = [19, 4, 11, 7, 16, 5]
+        seeds = {"generator": RowSeeds(range(6)), "max_new_tokens": limits}
+        for step in generate(one_target, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
+            for row, new in zip(step.rows, step.tokens, strict=True):
+                texts[one_target][row] += new
+            sizes.add(one_target._cache.batch)
+    assert texts[graphed] == texts[target]
+    assert [len(text) for text in texts[graphed]] == limits
+    recorded = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert recorded == {6, 4, 2, 1}
+    assert sizes >= {3, 5}, "a plain target's batch has any size"
+
+
+def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
+    answers(graphed, redrafter)
+    logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
+    assert len(logits) > 3
+    assert len({tensor.untyped_storage().data_ptr() for tensor in logits}) < len(logits) / 2
+
+
+def test_a_commit_does_not_overwrite_what_the_drafter_reads_after_it(target, redrafter, monkeypatch):
+    """Longer texts are recorded after the first commit, whose scratch memory may then hold their states."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", ScratchRecorder)
+    graphed = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
+    for rows in (PROMPTS, PROMPTS):
+        assert tree_of(redrafter, graphed, rows) == tree_of(redrafter, target, rows)
+    assert len(graphed._graphs) > 1
+    assert graphed._graphs.recorder.num_overwritten > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_target_decodes_the_tokens_of_a_plain_one(target, redrafter, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    num_traced = 0
+
+    def count(graph, inputs):
+        nonlocal num_traced
+        num_traced += 1
+        return graph
+
+    compile_whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_whole(model, fullgraph=True, backend=count))
+    compiled = HFTarget(target.model, target.tokenizer, target.identity, compiled=True)
+    for drafter in (NullDrafter(), redrafter):
+        assert answers(compiled, drafter) == answers(target, drafter)
+    assert 0 < num_traced <= 6, "few shapes, few compilations"
+
+
+def test_a_recorded_function_is_replayed_with_new_inputs():
+    recorder = ReplayingRecorder()
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return 2 * x
+
+    graphed = GraphedFunction(double, recorder)
+    for value in (1.0, 2.0, 3.0):
+        assert graphed(torch.full((2,), value)).tolist() == [2 * value] * 2
+    assert graphed(torch.ones(3)).tolist() == [2.0] * 3
+    assert len(calls) == len(graphed) == 2
+
+
+class FakeCuda:
+    """Replacement for the functions of `torch.cuda` that a recorder calls.
+
+    A capture runs its function, or fails when it ends.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.stream = "the first stream"
+        self.pools: list[object] = []
+        self.captured_into: list[object] = []
+        self.failure: BaseException | None = None
+        side = SimpleNamespace(wait_stream=lambda other: None)
+        main = SimpleNamespace(wait_stream=lambda other: None)
+        for name, replacement in {
+            "graph_pool_handle": self.new_pool,
+            "current_stream": lambda: main,
+            "Stream": lambda: side,
+            "stream": lambda stream: nullcontext(),
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        self.main = main
+
+    def new_pool(self) -> object:
+        self.pools.append(object())
+        return self.pools[-1]
+
+    @contextmanager
+    def capture(self, graph, pool):
+        self.captured_into.append(pool)
+        before, self.stream = self.stream, "the capture's stream"
+        yield
+        if self.failure is not None:
+            raise self.failure  # PyTorch too raises before it leaves its stream
+        self.stream = before
+
+
+def test_dropped_recordings_drop_their_memory_pool(monkeypatch):
+    """PyTorch asserts that no recording uses a pool without graphs but with live tensors."""
+    cuda = FakeCuda(monkeypatch)
+    double = GraphedFunction(lambda x: 2 * x, CudaGraphRecorder())
+    double(torch.ones(1)), double(torch.ones(2))
+    assert len(cuda.pools) == 1, "graphs that live together share their memory"
+    double.forget()
+    double(torch.ones(1))
+    assert cuda.captured_into == [cuda.pools[0], cuda.pools[0], cuda.pools[1]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+    ],
+    ids=["reads a number", "out of memory"],
+)
+def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failure, raised):
+    """Otherwise all later work would go to a stream without synchronization."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder()
+    cuda.failure = failure
+    with pytest.raises(raised):
+        recorder(lambda: torch.ones(1))
+    assert cuda.stream is cuda.main
+    cuda.failure = None
+    recorder(lambda: torch.ones(1))
+    assert cuda.captured_into == cuda.pools
+    assert len(cuda.pools) == 2
+
+
+@pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
+def test_copies_fill_a_batch_only_if_they_decode_their_rows_tokens(target, graphed, redrafter, randomness):
+    """With a shared generator, a copy of a row would sample other tokens than the row.
+
+    So its text could become longer, and it would use up random numbers of the other rows.
+    """
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
+    generators = {"shared generator": torch.Generator().manual_seed, "row seeds": lambda seed: RowSeeds(range(6))}
+    texts = {}
+    for one_target in (target, graphed):
+        make = generators.get(randomness)
+        options = {"max_new_tokens": [19, 4, 11, 7, 16, 5], "generator": make and make(0)}
+        texts[one_target] = [step.tokens for step in generate(one_target, redrafter, rule, prompts, **options)]
+    assert texts[graphed] == texts[target]
+    sizes = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert (sizes == {6, 4, 2, 1}) == (randomness != "shared generator")

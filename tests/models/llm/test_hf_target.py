@@ -1,0 +1,190 @@
+"""Loading a target, and errors before any long work."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.models.decoding import Prompts, chain_tree
+from outrider.models.decoding.tree import empty_tree
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target, load_tokenizer
+
+
+@pytest.fixture
+def copy(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_target_dir, tmp_path / "target"))
+
+
+def config(directory: Path) -> TargetConfig:
+    return TargetConfig(name_or_path=str(directory), dtype="float32")
+
+
+def test_a_directory_without_weights_is_named_before_loading(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no weights"):
+        load_target(config(copy))
+
+
+def test_a_directory_without_config_or_none_at_all_is_named(copy, tmp_path):
+    (copy / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_target(config(copy))
+    with pytest.raises(ValueError, match="there is no such directory"):
+        load_target(config(tmp_path / "nowhere"))
+
+
+def test_a_missing_tensor_is_an_error_and_not_random(copy):
+    model_config = json.loads((copy / "config.json").read_text())
+    model_config["num_hidden_layers"] = 3
+    (copy / "config.json").write_text(json.dumps(model_config))
+    with pytest.raises(ValueError, match="they would be random"):
+        load_target(config(copy))
+
+
+def test_a_truncated_weight_file_cannot_be_loaded(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="can't be loaded"):
+        load_target(config(copy))
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
+    tokenizer = load_tokenizer(config(copy))
+    tokenizer.add_tokens(["another", "model"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ValueError, match="another model's tokenizer"):
+        load_target(config(copy))
+
+
+def test_a_stop_token_outside_of_the_tokenizer_is_an_error_and_another_a_warning(copy, caplog):
+    for stop, is_warning in ((299, True), (300, False)):
+        path = copy / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": stop}))
+        if is_warning:
+            load_target(config(copy))
+            assert "are these the tokenizer files of this model?" in caplog.text
+        else:
+            with pytest.raises(ValueError, match="its tokenizer has only 300"):
+                load_target(config(copy))
+
+
+def test_a_missing_tokenizer_is_named(copy):
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer files \(tokenizer.json"):
+        load_tokenizer(config(copy))
+
+
+def test_a_target_without_tokenizer_files_loads_where_none_is_needed(copy):
+    """For a Qwen3 without them, transformers builds a tokenizer of one token."""
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8, eos_token_id=2)).save_pretrained(copy)
+    assert load_target(config(copy), needs_tokenizer=False).identity.tokenizer_sha256 == ""
+    with pytest.raises(ValueError, match="no tokenizer files"):
+        load_target(config(copy))
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="must be one of"):
+        TargetConfig(name_or_path="x", dtype="int3")
+    with pytest.raises(ValueError, match="(?s)attn_implementation.*sdpa, eager"):
+        TargetConfig(name_or_path="x", attn_implementation="flash_attention_2")
+
+
+def test_identity_follows_the_weights_not_the_path(copy, target, tiny_target_dir):
+    assert load_target(config(copy)).identity.weights_sha256 == target.identity.weights_sha256
+    assert load_target(config(copy)).identity.name == "target"
+
+
+def test_hidden_states_feed_the_head(target, prompt):
+    hidden, _ = target.hidden_states(prompt)
+    logits = target.model.get_output_embeddings()(hidden)
+    assert torch.allclose(logits, target.model(prompt).logits)
+    padded, _ = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1))
+    assert torch.allclose(padded[:, :5], hidden)
+
+
+def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
+    tree = chain_tree(torch.tensor([[10, 11, 12]]))
+    with torch.inference_mode():
+        target.prefill(Prompts.of(prompt), max_new_tokens=8, max_nodes=3)
+        output = target.verify(torch.tensor([9]), tree)
+        expected = target.model(torch.cat([prompt, torch.tensor([[9, 10, 11, 12]])], dim=1)).logits[:, -4:]
+    assert torch.allclose(output.logits, expected)
+
+
+def test_a_truncated_configuration_is_named_as_such(copy):
+    (copy / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
+        load_target(config(copy))
+
+
+def test_weights_of_another_size_are_an_error(copy):
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
+    with pytest.raises(ValueError, match="can't be loaded.*Do config.json and the weights belong together"):
+        load_target(config(copy))
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:77", "nonsense"])
+def test_a_device_that_is_not_there_is_named(copy, device):
+    with pytest.raises(ValueError, match=f"there is no device '{device}'"):
+        load_target(replace(config(copy), device=device))
+
+
+def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
+    path = copy / "config.json"
+    stored = json.loads(path.read_text())
+    model = LlamaForCausalLM(LlamaConfig(**{**stored, "vocab_size": 400}))
+    model.save_pretrained(copy)
+    with pytest.raises(ValueError, match="has 300 tokens and the model 400, far more than padding explains"):
+        load_target(config(copy))
+
+
+def test_a_target_that_failed_the_probe_fails_again(target, prompt, monkeypatch):
+    again = HFTarget(target.model, target.tokenizer, target.identity)
+    monkeypatch.setattr(again, "_difference", lambda logits, text: 1.0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="reads a draft tree differently"):
+            again.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0)
+
+
+def test_features_are_the_inputs_of_the_requested_layers(target, prompt):
+    states = target.model(prompt, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[1], states[0]], dim=-1)
+    hidden, features = target.hidden_states(prompt, (1, 0))
+    torch.testing.assert_close(features, expected)
+    torch.testing.assert_close(hidden, states[-1])
+    output = target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2, feature_layers=(1, 0))
+    torch.testing.assert_close(output.features, expected)
+    tree = chain_tree(prompt[:, :2])
+    after = target.verify(prompt[:, 0], tree).features
+    text = torch.cat([prompt, prompt[:, :1], prompt[:, :2]], dim=1)
+    states = target.model(text, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(after, torch.cat([states[1], states[0]], dim=-1)[:, -3:])
+    assert target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2).features is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("with_prompt", [True, False])
+def test_texts_taken_from_the_cache_can_be_resumed(tiny_target_dir, with_prompt):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float64"), torch.device("cpu"))
+    texts = [torch.arange(5, 12), torch.arange(40, 43), torch.arange(90, 95)]
+    target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0)
+    kept = [target.take(row) for row in (2, 0)]
+    target.release_cache()
+    others = [torch.arange(200, 209)] if with_prompt else []
+    target.resume(Prompts.of(others) if others else None, kept, capacity=16)
+    last = torch.arange(50, 50 + len(others) + 2)
+    output = target.verify(last, empty_tree(len(last), torch.device("cpu")))
+    for row, text in enumerate([*others, texts[2], texts[0]]):
+        plain = target.model(torch.cat([text, last[row : row + 1]])[None]).logits[0, -1]
+        torch.testing.assert_close(output.logits[row, 0], plain)
