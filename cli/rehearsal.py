@@ -23,9 +23,9 @@ from ..models.decoding import GreedyAcceptance, generate
 from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
-from ..models.machine import is_out_of_memory
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.text_states import require_packing
+from ..models.machine import is_out_of_memory
 from ..train.batches import target_reads, with_hidden_states
 from ..train.estimate import count_tokens, draw_batch
 from ..train.missed_by import open_other

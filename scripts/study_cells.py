@@ -19,10 +19,10 @@ from outrider.eval.records.run_files import read_info
 from outrider.eval.results.finished import read_rows
 from outrider.eval.results.marks import is_disturbed
 from outrider.eval.run import cpu_threads
-from outrider.models.machine import available_memory
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
+from outrider.models.machine import available_memory
 
 CPU = torch.device("cpu")
 COPIES = 3

@@ -21,9 +21,9 @@ from ..models.drafters import NullDrafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.chunks import max_chunk
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
-from ..models.machine import synchronize
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
+from ..models.machine import synchronize
 from .batches import PAD_ID, target_reads, with_hidden_states
 from .config import TrainConfig
 from .division import with_accumulation

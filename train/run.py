@@ -7,8 +7,8 @@ from accelerate import Accelerator
 
 from ..data.shards import label_store, verify_shards
 from ..models.drafters.saved.build import DrafterSpec
-from ..models.machine import hardware
 from ..models.llm.hf_target import HFTarget
+from ..models.machine import hardware
 from .config import TrainConfig
 from .division import with_accumulation
 from .loop import fit

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...models.machine import find_out_of_memory, release_memory
 from ...models.llm.hf_target import HFTarget
+from ...models.machine import find_out_of_memory, release_memory
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from ...models.machine import is_out_of_memory, synchronize
 from ...models.llm.hf_target import HFTarget
+from ...models.machine import is_out_of_memory, synchronize
 from ..records.run_files import Roofline
 
 MAX_BUFFER_BYTES, MAX_ACCELERATOR_BYTES = 1 << 30, 1 << 32

@@ -15,9 +15,9 @@ from ...models.decoding.runs import RunCounts
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
+from ...models.llm.weight_stream import StreamStats, WeightStream
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
-from ...models.llm.weight_stream import StreamStats, WeightStream
 from ..records.records import Runs, Streaming, TreeTokens
 
 Loop = Callable[..., Iterator[Step]]

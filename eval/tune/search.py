@@ -26,8 +26,8 @@ from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.drafters.saved.tuned import Choice
-from ...models.machine import synchronize
 from ...models.llm.hf_target import HFTarget
+from ...models.machine import synchronize
 from ..measure.memory import within_memory
 from ..measure.methods import proposer
 from .replay import Answered, ReplayTarget

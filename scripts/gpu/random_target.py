@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.measure.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
-from outrider.models.machine import turn_off_cudnn_attention
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.machine import turn_off_cudnn_attention
 
 LLAMA_8B = {
     "vocab_size": 128256,

@@ -16,9 +16,9 @@ from outrider.eval.measure.roofline import measure_bandwidth
 from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.machine import is_out_of_memory, release_memory
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
+from outrider.models.machine import is_out_of_memory, release_memory
 
 pytestmark = pytest.mark.gpu
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from outrider.models.decoding.loop import Stopwatch
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
+from outrider.models.llm.tree_cache import extent_step
 from outrider.models.machine import (
     MAX_CHAINED_ERRORS,
     find_out_of_memory,
@@ -18,9 +21,6 @@ from outrider.models.machine import (
     synchronize,
     turn_off_cudnn_attention,
 )
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
-from outrider.models.llm.tree_cache import extent_step
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.folder import read_training_facts
-from outrider.models.machine import hardware
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.machine import hardware
 from outrider.train import loop as loop_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig

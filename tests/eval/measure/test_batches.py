@@ -21,8 +21,8 @@ from outrider.eval.results.rows import Row, is_broken
 from outrider.eval.run import evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
 from outrider.models.decoding.sampling import Randomness
-from outrider.models.phases import PhaseSeconds
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 

@@ -16,13 +16,13 @@ from outrider.cli.options import parse_device_map
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.machine import parse_device
 from outrider.models.llm import device_map as module
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.device_map import divide_layers, resolve
 from outrider.models.llm.hidden_states import CapturedHiddenStates
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.tree_cache import TreeCache
+from outrider.models.machine import parse_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 GIB = 2**30
