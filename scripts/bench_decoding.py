@@ -31,7 +31,7 @@ from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, gener
 from outrider.models.decoding.reading import read_acceptance
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target

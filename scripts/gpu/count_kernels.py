@@ -64,7 +64,7 @@ from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm import tree_attention, tree_reader
 from outrider.models.llm.graphed_rule import GraphedRule
 from outrider.models.llm.hf_target import HFTarget

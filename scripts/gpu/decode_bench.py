@@ -59,7 +59,7 @@ from outrider.models.decoding.sampling import flip
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.graphed_rule import rule_beside
 from outrider.models.llm.hf_target import HFTarget
 
