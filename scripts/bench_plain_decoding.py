@@ -20,7 +20,6 @@ from typing import Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
-from size_report import count_threads
 from torch import nn
 from transformers_methods import transformers_method
 
@@ -152,7 +151,7 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
 def print_cell(cell: dict[str, Any]) -> None:
     """Print a line for each method, with a note where ours misses the mark."""
     linears = cell["linears"] or "layers as transformers computes them"
-    print(f"\n{cell['dtype']}, {count_threads(cell['threads'])} ({linears})")
+    print(f"\n{cell['dtype']}, threads: {cell['threads']} ({linears})")
     for name, values in cell["wall"].items():
         low, high = values["over_ours_ci95"] or (values["over_ours"],) * 2
         missed = "  <- ours is slower than the mark" if values["median_over_ours"] < 1 / MARK else ""
