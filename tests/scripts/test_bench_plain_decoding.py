@@ -49,5 +49,5 @@ def test_seconds_over_ours_by_hand(script: Any, capsys: pytest.CaptureFixture[st
     assert cell["processor"]["packed"] == {"over_ours": 0.25}
     script.print_cell({"dtype": "float32", "threads": 1, "linears": "", **cell})
     printed = capsys.readouterr().out
-    assert "float32, 1 thread (" in printed
+    assert "float32, threads: 1 (" in printed
     assert printed.count("disturbed  <- ours is slower than the mark") == 1
