@@ -1,0 +1,93 @@
+"""Configurations from plain values: all problems at once, each under its option's name.
+
+This module doesn't import torch.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import TextWrapper
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..data.fields import problems_of
+from ..data.paths import NamedPath, expand_home, require_paths
+from .command_line import CommandLine, read_command_line
+from .describe import sections_of
+from .inputs import command_paths
+
+T = TypeVar("T")
+PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
+"""A function that yields the local files and folders in a configuration's values."""
+
+
+def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: Sequence[str] = ()) -> T:
+    """Return the configuration that these values make.
+
+    Raises one ValueError with `problems`, and with all unknown keys, wrong and missing values; or one
+    with all missing files of `paths_of`.
+    """
+    values = expand_home({name: {} for name, section in sections_of(cls).items() if name and section.required} | dict(values))
+    missing: ValueError | None = None
+    try:
+        require_paths(paths_of(values))
+    except ValueError as error:
+        missing = error
+    try:
+        config = TypeAdapter(cls).validate_json(json.dumps(values))
+    except ValidationError as error:
+        problems = [*problems, *problems_of(error, known=_names(cls))]
+    if problems:
+        raise ValueError(problem_report(problems))
+    if missing is not None:
+        raise missing
+    return config
+
+
+def problem_report(problems: Sequence[str]) -> str:
+    """Return one message with all problems of a configuration."""
+    # Sections interpolate the run's seed: report a wrong seed once.
+    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
+    layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    lines = "\n".join(map(layout.fill, problems))
+    return f"{len(problems)} problem(s) in the configuration:\n{lines}"
+
+
+def _names(cls: type) -> list[str]:
+    """Return the names of a configuration's options and sections."""
+    sections = sections_of(cls)
+    return [*filter(None, sections), *(option.name for section in sections.values() for option in section.options)]
+
+
+def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLine]:
+    """Return a command's configuration, and its arguments as they were read.
+
+    A class names its options that need no name in POSITIONAL (a list takes all further words), and
+    its own defaults of its sections' options in DEFAULTS.
+    """
+    # 1. Read the arguments. Words are the options of POSITIONAL.
+    sections = sections_of(cls)
+    options = {option.name: option for option in sections[""].options}
+    line = read_command_line(arguments, sections, launches="launch" in options)
+    words = list(line.words)
+    for name in getattr(cls, "POSITIONAL", ()):
+        if words:
+            line.values[name] = words if options[name].is_list else words[0]
+            words = [] if options[name].is_list else words[1:]
+    line.problems += [f"{word} is one argument too many; an option has the form --NAME VALUE or NAME=VALUE" for word in words]
+
+    # 2. Build the configuration. A section that the command doesn't need has defaults only where it is given.
+    values = line.nested()
+    defaults = {
+        name: value for name, value in getattr(cls, "DEFAULTS", {}).items() if sections[name].required or name in values
+    }
+    return build(cls, merged(defaults, values), command_paths, line.problems), line
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with those of `above` on top."""
+    both = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
+            both[name] = merged(below[name], above[name])
+    return both
