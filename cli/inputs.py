@@ -76,8 +76,6 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
         yield from _path(values, "data", "path", DATA_FILE)
         if isinstance(drafter := _get(values, "distill", "drafter"), str):
             yield from named_folders("distill.drafter", drafter)
-        yield from _path(values, "distill", "predictor", f"none, light, or {MODEL}")
-        yield from _path(values, "distill", "lessons", "the folder answers/ of an earlier run", is_local=True)
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
         yield from _suite_paths(values)
     for name in _list(values, "eval", "baselines") if "eval" in stages else []:
