@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from .describe import Option, Section
 
-ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
-"""Beginning of NAME=VALUE."""
+ASSIGNMENT = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
+"""Beginning of NAME=VALUE. Hydra's plus signs mean nothing here."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def read_command_line(arguments: Sequence[str], sections: Mapping[str, Section],
         start = len(rest)
         if not argument.startswith("-") or argument == "-":
             if ASSIGNMENT.match(argument):
-                _take(line, flag, value, options.get(flag))
+                _take(line, flag.lstrip("+"), value, options.get(flag.lstrip("+")))
             else:
                 line.words.append(argument)
             line.own.append(argument)

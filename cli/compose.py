@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic.dataclasses import dataclass as options
 
 from ..data.fields import OPTIONS
+from ..models.drafters.losses import MIXTURE_EXAMPLE
 from .build import build
 from .command_line import CommandLine, read_command_line
 from .config import RunConfig
@@ -106,6 +107,11 @@ def compose(line: CommandLine) -> DictConfig:
     """Compose a recipe. Problems of its choices and files go to the command line's problems."""
     # 1. Sort the layers: packaged recipes and choices for Hydra, then files, then the command line.
     values, own = line.nested(), sections_of(RunOptions)[""].options
+    line.problems += [
+        f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
+        for name in line.values
+        if name.startswith("train.loss.")
+    ]
     layers = Layers()
     for recipe in line.values["conf"]:
         layers.add_recipe(recipe)
@@ -136,6 +142,8 @@ class Layers:
     values: list[dict[str, Any]] = field(default_factory=list)
     """Contents of files and of the command line."""
     problems: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    """Files that are read."""
 
     def add_recipe(self, name: str) -> None:
         """Add a packaged recipe, or a file with the recipe that its `base` names below it."""
@@ -148,6 +156,10 @@ class Layers:
             else:
                 self.packaged.append(name)
             return
+        if path in self.files:
+            self.problems.append(f"{path} is built on itself; change its base")
+            return
+        self.files.append(path)
         values = read_recipe_file(path)
         base = values.pop("base", None)
         for below in [base] if isinstance(base, str) else base or []:

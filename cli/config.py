@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -82,8 +82,11 @@ TRAIN_OPTIONS = [f"train.{field.name}" for field in dataclasses.fields(TrainConf
 VARIANT_OPTIONS = tuple(field.name for field in dataclasses.fields(Variant))
 
 
-def checked_variants(variants: dict[str, Variant], info: ValidationInfo) -> dict[str, Variant]:
-    """Return the variants. Raises ValueError for those that don't fit the run's drafter and training."""
+def checked_variants(variants: dict[str, Variant], info: Any) -> dict[str, Variant]:
+    """Return the variants. Raises ValueError for those that don't fit the run's drafter and training.
+
+    `info` is pydantic's ValidationInfo, which beartype can't check.
+    """
     problems = []
     for name, variant in variants.items():
         try:

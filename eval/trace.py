@@ -47,18 +47,18 @@ def trace_problems(config: EvalConfig, path: Path, *, in_stages: bool) -> list[s
     """List what a trace can't be combined with."""
     problems = []
     if not path.name.endswith(SUFFIXES):
-        problems.append(f"--trace is {path}; name a file that ends with {' or '.join(SUFFIXES)}")
+        problems.append(f"trace is {path}; name a file that ends with {' or '.join(SUFFIXES)}")
     if path.is_dir():
-        problems.append(f"--trace is {path}, which is a folder; name a file in it")
+        problems.append(f"trace is {path}, which is a folder; name a file in it")
     options = {
-        "--repeat": (config.repeats, config.repeats == 1),
-        "--batch-size": (config.batch_sizes, config.batch_sizes == [1]),
-        "--temperature": (config.temperatures, len(config.temperatures) == 1),
-        "--decode": (config.decode, config.decode == SYNCHRONOUS),
-        "--bandwidth": (config.memory_bandwidth_gbs, config.memory_bandwidth_gbs is None),
+        "eval.repeats": (config.repeats, config.repeats == 1),
+        "eval.batch_sizes": (config.batch_sizes, config.batch_sizes == [1]),
+        "eval.temperatures": (config.temperatures, len(config.temperatures) == 1),
+        "eval.decode": (config.decode, config.decode == SYNCHRONOUS),
+        "eval.memory_bandwidth_gbs": (config.memory_bandwidth_gbs, config.memory_bandwidth_gbs is None),
     }
     problems += [
-        f"{name} is {value}, and a trace times nothing: it has one answer of each method; leave {name} out, or --trace"
+        f"{name} is {value}, and a trace times nothing: it has one answer of each method; leave {name} out, or trace"
         for name, (value, fits) in options.items()
         if not fits
     ]

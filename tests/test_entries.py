@@ -37,7 +37,7 @@ def test_a_module_that_is_no_program_never_ends_well(module: str, command: str, 
 
 
 def test_the_entry_of_launchers_and_the_command_run_as_modules(tmp_path: Path) -> None:
-    result = run_module("outrider.train", "conf=demo", "--cfg", "job", "train.steps=7", cwd=tmp_path)
+    result = run_module("outrider.train", "conf=demo", "--show", "train.steps=7", cwd=tmp_path)
     assert "steps: 7" in result.stdout, result.stderr
     assert "redrafter_vicuna7b" in run_module("outrider.cli", "recipes", cwd=tmp_path).stdout
 

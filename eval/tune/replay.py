@@ -72,7 +72,7 @@ def answer_prompts(
         batch_size //= 2
     raise ValueError(
         f"plain decoding ran out of memory while the target answered {len(prompts)} prompts one by one; lower "
-        "--max-new-tokens or --limit, or load the target in a narrower type (--dtype)"
+        "eval.max_new_tokens or limit, or load the target in a narrower type (target.dtype)"
     )
 
 

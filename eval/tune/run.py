@@ -164,7 +164,7 @@ def _first_fitting(parts: DrafterParts, target: HFTarget, settings: Sequence[dic
             return drafter
     raise ValueError(
         f"{parts.name} ran out of memory while it was loaded, in every setting; load the target in a narrower type "
-        "(--dtype) or on a larger device"
+        "(target.dtype) or on a larger device"
     )
 
 
@@ -227,7 +227,7 @@ def _require_baseline(speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> li
         return sizes
     raise ValueError(
         f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
-        "compare settings with; lower --batch-size or --max-new-tokens"
+        "compare settings with; lower eval.batch_sizes or eval.max_new_tokens"
     )
 
 
@@ -362,7 +362,7 @@ def _answers(
                 prompts.append(ids)
     if not prompts:
         raise ValueError(
-            f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower --max-new-tokens"
+            f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower eval.max_new_tokens"
         )
 
     # 2. Answer them.

@@ -1,27 +1,22 @@
 """The commands `outrider export` and `outrider import`, from start to end."""
 
-import inspect
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-import typer
-import typer.testing
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
-from outrider.cli.hub import push_command
+from outrider.cli.describe import field_docstrings
+from outrider.cli.errors import USER_ERROR
+from outrider.cli.export import UNWANTED, WANTED, ExportOptions
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
 from outrider.models.llm.loading import load_target
 
-app = typer.Typer()
-app.command("export")(export_command)
-app.command("import")(import_command)
-app.command("push")(push_command)
+from ..commands import invoke
 
 
 @pytest.fixture
@@ -34,9 +29,9 @@ def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def call(*command: str | Path) -> str:
-    result = typer.testing.CliRunner().invoke(app, [str(part) for part in command])
-    if isinstance(result.exception, Exception):
-        raise result.exception
+    result = invoke([str(part) for part in command])
+    if result.exit_code == USER_ERROR:
+        raise ValueError(result.message)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -64,7 +59,7 @@ def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target_dir, tmp_pa
 
 
 def test_the_help_lists_every_format_with_its_kind_and_the_engines():
-    help_text = inspect.signature(export_command, eval_str=True).parameters["to"].annotation.__metadata__[0].help
+    help_text = field_docstrings(ExportOptions)["to"]
     for name, format in FORMATS.items():
         assert f"{name} ({format.kind}" in help_text
     assert all(engine in help_text for engine in ENGINES)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 
-from outrider.cli.config import register, to_run_config
+from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.eval import estimate as eval_estimate
 from outrider.train import estimate as train_estimate
@@ -40,10 +39,7 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        composed = compose("config", overrides=list(overrides))
-    run(to_run_config(composed))
+    run(load_recipe(*overrides))
 
 
 def titles(printed: str) -> list[str]:

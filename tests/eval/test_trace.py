@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.eval import eval_command
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.trace import trace_problems, write_trace
 from outrider.models.llm.hf_target import HFTarget
+
+from ..commands import invoke
 
 CONFIG = EvalConfig(suites=[SuiteConfig(name="mt_bench")], max_new_tokens=4, settings=[{"beam_width": 1}])
 
@@ -41,10 +40,10 @@ def test_each_method_and_its_phases_have_a_name_in_the_trace(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repeats": 2}, "--repeat is 2, and a trace times nothing"),
+        ({"repeats": 2}, "eval.repeats is 2, and a trace times nothing"),
         ({"batch_sizes": [1, 4]}, r"--batch-size is \[1, 4\], and a trace times nothing"),
         ({"temperatures": [0.0, 1.0]}, "--temperature is"),
-        ({"memory_bandwidth_gbs": 10.0}, "--bandwidth is 10.0"),
+        ({"memory_bandwidth_gbs": 10.0}, "eval.memory_bandwidth_gbs is 10.0"),
     ],
 )
 def test_options_of_a_measurement_are_refused_with_a_trace(changes: dict[str, Any], message: str) -> None:
@@ -55,7 +54,7 @@ def test_options_of_a_measurement_are_refused_with_a_trace(changes: dict[str, An
 
 def test_a_trace_of_stages_and_a_file_of_another_kind_are_refused() -> None:
     problems = trace_problems(CONFIG, Path("trace.txt"), in_stages=True)
-    assert problems[0] == "--trace is trace.txt; name a file that ends with .json or .json.gz"
+    assert problems[0] == "trace is trace.txt; name a file that ends with .json or .json.gz"
     assert "the target is in stages" in problems[1]
     assert trace_problems(CONFIG, Path("a.json"), in_stages=False) == []
 
@@ -63,15 +62,13 @@ def test_a_trace_of_stages_and_a_file_of_another_kind_are_refused() -> None:
 def test_the_command_writes_a_trace_and_no_records(
     tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
-    app = typer.Typer()
-    app.command()(eval_command)
     command = ["--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "out")]
-    command += ["--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "3"]
-    result = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "trace.json")])
+    command += ["--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "3"]
+    result = invoke(["eval", *command, "--trace", str(tmp_path / "trace.json")])
     assert result.exit_code == 0, result.output
     assert "Its times are no timings" in result.output
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert not (tmp_path / "out").exists()
-    result = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / "other.json"), "--repeat", "2"])
-    assert "--repeat is 2" in str(result.exception)
+    result = invoke(["eval", *command, "--trace", str(tmp_path / "other.json"), "--repeats", "2"])
+    assert "eval.repeats is 2" in result.message
     assert not (tmp_path / "other.json").exists()
