@@ -42,7 +42,7 @@ from outrider.models.drafters import load_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
-from outrider.train.tracking import METRICS_FILE, read_records
+from outrider.train.records import METRICS_FILE, read_records
 from outrider.train.validation import Validator, hold_out
 
 TRAIN = Path(__file__).parents[1] / "train.py"
