@@ -76,12 +76,8 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
             words = [] if options[name].is_list else words[1:]
     line.problems += [f"{word} is one argument too many; an option has the form --NAME VALUE or NAME=VALUE" for word in words]
 
-    # 2. Build the configuration. A section that the command doesn't need has defaults only where it is given.
-    values = line.nested()
-    defaults = {
-        name: value for name, value in getattr(cls, "DEFAULTS", {}).items() if sections[name].required or name in values
-    }
-    return build(cls, merged(defaults, values), command_paths, line.problems), line
+    # 2. Build the configuration.
+    return build(cls, merged(getattr(cls, "DEFAULTS", {}), line.nested()), command_paths, line.problems), line
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

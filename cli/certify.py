@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
@@ -12,13 +11,10 @@ from ..data.fields import OPTIONS, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
-from .errors import starts_again
 from .launch import launch_stages
-from .options import load_chosen_target, with_limit
+from .options import Drafters, load_chosen_target, with_limit
 
 if TYPE_CHECKING:
-    import torch
-
     from ..eval.certify.certificate import CertificateLine
 
 
@@ -26,19 +22,16 @@ if TYPE_CHECKING:
 class CertifyOptions:
     """Options of `outrider certify`."""
 
-    drafter: list[str] = Field(default_factory=list)
-    """Drafters to decode with, as in `outrider eval`. None: only the acceptance rules are certified,
-    without a target."""
+    drafter: Drafters
+    """Drafters to decode with, as in `outrider eval`."""
     limit: PositiveInt = 10
     """Draw at most this many prompts."""
-    rules: bool = True
-    """Also certify the acceptance rules, which takes a few minutes."""
     output: Path = Path("certificate.json")
     """The certificate's file."""
     launch: str | None = None
     """Run in several processes, for target.stage_layers: a launch file such as pipeline_cpu, or its
     path. Options of `accelerate launch` may follow it."""
-    target: TargetConfig | None = None
+    target: TargetConfig
     """The target. In float32 tokens are compared; bfloat16 and float16 audit margins."""
     eval: EvalConfig
 
@@ -48,55 +41,43 @@ class CertifyOptions:
     }
     USUAL: ClassVar = ("target.name_or_path", "target.dtype", "target.device", "eval.suites", "eval.max_new_tokens")
 
-    def __post_init__(self) -> None:
-        if not self.rules and not self.drafter:
-            raise ValueError("nothing to certify: give target and drafter, or remove --no-rules")
-        if (self.target is None) == bool(self.drafter):
-            raise ValueError("target and drafter go together; give both, or neither to certify the rules alone")
-
 
 def certify_command(options: CertifyOptions, line: CommandLine) -> None:
-    """Certify that decoding is lossless.
+    """Certify that a target decodes losslessly with some drafters.
 
-    Enumerates the acceptance rules exactly. With a target and drafters, also decodes real prompts
-    and compares the answers. Exits with status 1 if anything fails.
+    Decodes real prompts, and compares the answers with plain decoding's and the samples with the
+    target's probabilities. Exits with status 1 if anything differs. An interrupted certificate
+    resumes.
     """
-    import torch
-
+    # torch and the modules that use it load too slowly for --help
     from ..data.files import guarded
-    from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
-    from ..eval.measure.environment import describe_environment
+    from ..eval.certify.certificate import certificate_table, false_alarm_rate, passes, unfinished_file, write_certificate
 
-    # 1. Certify decoding with the drafters, then the rules.
-    used_device = torch.device("cpu")  # the rules alone are certified on a CPU
-    lines: list[CertificateLine] = []
-    subject: dict[str, Any] = {}
-    with starts_again("certificate"):
-        if options.target is not None:
-            lines, subject, used_device = _certify_decoding(options, options.target, line)
-        if options.rules:
-            lines += certify_rules()
-    subject["environment"] = asdict(describe_environment(used_device))
+    # 1. Run the checks.
+    output = options.output
+    with guarded(output):
+        lines, subject = _certify(with_limit(options.eval, options.limit), options, line, unfinished_file(output))
 
-    # 2. Write the certificate and print it.
-    with guarded(options.output):
-        write_certificate(lines, subject, options.output)
+        # 2. Write the certificate and print it.
+        write_certificate(lines, subject, output)
+        unfinished_file(output).unlink()
     (console := Console()).print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
-    note = f"({options.output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}"
-    console.print(verdict, note)
+    console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
     if not passes(lines):
         raise SystemExit(1)
 
 
-def _certify_decoding(
-    options: CertifyOptions, target_config: TargetConfig, line: CommandLine
-) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
+def _certify(
+    config: EvalConfig, options: CertifyOptions, line: CommandLine, unfinished: Path
+) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Certify decoding with each drafter.
 
-    Returns the certificate's lines, the description of what they certify, and the target's device.
+    Returns the certificate's lines, and the description of what they certify. Until all are there,
+    the file `unfinished` keeps the lines.
     """
-    from ..eval.certify.certificate import certify_decoding
+    from ..eval.certify.certificate import decoding_checks, run_checks
+    from ..eval.measure.environment import describe_environment
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.measure.pipelined import recorded_stages
     from ..eval.records.method_names import MethodFacts, method_names
@@ -104,13 +85,12 @@ def _certify_decoding(
     from ..models.drafters.saved.parts import parse_drafter_name
 
     # 1. Load the target after all inputs are checked.
-    config = with_limit(options.eval, options.limit)
     all_parts = [parse_drafter_name(name) for name in options.drafter]
     kinds = {part.name for parts in all_parts for part in parts.parts}
-    raise_problems(stage_problems(config, target_config.stage_layers, kinds))
+    raise_problems(stage_problems(config, options.target.stage_layers, kinds))
     check_inputs(config, all_parts)
-    launch_stages("certify", line, target_config)
-    target = load_chosen_target(target_config)
+    launch_stages("certify", line, options.target)
+    target = load_chosen_target(options.target)
 
     # 2. Name each method as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, all_parts)
@@ -119,9 +99,9 @@ def _certify_decoding(
     (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
     named = [replace(method, name=names[method.name]) for method in methods if method.name in names]
     suites = load_suites(config)
-    lines = certify_decoding(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
-    # 3. Describe what was certified: the target, its form, and the drafters' weights.
+    # 3. Describe what is certified (the target, its form, and the drafters' weights), and run the checks.
     subject = {
         "target": target.identity.name,
         "weights_sha256": target.identity.weights_sha256,
@@ -131,5 +111,7 @@ def _certify_decoding(
         "form": target.form,
         **recorded_stages(target),
         "drafters": {names[key]: spec.parts.weights for key, spec in specs.items()},
+        "environment": asdict(describe_environment(target.device)),
     }
-    return lines, subject, target.device
+    prompts = {"suite_revision": suites[0].revision, "max_new_tokens": config.max_new_tokens}
+    return run_checks(checks, unfinished, {**subject, **prompts, "methods": recorded_methods(specs)}), subject

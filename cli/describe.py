@@ -94,8 +94,6 @@ class Section:
     meaning: str
     """First line of the class's docstring."""
     options: tuple[Option, ...]
-    required: bool = True
-    """Whether a command needs the section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +141,11 @@ def sections() -> dict[str, Section]:
 def sections_of(root: type) -> dict[str, Section]:
     """Describe a configuration's own options (section ""), and those of each section in it."""
     described = {"": Section(name="", meaning=first_line(root), options=tuple(_options(root, "")))}
-    for name, hint in typing.get_type_hints(root).items():
-        if (kind := _section_class(hint)) is not None:
-            options = tuple(_options(kind, f"{name}."))
-            described[name] = Section(name=name, meaning=first_line(kind), options=options, required=is_dataclass(hint))
+    for name, kind in typing.get_type_hints(root).items():
+        if is_dataclass(kind):
+            options = tuple(_options(typing.cast(type, kind), f"{name}."))
+            described[name] = Section(name=name, meaning=first_line(kind), options=options)
     return described
-
-
-def _section_class(hint: Any) -> type | None:
-    """Return the class of a section, which may be null; None for an option."""
-    parts = get_args(hint) if get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    return next((typing.cast(type, part) for part in parts if is_dataclass(part)), None)
 
 
 @cache
@@ -175,8 +167,8 @@ def _options(cls: type, prefix: str) -> Iterator[Option]:
     at_run_time = getattr(cls, "RUNTIME_FIELDS", frozenset())
     for field in fields(cls):
         hint = hints[field.name]
-        if _section_class(hint) is not None:
-            continue
+        if is_dataclass(hint):
+            continue  # a section
         default = field.default
         if isinstance(default, FieldInfo):
             default = MISSING if default.is_required() else default.get_default(call_default_factory=True)

@@ -52,7 +52,7 @@ def usage(name: str, cls: type[Any], sections: dict[str, Section]) -> str:
         text = word.upper() + (" ..." if own[word].is_list else "")
         words.append(text if own[word].required else f"[{text}]")
     for section in sections.values() if name != "run" else ():
-        required = [option for option in section.options if option.required and section.required and "[]" not in option.name]
+        required = [option for option in section.options if option.required and "[]" not in option.name]
         words += [f"{flag(option)} {flag(option)[2:].upper()}" for option in required if option.name not in positional]
     return " ".join(["outrider", name, *words, "[OPTIONS]"])
 

@@ -15,7 +15,7 @@ from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.eval import estimate as eval_estimate
 from outrider.train import estimate as train_estimate
-from outrider.train.training import LossModule
+from outrider.train.setup import LossModule
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Records of training in files, Weights & Biases and TensorBoard."""
+"""Records of training in files, on the bar, in Weights & Biases and TensorBoard."""
 
 import json
 import sys
@@ -8,16 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 
-from outrider.train import tracking
+from outrider.train import records as records_module
 from outrider.train.config import TrainConfig
-from outrider.train.tracking import Tracker, read_records, require_tracker
+from outrider.train.records import Progress, Tracker, read_records, require_tracker
 
 from .conftest import no_file_above
 
 
 def write(directory: Path, *steps: int, resume: int = 0, **options: Any) -> list[int]:
     directory.mkdir(exist_ok=True)
+    PartialState(cpu=True)  # accelerate's trackers ask it which process is the main one
     with Tracker(directory, TrainConfig(steps=9, **options), {"seed": 0}, step=resume, active=True) as tracker:
         for step in steps:
             tracker.log({"step": step, "loss": 1 / step, "accuracy_by_depth": [[0.5, None], [0.25, 0.75]], "sums": [1.0, None]})
@@ -75,9 +77,7 @@ def test_wandb_receives_flat_numbers_in_one_run_for_all_resumes(tmp_path: Path, 
 
     def init(**options: Any) -> Any:
         started.append(options)
-        return SimpleNamespace(
-            log=lambda scalars, step: logged.append((step, scalars)), finish=lambda exit_code: finished.append(exit_code)
-        )
+        return SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: finished.append(None))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     write(tmp_path, 1, tracker="wandb", project="drafters")
@@ -86,11 +86,10 @@ def test_wandb_receives_flat_numbers_in_one_run_for_all_resumes(tmp_path: Path, 
     assert [options["id"] for options in started] == [started[0]["id"]] * 2
     assert started[0]["project"] == "drafters"
     assert started[0]["config"] == {"seed": 0}
-    assert finished == [0, 1]
+    assert finished == [None], "wandb marks the second run as failed when its process ends"
     assert logged[0] == (
         1,
         {
-            "step": 1,
             "loss": 1.0,
             "accuracy_by_depth/depth0_top1": 0.5,
             "accuracy_by_depth/depth1_top1": 0.25,
@@ -141,8 +140,10 @@ def test_both_trackers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_tracker_without_its_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(steps=1, tracker="wandb+tensorboard")
     require_tracker(config)
-    find_spec = tracking.importlib.util.find_spec
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    find_spec = records_module.importlib.util.find_spec
+    monkeypatch.setattr(
+        records_module.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name)
+    )
     with pytest.raises(ValueError, match=r"the package tensorboard isn't installed; pip install 'outrider\[tensorboard\]'"):
         require_tracker(config)
     require_tracker(TrainConfig(steps=1, tracker="wandb"))
@@ -157,16 +158,16 @@ def test_a_failing_tracker_is_one_warning_and_records_continue(
     class Unreachable:
         def __init__(self, *_: Any) -> None: ...
 
-        def log(self, step: int, scalars: Any) -> None:
+        def log(self, scalars: Any, *, step: int) -> None:
             calls.append(step)
             if fails_in == "log" and step == 2:
                 raise ConnectionError("no route to host")
 
-        def finish(self, *, failed: bool) -> None:
+        def finish(self) -> None:
             if fails_in == "finish":
                 raise TimeoutError("no answer")
 
-    monkeypatch.setitem(tracking.SINKS, "wandb", Unreachable)
+    monkeypatch.setitem(records_module.START, "wandb", Unreachable)
     assert write(tmp_path, 1, 2, 3, 4, tracker="wandb+tensorboard") == [1, 2, 3, 4]
     (warning,) = caplog.records
     words = "wandb failed (ConnectionError: no route" if fails_in == "log" else "wandb failed (TimeoutError: no answer)"
@@ -195,3 +196,19 @@ def test_wandb_that_cannot_start_is_an_error_with_the_remedy(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error)))
     with pytest.raises(ValueError, match=r"can't start \(api_key not configured\); log in, or set train\.wandb_mode=offline"):
         write(tmp_path, 1, tracker="wandb")
+
+
+def test_the_bar_shows_the_whole_run_with_the_measured_beside_the_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(num_steps=100, start=40, active=True) as progress:
+        progress.step()
+        progress.show({"loss": 2.345, "tokens_per_step_estimate": 1.987}, (40, 1.765))
+    shown = capsys.readouterr().err
+    assert "41/100" in shown
+    assert "loss 2.35, tokens per step 1.99 estimated, 1.76 measured at step 40" in shown
+
+
+def test_the_bar_of_other_processes_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(num_steps=9, start=0, active=False) as progress:
+        progress.step()
+        progress.show({"loss": 1.0, "tokens_per_step_estimate": 1.0}, None)
+    assert capsys.readouterr().err == ""
