@@ -27,7 +27,7 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     Raises one ValueError with `problems`, and with all unknown keys, wrong and missing values; or one
     with all missing files of `paths_of`.
     """
-    values = expand_home({name: {} for name, section in sections_of(cls).items() if name and section.required} | dict(values))
+    values = expand_home({name: {} for name in sections_of(cls) if name} | dict(values))
     missing: ValueError | None = None
     try:
         require_paths(paths_of(values))

@@ -3,6 +3,7 @@
 import inspect
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from textwrap import fill
 from typing import Any
 
@@ -41,7 +42,12 @@ def described(name: str) -> tuple[str, type[Any], dict[str, Section]]:
 
         return inspect.getdoc(RunOptions) or "", RunOptions, run_sections()
     cls = typing.get_type_hints(command)["options"]
-    return inspect.getdoc(command) or "", cls, sections_of(cls)
+    own = {f"{name}.{key}": value for name, values in getattr(cls, "DEFAULTS", {}).items() for key, value in values.items()}
+    sections = {}
+    for name, section in sections_of(cls).items():
+        options = (replace(option, default=own.get(option.name, option.default)) for option in section.options)
+        sections[name] = replace(section, options=tuple(options))
+    return inspect.getdoc(command) or "", cls, sections
 
 
 def usage(name: str, cls: type[Any], sections: dict[str, Section]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 """pydantic's settings for every configuration: no conversion of types, no unknown options, no
 NaN."""
 
