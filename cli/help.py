@@ -7,8 +7,8 @@ from dataclasses import replace
 from textwrap import fill
 from typing import Any
 
+from .commands import function_of
 from .describe import Option, Section, sections_of
-from .main import function_of
 
 WIDTH = 80
 

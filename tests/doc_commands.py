@@ -15,8 +15,8 @@ from accelerate.commands.launch import launch_command_parser
 from outrider.cli import build, compose, launch
 from outrider.cli import run as stages
 from outrider.cli.command_line import CommandLine
+from outrider.cli.commands import COMMANDS, function_of
 from outrider.cli.config import RunConfig
-from outrider.cli.main import COMMANDS, function_of
 
 from .doc_blocks import REPOSITORY, commands
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli import main
+from outrider.cli import commands
 from outrider.models.decoding import acceptance
 from outrider.models.drafters import DRAFTERS, TRAINING_FREE
 from outrider.models.drafters.losses import WEIGHTS, LossKind
@@ -88,7 +88,7 @@ def test_every_architecture_has_quick_cases(collected: list[pytest.Item], name: 
 
 
 def test_every_command_is_called(collected: list[pytest.Item]) -> None:
-    assert main.COMMANDS.keys() == COMMANDS.keys()
+    assert commands.COMMANDS.keys() == COMMANDS.keys()
     for name, test in COMMANDS.items():
         assert quick_cases(collected, test), name
 

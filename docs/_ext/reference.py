@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 from sphinx.pycode import ModuleAnalyzer
 
 from outrider.cli import describe
+from outrider.cli.commands import COMMANDS
 from outrider.cli.help import described, usage
-from outrider.cli.main import COMMANDS
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -302,8 +302,8 @@ class DraftModelConfig:
     num_kv_heads: PositiveInt | None = None
     """Heads of keys and values; None keeps the target's group size."""
     architecture: dict[str, Any] | None = None
-    """transformers' configuration of the model, written when a drafter is saved. It replaces the
-    options above."""
+    """transformers' configuration of the model, which a saved drafter has. It replaces the options
+    above, and no recipe needs it."""
 
     length: PositiveInt = 4
     """Number of draft tokens on the longest path. This and the next options may be changed when the

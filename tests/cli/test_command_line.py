@@ -12,11 +12,11 @@ from pydantic.dataclasses import dataclass
 
 from outrider.cli.build import build_options
 from outrider.cli.command_line import CommandLine, read_command_line
+from outrider.cli.commands import COMMANDS
 from outrider.cli.compose import read_run_line
 from outrider.cli.describe import sections_of
 from outrider.cli.help import WIDTH
 from outrider.cli.launch import require_gpus
-from outrider.cli.main import COMMANDS
 from outrider.data.fields import OPTIONS, PositiveInt
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.llm.config import TargetConfig

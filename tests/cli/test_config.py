@@ -14,9 +14,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
+from outrider.cli.commands import COMMANDS
 from outrider.cli.compose import DEMO_TARGET, compose, read_run_line, to_run_config
 from outrider.cli.config import RunConfig
-from outrider.cli.main import COMMANDS
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.losses import LossKind
