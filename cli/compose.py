@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as options
 
 from ..data.fields import OPTIONS
 from ..models.drafters.losses import MIXTURE_EXAMPLE
-from .build import build
+from .build import build, problem_report
 from .command_line import CommandLine, read_command_line
 from .config import RunConfig
 from .describe import GROUPS, Section, choices, sections, sections_of
@@ -146,7 +146,7 @@ class Layers:
     """Files that are read."""
 
     def add_recipe(self, name: str) -> None:
-        """Add a packaged recipe, or a file with the recipe that its `base` names below it."""
+        """Add a packaged recipe, or a file with what its `base` names below it: recipes and choices."""
         path = None if name in choices("conf") else find_recipe_file(name)
         if path is None:
             if problem := unknown_choice("conf", name):
@@ -163,7 +163,11 @@ class Layers:
         values = read_recipe_file(path)
         base = values.pop("base", None)
         for below in [base] if isinstance(base, str) else base or []:
-            self.add_recipe(str(below))
+            group, is_choice, choice = str(below).partition("=")
+            if is_choice:
+                self.add({group: choice})
+            else:
+                self.add_recipe(group)
         self.add({"name": path.stem, **values})
 
     def add(self, values: dict[str, Any]) -> None:
@@ -200,12 +204,13 @@ def to_run_config(composed: DictConfig, problems: Sequence[str] = ()) -> RunConf
 
     Raises one ValueError with `problems` and all others, each under its option's full name.
     """
-    problems = list(problems) + [f"{name} is missing; give {name}=VALUE" for name in sorted(OmegaConf.missing_keys(composed))]
     try:
+        missing = [f"{name} is missing; give {name}=VALUE" for name in sorted(OmegaConf.missing_keys(composed))]
         values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException as error:
-        values = OmegaConf.to_container(composed, enum_to_str=True)
-        problems.append(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}")
+    except OmegaConfBaseException as error:  # an interpolation without a value, maybe because of another problem
+        line = f"{error.full_key}: {str(error.msg or error).splitlines()[0]}"
+        raise ValueError(problem_report(list(problems) or [line])) from None
+    problems = [*problems, *missing]
     return build(RunConfig, values, recipe_paths, problems)
 
 
@@ -223,7 +228,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError, OSError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: this is not YAML: {problem}") from error
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not values:
         raise ValueError(f"{path} is not a recipe; it must be a mapping of options, such as `train: {{steps: 20}}`")
     return {str(key): value for key, value in values.items()}
 

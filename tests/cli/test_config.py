@@ -323,7 +323,7 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
     [
         ("eval.settings=[{exit_width: 64}]", "exit_width can't be changed"),
         ("eval.seed=-1", "eval.seed=-1: must be at least 0"),
-        ("train.weight_decay=nan", "train.weight_decay=NaN: must be a finite number"),
+        ("train.weight_decay=.nan", "train.weight_decay=NaN: must be a finite number"),
         ("eval.suites=[mine.jsonl,x/mine.jsonl]", r"2 suites have the name 'mine' \(mine.jsonl, x/mine.jsonl\)"),
         (
             "eval.suites=[{name: stdlib, limt: 3}]",
@@ -390,7 +390,7 @@ def test_one_error_names_all_problems_of_variants() -> None:
         (["train.steps=-3", "drafter.beam_width=0"], ["train.steps=-3"]),
         (["train.steps=-3", "name=a/b"], ['name="a/b"', "train.steps=-3"]),
         (
-            ["train.batch_size=0", "variants.a.train.learning_rate=nan"],
+            ["train.batch_size=0", "variants.a.train.learning_rate=.nan"],
             ["train.batch_size=0", "variants.a.train.learning_rate=NaN"],
         ),
         (["drafter.beam_width=0", "variants.a.train.seed=1", "variants.b.train.seed=2"], ["drafter.beam_width=0"]),
