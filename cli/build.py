@@ -3,14 +3,16 @@
 This module doesn't import torch.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from textwrap import TextWrapper
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
-from ..data.fields import problems_of
+from ..data.fields import OPTIONS, problems_of
 from ..data.paths import NamedPath, expand_home, require_paths
 from .command_line import CommandLine, read_command_line
 from .describe import sections_of
@@ -24,24 +26,40 @@ PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
 def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: Sequence[str] = ()) -> T:
     """Return the configuration that these values make.
 
-    Raises one ValueError with `problems`, and with all unknown keys, wrong and missing values; or one
-    with all missing files of `paths_of`.
+    Raises one ValueError with `problems`, with all unknown keys, wrong and missing values, and with all
+    missing files of `paths_of`. What depends on several sections is checked after that: it may load
+    torch.
     """
     values = expand_home({name: {} for name in sections_of(cls) if name} | dict(values))
-    missing: ValueError | None = None
+    known, text = _names(cls), json.dumps(values)
+    # 1. Each field alone.
+    report = list(problems)
+    try:
+        _fields_of(cls).model_validate_json(text)
+    except ValidationError as error:
+        report += problems_of(error, known=known)
+    messages = [problem_report(report)] if report else []
     try:
         require_paths(paths_of(values))
     except ValueError as error:
-        missing = error
+        messages.append(str(error))
+    if messages:
+        raise ValueError("\n".join(messages))
+
+    # 2. The whole.
     try:
-        config = TypeAdapter(cls).validate_json(json.dumps(values))
+        return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
-        problems = [*problems, *problems_of(error, known=_names(cls))]
-    if problems:
-        raise ValueError(problem_report(problems))
-    if missing is not None:
-        raise missing
-    return config
+        raise ValueError(problem_report(problems_of(error, known=known))) from None
+
+
+@cache
+def _fields_of(cls: type[Any]) -> type[BaseModel]:
+    """Return a model with the fields of a configuration, which doesn't check them together."""
+    hints, own = get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
+    is_required = {field.name: field.default is field.default_factory is dataclasses.MISSING for field in own}
+    definitions: Any = {field.name: (hints[field.name], ... if is_required[field.name] else None) for field in own}
+    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
 
 
 def problem_report(problems: Sequence[str]) -> str:

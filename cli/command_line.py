@@ -148,7 +148,7 @@ def parse_value(text: str, option: Option | None = None) -> Any:
     Raises ValueError for what YAML can't read.
     """
     if option is not None and text != "null":
-        if option.is_text:
+        if option.is_text and not (len(text) > 1 and text[0] == text[-1] and text[0] in "'\""):
             return text
         if option.is_list and not text.startswith(("[", "$")):
             if option.is_list_of_texts:

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from ..data.choices import TEACHER_TEMPERATURE
 from ..data.config import DataConfig
-from ..data.fields import OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
+from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
 from ..models.drafters.options import DRAFTER_OPTIONS, START_FROM
@@ -69,9 +69,12 @@ class Variant:
         """Whether the drafter is of another kind than the run's."""
         return bool(self.drafter.get("kind", shared.get("kind")) != shared.get("kind"))
 
-    def train_config(self, shared: TrainConfig) -> TrainConfig:
-        """Return the run's training options with the variant's changes."""
-        values = {**asdict(shared), **self.train}
+    def train_config(self, shared: TrainConfig | None) -> TrainConfig:
+        """Return the run's training options with the variant's changes.
+
+        Without the run's options, which may be wrong, the changes are checked alone.
+        """
+        values = {**({"steps": MAX_COUNT - 1} if shared is None else asdict(shared)), **self.train}
         try:
             return TypeAdapter(TrainConfig).validate_json(json.dumps(values))
         except ValidationError as error:
@@ -90,9 +93,8 @@ def checked_variants(variants: dict[str, Variant], info: Any) -> dict[str, Varia
     problems = []
     for name, variant in variants.items():
         try:
-            if "train" in info.data:  # otherwise the run's own options are wrong
-                variant.train_config(info.data["train"])
-            if "drafter" in info.data or variant.drafter.get("kind"):
+            variant.train_config(info.data.get("train"))
+            if "drafter" in info.data or variant.drafter.get("kind"):  # otherwise the run's own options are wrong
                 checked_drafter(variant.drafter_options(info.data.get("drafter", {})))
         except ValueError as error:
             is_own = str(error).startswith("train.")

@@ -28,7 +28,7 @@ from ..commands import invoke
 class Options:
     """Options of a command of these tests."""
 
-    folder: str
+    words: str
     drafter: list[str] = field(default_factory=list)
     limit: PositiveInt | None = None
     check: bool = True
@@ -37,7 +37,7 @@ class Options:
     target: TargetConfig
     eval: EvalConfig
 
-    POSITIONAL: ClassVar = ("folder",)
+    POSITIONAL: ClassVar = ("words",)
     DEFAULTS: ClassVar = {"eval": {"max_new_tokens": 64}}
 
 
@@ -46,7 +46,7 @@ def read(*arguments: str) -> CommandLine:
 
 
 def options(*arguments: str) -> Options:
-    return build_options(Options, ["folder", "--target", "x", "--suite", "stdlib", *arguments])[0]
+    return build_options(Options, ["word", "--target", "x", "--suite", "stdlib", *arguments])[0]
 
 
 def message(*arguments: str) -> str:
@@ -89,6 +89,7 @@ def test_a_flag_and_a_configurations_name_are_the_same_option(form: list[str]) -
         ("--compiled --no-fast-linears", {"target.compiled": True, "target.fast_linears": False}),
         ("--compiled=false --no-check", {"target.compiled": False, "check": False}),
         ("--revision 1e5", {"target.revision": "1e5"}),
+        ("--revision 'a'", {"target.revision": "a"}),
         ("--quantization torchao", {"target.quantization": "torchao"}),
         ("--device-map {'': 0, model.layers.20: 1}", {"target.device_map": {"": 0, "model.layers.20": 1}}),
         ("--seed 3", {"seed": 3}),
@@ -116,7 +117,7 @@ def test_a_name_of_two_sections_is_asked_for_with_its_section() -> None:
 
 def test_a_commands_options_are_built_by_the_configurations_classes() -> None:
     built = options("--drafter", "suffix", "--dtype", "float32", "eval.batch_sizes=[2]", "--limit", "3")
-    assert (built.folder, built.drafter, built.limit) == ("folder", ["suffix"], 3)
+    assert (built.words, built.drafter, built.limit) == ("word", ["suffix"], 3)
     assert built.target == TargetConfig(name_or_path="x", dtype="float32")
     assert built.eval == EvalConfig(suites=[SuiteConfig(name="stdlib")], batch_sizes=[2], max_new_tokens=64)
 
@@ -125,8 +126,8 @@ def test_the_home_directory_is_filled_in(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
-    built = options("--target", "~/model", "--drafter", "draft_model:~/other", "folder=~")
-    assert (built.target.name_or_path, built.folder) == (f"{tmp_path}/model", str(tmp_path))
+    built = options("--target", "~/model", "--drafter", "draft_model:~/other", "words=~")
+    assert (built.target.name_or_path, built.words) == (f"{tmp_path}/model", str(tmp_path))
     assert built.drafter == [f"draft_model:{tmp_path}/other"]
 
 
@@ -135,13 +136,14 @@ def test_the_home_directory_is_filled_in(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_one_error_names_all_mistakes() -> None:
     text = message("--max-new-tokns", "3", "eval.bath_sizes=[1]", "eval.repeats=x", "target.dtype=int3", "a", "b")
-    assert text.startswith("6 problem(s)")
+    assert text.startswith("7 problem(s)")
     for part in (
         "there is no option --max-new-tokns; did you mean --max-new-tokens?",
         "eval.bath_sizes: there is no such option; did you mean eval.batch_sizes?",
         'eval.repeats="x": must be a whole number',
         'target.dtype="int3": must be one of auto,',
         "target.name_or_path is missing; give target.name_or_path=VALUE",
+        "eval.suites is missing; give eval.suites=VALUE",
         "b is one argument too many",
     ):
         assert part in text
@@ -156,7 +158,7 @@ def test_one_error_names_all_mistakes() -> None:
     ],
 )
 def test_a_value_that_cant_be_read_is_named(argument: str, wrong: str) -> None:
-    assert wrong in message("folder", argument)
+    assert wrong in message("word", argument)
 
 
 MISSING = {

@@ -32,6 +32,8 @@ CONF = Path(__file__).parents[2] / "conf"
 DOCS = CONF.parent / "docs"
 RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
 TRAINED = "trained"
+SUBJECT = ("target=demo", "data=stdlib", "eval=stdlib")
+"""What `adapt` leaves open beside its drafter."""
 DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if path.stem != TRAINED)
 
 
@@ -74,7 +76,7 @@ def trained(tmp_path: Path) -> Path:
 
 def required(recipe: str, trained: Path) -> list[str]:
     """Return the overrides that the user of a recipe must set."""
-    return [f"drafter.start_from={trained}"] if recipe.startswith("adapt") else []
+    return [f"drafter.start_from={trained}", *SUBJECT] if recipe.startswith("adapt") else []
 
 
 def test_recipes_exist() -> None:
@@ -231,13 +233,15 @@ def test_adapting_is_shorter_and_gentler_than_training() -> None:
 def test_the_initial_drafter_is_looked_up_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or trained)
-    config = run_config("conf=adapt", "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]")
+    config = run_config(
+        "conf=adapt", *SUBJECT, "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]"
+    )
     assert [run.drafter.start_from for run in [*config.drafter_runs(), *config.drafter_runs()]] == [trained, trained]
     assert looked_up == ["me/drafter"]
 
 
 def test_an_adapted_drafter_has_the_architecture_of_the_trained_one(trained: Path) -> None:
-    (adapted,) = run_config("conf=adapt", f"drafter.start_from={trained}", "drafter.tree_nodes=7").drafter_runs()
+    (adapted,) = run_config("conf=adapt", *SUBJECT, f"drafter.start_from={trained}", "drafter.tree_nodes=7").drafter_runs()
     config = MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7)
     assert adapted.drafter == DrafterSpec(kind="medusa", config=config, start_from=trained)
 
@@ -258,7 +262,7 @@ def test_an_unusable_initial_drafter_is_an_error_before_anything_is_loaded(
     trained: Path, overrides: list[str], message: str
 ) -> None:
     with raises(message):
-        run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
+        run_config("conf=adapt", *SUBJECT, *(override.format(trained=trained) for override in overrides))
 
 
 PAGE = DOCS / "how-to" / "several-gpus.md"
@@ -304,7 +308,10 @@ def test_one_seed_reaches_every_section() -> None:
     assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)
 
 
-def test_a_recipe_may_name_a_suite_or_its_file_alone() -> None:
+def test_a_recipe_may_name_a_suite_or_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/mine.jsonl").touch()
     suites = run_config("eval.suites=[mt_bench,dir/mine.jsonl,{name: stdlib, limit: 3}]").eval.suites
     assert [(suite.name, suite.path, suite.limit) for suite in suites] == [
         ("mt_bench", None, None),
@@ -380,14 +387,14 @@ def test_one_error_names_all_wrong_values_of_all_sections() -> None:
 
 def test_one_error_names_all_problems_of_variants() -> None:
     with pytest.raises(ValueError, match="3 problem") as error:
-        run_config("name=..", "variants.a.train.stepz=3", "variants.b.eval.seed=2")
-    assert all(text in str(error.value) for text in ('name=".."', "variants.a.train.stepz", "variants.b.eval: there is no"))
+        run_config("name=..", "variants.a.train.stepz=3", "drafter.beam_widht=2")
+    assert all(text in str(error.value) for text in ('name=".."', "variants.a.train.stepz", "drafter.beam_widht: there is no"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (["train.steps=-3", "drafter.beam_width=0"], ["train.steps=-3"]),
+        (["train.steps=-3", "drafter.beam_width=0"], ["drafter.beam_width=0", "train.steps=-3"]),
         (["train.steps=-3", "name=a/b"], ['name="a/b"', "train.steps=-3"]),
         (
             ["train.batch_size=0", "variants.a.train.learning_rate=.nan"],
@@ -455,7 +462,7 @@ def test_one_error_names_all_missing_paths_of_a_recipe() -> None:
         "eval.suites=[{name: mt_bench, path: q.jsonl}]",
         "drafter.start_from=x/y/z",
     ]
-    options = ["target.name_or_path", "data.chat_template", "data.path", r"eval.suites\[0\].path", "drafter.start_from"]
+    options = ["target.name_or_path", "data.chat_template", "data.path", r"eval.suites\[0\]", "drafter.start_from"]
     with raises("5 paths don't exist.*" + ".*".join(f" - {option} is" for option in options)):
         run_config("conf=demo", *overrides)
     with raises("2 paths don't exist"):
