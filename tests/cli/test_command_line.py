@@ -17,6 +17,7 @@ from outrider.cli.compose import read_run_line
 from outrider.cli.describe import sections_of
 from outrider.cli.help import WIDTH
 from outrider.cli.launch import require_gpus
+from outrider.cli.options import with_limit
 from outrider.data.fields import OPTIONS, PositiveInt
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.llm.config import TargetConfig
@@ -120,6 +121,11 @@ def test_a_commands_options_are_built_by_the_configurations_classes() -> None:
     assert (built.words, built.drafter, built.limit) == ("word", ["suffix"], 3)
     assert built.target == TargetConfig(name_or_path="x", dtype="float32")
     assert built.eval == EvalConfig(suites=[SuiteConfig(name="stdlib")], batch_sizes=[2], max_new_tokens=64)
+
+
+def test_a_limit_is_for_the_suites_without_their_own() -> None:
+    config = EvalConfig(suites=[SuiteConfig(name="stdlib"), SuiteConfig(name="gsm8k", limit=3)])
+    assert [suite.limit for suite in with_limit(config, 2).suites] == [2, 3]
 
 
 def test_the_home_directory_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_batch_sizes_reach_the_stage(command: list[str], tmp_path: Path) -> None
 
 def test_own_prompts_are_evaluated_under_their_name(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
-    options = ["--suite", f"{{name: mine, path: {tmp_path / 'mine.jsonl'}}}", "--limit", "2"]
+    options = ["--suite", f"{{name: mine, path: {tmp_path / 'mine.jsonl'}}}"]
     result = invoke(["eval", *command, *options])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -168,7 +168,7 @@ def test_mistakes_are_errors_before_the_target_is_loaded(
         "empty": ["--suite", f"{{name: alpaca_eval, path: {tmp_path / 'empty.jsonl'}}}"],
         "doesn't exist": ["--suite", f"{{name: alpaca_eval, path: {tmp_path / 'nowhere.jsonl'}}}"],
         "beam_width=0: must be above 0": ["--setting", "{beam_width: 0}"],
-        "temperatures[0]=-1.0: must be at least 0": ["--temperature", "-1"],
+        "temperatures[0]=-1: must be at least 0": ["--temperature", "-1"],
         "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
         "leave it out": ["--suite", "{name: stdlib, revision: abc}"],
         "bad.jsonl, line 3: not a prompt of bad": ["--suite", str(tmp_path / "bad.jsonl")],
