@@ -8,22 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic.dataclasses import dataclass as options
 
-from ..data.fields import OPTIONS
 from ..models.drafters.losses import MIXTURE_EXAMPLE
 from .build import build, problem_report
 from .command_line import CommandLine, read_command_line
-from .config import RunConfig
-from .describe import GROUPS, Section, choices, sections, sections_of
+from .config import RunConfig, RunOptions
+from .describe import GROUPS, choices, run_sections, sections_of
 from .errors import user_errors
+from .help import command_help
 from .inputs import recipe_paths
 from .launch import launch, require_stages
 
@@ -31,29 +30,11 @@ SUFFIXES = (".yaml", ".yml")
 DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
 
-@options(kw_only=True, config=OPTIONS)
-class RunOptions:
-    """Run a recipe: distil a target's answers, train drafters, evaluate and export them.
-
-    The recipe is one that ships with outrider (outrider recipes), your own YAML file, or several:
-    outrider run [redrafter_vicuna7b,adapt] puts the later on top of the earlier. target=NAME,
-    data=NAME, drafter=NAME and eval=NAME choose packaged settings. `accelerate launch -m
-    outrider.train conf=RECIPE` does the same in processes of your own launch.
-    """
-
-    conf: list[str] = field(default_factory=list)
-    """The recipe, by name or file."""
-    show: bool = False
-    """Only print the composed configuration."""
-    launch: str | None = None
-    """Run in several processes: a launch file of accelerate by name or path. Options of `accelerate
-    launch` may follow it: --launch one_node --num_processes 4"""
-
-    POSITIONAL: ClassVar = ("conf",)
-
-
 def main() -> None:
     """Run the recipe that the command line of train.py names."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(command_help("run", show_all="--all" in sys.argv), end="")
+        return
     with user_errors():
         run_command(sys.argv[1:])
 
@@ -81,12 +62,6 @@ def run_command(arguments: Sequence[str]) -> None:
         require_stages(line.launch, line.launch_options, config.target)
         launch(line.launch, line.launch_options, ["outrider.train", *line.own])
     run(config)
-
-
-def run_sections() -> dict[str, Section]:
-    """Describe all options of `outrider run`: a recipe's, and the command's own."""
-    own, recipe = sections_of(RunOptions)[""], sections()[""]
-    return {**sections(), "": Section(name="", meaning=own.meaning, options=(*own.options, *recipe.options))}
 
 
 def read_run_line(arguments: Sequence[str]) -> CommandLine:

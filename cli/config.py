@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -239,6 +239,27 @@ class RunConfig:
             for name in self.export.formats
             if not any(holds_kind(name, kind) for kind in kinds)
         ]
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class RunOptions:
+    """Run a recipe: distil a target's answers, train drafters, evaluate and export them.
+
+    The recipe is one that ships with outrider (outrider recipes), your own YAML file, or several:
+    outrider run redrafter_vicuna7b adapt puts the later on top of the earlier. target=NAME,
+    data=NAME, drafter=NAME and eval=NAME choose packaged settings. `accelerate launch -m
+    outrider.train conf=RECIPE` does the same in processes of your own launch.
+    """
+
+    conf: list[str] = field(default_factory=list)
+    """The recipe, by name or file."""
+    show: bool = False
+    """Only print the composed configuration."""
+    launch: str | None = None
+    """Run in several processes: a launch file of accelerate by name or path. Options of `accelerate
+    launch` may follow it: --launch one_node --num_processes 4"""
+
+    POSITIONAL: ClassVar = ("conf",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

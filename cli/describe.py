@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from .. import conf
 from ..data.fields import OneOf
 from ..models.drafters.options import DRAFTER_OPTIONS, DrafterChoice
-from .config import RunConfig
+from .config import RunConfig, RunOptions
 
 CONF = Path(conf.__file__).parent
 GROUPS = ("target", "data", "drafter", "eval", "conf")
@@ -146,6 +146,12 @@ def sections_of(root: type) -> dict[str, Section]:
             options = tuple(_options(typing.cast(type, kind), f"{name}."))
             described[name] = Section(name=name, meaning=first_line(kind), options=options)
     return described
+
+
+def run_sections() -> dict[str, Section]:
+    """Describe all options of `outrider run`: a recipe's, and the command's own."""
+    own, recipe = sections_of(RunOptions)[""], sections()[""]
+    return {**sections(), "": Section(name="", meaning=own.meaning, options=(*own.options, *recipe.options))}
 
 
 @cache

@@ -8,7 +8,8 @@ from textwrap import fill
 from typing import Any
 
 from .commands import function_of
-from .describe import Option, Section, sections_of
+from .config import RunOptions
+from .describe import Option, Section, run_sections, sections_of
 
 WIDTH = 80
 
@@ -36,11 +37,9 @@ RULE = (
 
 def described(name: str) -> tuple[str, type[Any], dict[str, Section]]:
     """Return what a command does, the class of its options, and their sections."""
-    command = function_of(name)
     if name == "run":
-        from .compose import RunOptions, run_sections
-
         return inspect.getdoc(RunOptions) or "", RunOptions, run_sections()
+    command = function_of(name)
     cls = typing.get_type_hints(command)["options"]
     own = {f"{name}.{key}": value for name, values in getattr(cls, "DEFAULTS", {}).items() for key, value in values.items()}
     sections = {}
