@@ -10,17 +10,17 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.saved.build import DrafterSpec
-from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
