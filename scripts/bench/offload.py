@@ -25,9 +25,10 @@ from typing import Annotated, Any
 import limits
 import torch
 import typer
+from report import finish
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
-from turns import Answer, Passes, held_out_prompts, in_turns, per_token, report, rows_of, timed
+from turns import Answer, Passes, held_out_prompts, in_turns, rows_of, timed
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, load_drafter
@@ -88,7 +89,7 @@ def main(
         # 1. Start a process for each method. accelerate's needs the plan of the first one.
         workers: dict[str, Worker] = {}
         for method in METHODS:
-            layers = workers[STREAMED].facts["streamed_layers"] if method == ACCELERATE else ()
+            layers = workers[STREAMED].plan["streamed_layers"] if method == ACCELERATE else ()
             workers[method] = stack.enter_context(Worker(spec(method=method, streamed_layers=layers), read_rate))
 
         # 2. Answer in turns.
@@ -97,19 +98,17 @@ def main(
             return workers[method].ask(texts[prompt], new_tokens if method in SETTINGS else plain_tokens)
 
         answers = in_turns(METHODS, prompts, rounds, answer)
-    # 3. The table has what each process held and read, too.
+    # 3. The table has what each process read and might hold, too.
     rows = rows_of(answers, ACCELERATE, STREAMED)
     for row in rows:
-        row["read_bytes_per_token"] = per_token([one for one in answers if one["method"] == row["method"]], "read_bytes")
+        own = [answer for answer in answers if answer["method"] == row["method"]]
+        num_passes = sum(1 + answer["num_steps"] for answer in own)
+        row["gb_read_per_pass"] = round(sum(answer["read_bytes"] for answer in own) / num_passes / 1e9, 3)
         row |= workers[row["method"]].facts
     settings = {"budget": budget, "read_rate": read_rate, "dtype": dtype, "threads": threads, "rounds": rounds}
     sizes = {"new_tokens": new_tokens, "plain_tokens": plain_tokens, "weight_bytes": weight_bytes}
-    report(rows, answers, ACCELERATE, {"target": target.name, **settings, **sizes}, output)
-    for row in rows:
-        print(
-            f"{row['method']}: {row['read_bytes_per_token'] / 1e9:.2f} GB read per token, {row['cap_bytes'] / 1e9:.2f} GB of "
-            f"memory at most, by {row['means']}"
-        )
+    plans = {method: worker.plan for method, worker in workers.items()}
+    finish(output, rows, target=target.name, **settings, **sizes, plans=plans, answers=answers)
 
 
 class Worker:
@@ -118,6 +117,8 @@ class Worker:
     def __init__(self, spec: Spec, read_rate: int | None) -> None:
         self.spec, self.read_rate = spec, read_rate
         self.facts: dict[str, Any] = {}
+        """What the table has of its limits."""
+        self.plan: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Worker":
@@ -140,7 +141,8 @@ class Worker:
             cap = baseline + drafter + self.spec.budget_bytes + ALLOWANCE_BYTES
             limited.cap(cap)
             self.connection.send(None)
-            self.facts = {**self._receive(), "cap_bytes": cap, "means": limited.means}
+            self.plan = self._receive()
+            self.facts = {"gb_of_memory_at_most": round(cap / 1e9, 3), "by": limited.means}
             self._stack = stack.pop_all()
         return self
 

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from turns import Answer, held_out_prompts, in_turns, report, rows_of, timed
+from report import finish
+from turns import Answer, held_out_prompts, in_turns, rows_of, timed
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.decoding.pipelined import generate_pipelined
@@ -70,7 +71,7 @@ def main(
         # 2. Measure in turns.
         answers = in_turns([*methods], prompts, rounds, answer)
     settings = {"stage_layers": layers, "new_tokens": new_tokens, "rounds": rounds, "threads": threads}
-    report(rows_of(answers, PLAIN, PLAIN), answers, PLAIN, {"target": target.name, "drafter": drafter, **settings}, output)
+    finish(output, rows_of(answers, PLAIN, PLAIN), target=target.name, drafter=drafter, **settings, answers=answers)
 
 
 def processor_seconds(processes: Sequence[int]) -> float:

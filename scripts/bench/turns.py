@@ -1,23 +1,20 @@
-"""What the benches of decoding share: prompts, methods that take turns on them, and a table of their seconds.
+"""What the benches of decoding share: prompts, methods that take turns on them, and their figures.
 
 Each method answers each prompt once a round, and every second round runs backwards. So a slow moment
 of the machine costs all methods alike.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
+from report import ratio
 from tqdm import tqdm
 
 from outrider.data.chat import encode_prompt
-from outrider.data.files import write_json
 from outrider.data.suites import load_suite
 from outrider.data.types import Turn
-from outrider.eval.measure.environment import describe_environment
 
 Answer = dict[str, Any]
 Passes = Iterator[Sequence[int]]
@@ -58,29 +55,24 @@ def in_turns(methods: Sequence[str], num_prompts: int, rounds: int, answer: Call
 
 
 def rows_of(answers: Sequence[Answer], baseline: str, plain: str) -> list[Answer]:
-    """Return the figures of each method, with its speed over the baseline in all and by prompt.
+    """Return the figures of each method, with its speed over the baseline's: a median of pairs, and its interval.
 
     `plain` is the method whose texts the others must begin as; one may be longer than another.
     """
-    prompts = sorted({answer["prompt"] for answer in answers})
-    by_method = {
-        method: [one for one in answers if one["method"] == method] for method in {one["method"]: 0 for one in answers}
-    }
+    by_method: dict[str, list[Answer]] = defaultdict(list)
+    for answer in sorted(answers, key=lambda answer: answer["prompt"]):
+        by_method[answer["method"]].append(answer)
     texts = {answer["prompt"]: answer["token_ids"] for answer in by_method[plain]}
-
-    def seconds(method: str, *of: int) -> float:
-        return per_token([answer for answer in by_method[method] if answer["prompt"] in of], "seconds")
-
+    seconds = {method: [answer["seconds"] / answer["num_tokens"] for answer in own] for method, own in by_method.items()}
     return [
         {
             "method": method,
-            "seconds_per_token": seconds(method, *prompts),
+            "seconds_per_token": per_token(own, "seconds"),
             "processor_seconds_per_token": per_token(own, "processor_seconds"),
-            "speed": seconds(baseline, *prompts) / seconds(method, *prompts),
-            "speed_by_prompt": [seconds(baseline, prompt) / seconds(method, prompt) for prompt in prompts],
-            "tokens_per_step": 1 / per_token(own, "num_steps"),
-            "num_identical": sum(begins_alike(answer["token_ids"], texts[answer["prompt"]]) for answer in own),
-            "num_answers": len(own),
+            f"over {baseline}": ratio(seconds[baseline], seconds[method]),
+            "tokens_per_step": round(1 / per_token(own, "num_steps"), 2),
+            "identical": sum(begins_alike(answer["token_ids"], texts[answer["prompt"]]) for answer in own),
+            "answers": len(own),
         }
         for method, own in by_method.items()
     ]
@@ -89,23 +81,8 @@ def rows_of(answers: Sequence[Answer], baseline: str, plain: str) -> list[Answer
 def per_token(answers: Sequence[Answer], figure: str) -> float:
     """Return the sum of a figure over the tokens that were decoded after the prefills."""
     total: float = sum(answer[figure] for answer in answers)
-    return total / sum(answer["num_tokens"] for answer in answers)
+    return round(total / sum(answer["num_tokens"] for answer in answers), 4)
 
 
 def begins_alike(text: Sequence[int], other: Sequence[int]) -> bool:
     return all(token == its for token, its in zip(text, other, strict=False))
-
-
-def report(rows: Sequence[Answer], answers: Sequence[Answer], baseline: str, settings: Answer, output: Path) -> None:
-    """Print the table, and write the record."""
-    print(f"| method | s/token | processor s/token | speed over {baseline} [prompts] | tokens per step | identical |")
-    print("|---|---:|---:|---:|---:|---:|")
-    for row in rows:
-        speed = f"{row['speed']:.2f}x [{min(row['speed_by_prompt']):.2f}, {max(row['speed_by_prompt']):.2f}]"
-        print(
-            f"| {row['method']} | {row['seconds_per_token']:.4f} | {row['processor_seconds_per_token']:.4f} | {speed} "
-            f"| {row['tokens_per_step']:.2f} | {row['num_identical']} of {row['num_answers']} |"
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    environment = asdict(describe_environment(torch.device("cpu")))
-    write_json(output, {"rows": rows, "settings": settings, "environment": environment, "answers": answers})

@@ -57,9 +57,9 @@ def test_figures_are_sums_over_answers(script: Any) -> None:
     plain = [answer("plain", 0, 4.0, [1, 2, 3], 2), answer("plain", 1, 8.0, [1, 2, 3], 2)]
     drafted = [answer("drafted", 0, 4.0, [1, 2, 3, 4, 5], 2), answer("drafted", 1, 4.0, [1, 2, 9, 9, 9], 2)]
     first, second = script("turns").rows_of([*plain, *drafted], "plain", "plain")
-    assert (first["speed"], first["num_identical"], first["tokens_per_step"]) == (1, 2, 1)
-    assert (second["seconds_per_token"], second["speed"], second["speed_by_prompt"]) == (1, 3, [2, 4])
-    assert (second["tokens_per_step"], second["num_identical"], second["num_answers"]) == (2, 1, 2)
+    assert (first["over plain"], first["identical"], first["tokens_per_step"]) == ([1, 1, 1], 2, 1)
+    assert (second["seconds_per_token"], second["over plain"]) == (1, [3, 2, 4])
+    assert (second["tokens_per_step"], second["identical"], second["answers"]) == (2, 1, 2)
 
 
 def allocate(limited: Any, num_bytes: int) -> int:
@@ -123,7 +123,7 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(
         "synchronous, 8 draft tokens",
         "pipelined",
     ]
-    assert all(row["num_identical"] == row["num_answers"] == 2 for row in rows)
+    assert all(row["identical"] == row["answers"] == 2 for row in rows)
 
 
 @pytest.mark.slow
@@ -135,4 +135,4 @@ def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(
     script("offload").main(tiny_target_dir, drafter_dir, "float32", 0.5, None, **sizes, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert {row["method"] for row in rows} == set(script("offload").METHODS)
-    assert all(row["num_identical"] == row["num_answers"] == 1 for row in rows)
+    assert all(row["identical"] == row["answers"] == 1 for row in rows)
