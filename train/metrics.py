@@ -158,8 +158,7 @@ class Meter:
         """Restore a `state_dict`."""
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
-        # An earlier version counted no on-policy positions.
-        self._seen = torch.tensor([*state["seen"], 0][:3], device=device)
+        self._seen = torch.tensor(state["seen"], device=device)
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)
         self.latest = state["latest"]

@@ -94,7 +94,7 @@ class AnswersManifest(BaseManifest):
 
     `max_tokens` bounds prompt and answer together. `data_sha256` is `conversations_sha256` of all
     conversations in order. `rounds` are those that began, for engines that schedule by length; they
-    decide the schedule, not the answers. Folders of earlier versions have none.
+    decide the schedule, not the answers.
     """
 
     chat_template_sha256: str

@@ -235,19 +235,13 @@ def test_edited_facts_of_a_finished_training_are_written_again(run_train: RunTra
     assert read_training_facts(run.drafter_dir)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("best.json", lambda content: content.replace(b'"tokens_per_step": ', b'"tokens_per_step": 9')),
-        ("model.safetensors", lambda content: content[:-4] + bytes([content[-4] ^ 1]) + content[-3:]),
-    ],
-)
-def test_an_altered_best_drafter_is_not_exported(run_train: RunTrain, name: str, change: Callable[[bytes], bytes]) -> None:
+def test_an_altered_best_drafter_is_not_exported(run_train: RunTrain) -> None:
     run = run_train(validation_texts=4, validation_tokens=8, validate_every=2)
-    path = run.train_dir / "best" / name
-    path.write_bytes(change(path.read_bytes()))
+    path = run.train_dir / "best" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
     (run.train_dir / "summary.json").unlink()
-    with pytest.raises(ValueError, match=rf"best/{name} was altered"):
+    with pytest.raises(ValueError, match=r"best/model\.safetensors was altered"):
         run_train(validation_texts=4, validation_tokens=8, validate_every=2)
 
 
