@@ -100,9 +100,8 @@ def _certify_decoding(
     from ..data.fields import raise_problems
     from ..eval.certify.certificate import certify_decoding
     from ..eval.config import stage_problems
-    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
+    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place
     from ..eval.measure.pipelined import recorded_stages
-    from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters.saved.parts import parse_drafter_name
 
@@ -117,10 +116,8 @@ def _certify_decoding(
 
     # 2. Name each method as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, all_parts)
-    facts = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
-    names = dict(zip(specs, map(str, method_names(facts)), strict=True))
     (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
-    named = [replace(method, name=names[method.name]) for method in methods if method.name in names]
+    named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
     lines = certify_decoding(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
@@ -133,6 +130,6 @@ def _certify_decoding(
         "quantization": target.identity.quantization,
         "form": target.form,
         **recorded_stages(target),
-        "drafters": {names[key]: spec.parts.weights for key, spec in specs.items()},
+        "drafters": {spec.label: spec.parts.weights for spec in specs.values()},
     }
     return lines, subject, target.device

@@ -114,7 +114,6 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
     from ..data.files import guarded
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
-    from .errors import command_line
     from .launch import launch_stages
 
     check_inputs(config, drafters)
@@ -123,7 +122,7 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
         target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
     with guarded(output, folders=[output]):
-        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned, command=command_line())
+        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
@@ -133,11 +132,9 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.terminal import print_table
-    from .results import print_measure_again
 
     console = Console()
     print_table(rows, console)
-    print_measure_again(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
     broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))
