@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from outrider.eval.results.marks import is_error, marks
-
-from .tables import Records, count, device_name, number, table, with_interval
+from .tables import Records, count, device_name, number, speed, table
 
 FREE_STUDY = "free_study/free_study.json"
 PARTS = {
@@ -71,11 +69,6 @@ def free_pace(records: Records, name: str) -> str:
     return table(columns, cells)
 
 
-def free_notes(records: Records, name: str) -> str:
-    """Return the goals, each reached or not, and the other notes of the study."""
-    return "\n".join(f"- {line}" for line in records.read(name)["notes"])
-
-
 def suffix_index(records: Records, name: str) -> str:
     """Return memory and time of the index of `suffix` over long texts."""
     record = records.read(name)
@@ -128,12 +121,11 @@ def _speed(row: dict[str, Any]) -> str:
     """Format a speedup with its marks; an error of measurement has no speed."""
     if row.get("speedup") is None:
         return row.get("fault") or "-"
-    return "error" if is_error(row) else ", ".join([with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
+    return speed(row)
 
 
 FREE_DRAFTS: dict[str, Callable[..., str]] = {
     "free_methods": free_methods,
     "free_pace": free_pace,
-    "free_notes": free_notes,
     "suffix_index": suffix_index,
 }

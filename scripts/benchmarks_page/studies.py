@@ -5,15 +5,13 @@ from collections.abc import Callable
 from statistics import mean, median, stdev
 from typing import Any
 
-from outrider.eval.records.method_names import setting_words
-from outrider.eval.results.marks import is_error, marks
+from outrider.eval.records.labels import setting_words
 
-from .attack_counts import attack_counts
 from .pace import growth_rules
 from .sampling import SAMPLING
 from .scheduling import SCHEDULING
 from .suffix import suffix_index
-from .tables import Records, count, method_name, number, table, with_interval
+from .tables import Records, count, method_name, number, speed, table, with_interval
 
 
 def tuning(records: Records, name: str) -> str:
@@ -48,7 +46,7 @@ def _speedup_errors(predicted: list[dict[str, Any]], measured: list[dict[str, An
     for rows in (predicted, measured):
         speeds = {str(row["setting"]): row["tokens_per_second"] for row in rows if row["batch_size"] == size}
         plain = speeds.pop("None")
-        speedups.append({setting: speed / plain for setting, speed in speeds.items()})
+        speedups.append({setting: rate / plain for setting, rate in speeds.items()})
     return [abs(speedups[0][setting] / speedup - 1) for setting, speedup in speedups[1].items()]
 
 
@@ -210,18 +208,11 @@ def sizes(records: Records, name: str) -> str:
         for method in dict.fromkeys(method for method, _ in cells):
             of_method = [cells.get((method, size)) for size in columns]
             steps = next((row["tokens_per_step"] for row in of_method if row is not None), None)
-            speedups = ["-" if row is None else _speedup_by_size(row) for row in of_method]
+            speedups = ["-" if row is None else speed(row) for row in of_method]
             lines.append([method, number(steps), *speedups])
         title = f"{dtype}, {count(threads, 'thread')}:"
         tables.append(f"{title}\n\n{table(['method', 'tokens per step', *columns], lines)}")
     return "\n\n".join(tables)
-
-
-def _speedup_by_size(row: dict[str, Any]) -> str:
-    """Format a speedup with its marks; an error of measurement has no speed."""
-    if is_error(row):
-        return "error"
-    return ", ".join([with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
 
 
 def step_parts(records: Records, name: str) -> str:
@@ -348,20 +339,6 @@ def checkpoints(records: Records, name: str) -> str:
     return f"{text}\n\n{table(columns, rows)}"
 
 
-def kernels(records: Records, name: str) -> str:
-    """Return the kernels and launches of a decode step, by drafter and form."""
-    rows = [
-        [
-            f"{row['kind']}, {row['form'].replace('_', ' ')}",
-            *(row["launches"][phase] for phase in ("propose", "verify", "rest")),
-            sum(row["kernels"].values()),
-            row["host_reads"],
-        ]
-        for row in records.read(name)["decoding"]
-    ]
-    return table(["decode step", "launches: propose", "verify", "rest", "kernels in all", "reads by the host"], rows)
-
-
 STUDIES: dict[str, Callable[..., str]] = {
     **SAMPLING,
     **SCHEDULING,
@@ -380,7 +357,6 @@ STUDIES: dict[str, Callable[..., str]] = {
             plain_decoding,
             sizes,
             step_parts,
-            attack_counts,
             suffix_index,
             batches,
             overhead,
@@ -390,7 +366,6 @@ STUDIES: dict[str, Callable[..., str]] = {
             adaptation,
             target_change,
             checkpoints,
-            kernels,
             growth_rules,
         )
     },

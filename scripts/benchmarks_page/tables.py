@@ -3,12 +3,18 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.eval.records.method_names import PLAIN_DECODING, MethodFacts, setting_words, title_of
+import yaml
+
+from outrider.eval.records.labels import PLAIN_DECODING, setting_words, title_of
 from outrider.eval.records.names import BASELINE
+
+ROOT = Path(__file__).parents[2]
+TAG = "before-halving"
+"""Tag of the code of records whose scripts are gone."""
 
 
 class Records:
@@ -35,7 +41,9 @@ class Records:
         `environment` is the record that describes the machine; unless given, it is the first of `names`.
         """
         links = ", ".join(f"[{name}]({name})" for name in names)
-        lines = [f"- Records: {links}", f"- Command: `{command}`", f"- Machine: {self.machine(environment or names[0])}"]
+        script = re.search(r"scripts/\S+", command)
+        tag = "" if script is None or (ROOT / script.group()).exists() else f", at the git tag `{TAG}`"
+        lines = [f"- Records: {links}", f"- Command: `{command}`{tag}", f"- Machine: {self.machine(environment or names[0])}"]
         return "\n".join(lines)
 
     def machine(self, name: str) -> str:
@@ -103,11 +111,20 @@ def method_name(method: str) -> str:
     """Return a method by kind and setting: "ReDrafter, 4 beams of 3, 5 nodes"."""
     if method == BASELINE:
         return PLAIN_DECODING
-    facts = MethodFacts(key=method)
-    setting = dict(facts.setting or {})
+    words, *pairs = re.split(r" (?=\w+=)", method)
+    setting = {name: {"None": None}.get(value, yaml.safe_load(value)) for name, value in (pair.split("=", 1) for pair in pairs)}
     is_static = setting.pop("tree", None) == "static"
-    name = "EAGLE-1" if is_static else KINDS.get(facts.folder or facts.kind) or title_of(facts.kind)
-    return ", ".join(filter(None, [name, setting_words(facts.kind, setting, setting)]))
+    kind, _, folder = words.partition(" ")
+    name = "EAGLE-1" if is_static else KINDS.get(folder.removesuffix("/drafter") or kind) or title_of(kind)
+    return ", ".join(filter(None, [name, setting_words(kind, setting, setting)]))
+
+
+def speed(row: Mapping[str, Any]) -> str:
+    """Return a speedup with the marks of its record; an error of measurement has no speed."""
+    if row.get("exceeds") == "tokens per step":
+        return "error"
+    marks = ["disturbed"] * bool(row.get("disturbed")) + ["above its ceiling"] * (row.get("exceeds") == "ceiling")
+    return ", ".join([with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks])
 
 
 def kind_name(name: str) -> str:

@@ -2,8 +2,7 @@
 
 Inside `on_cpu`, the attention of branches takes CUDA's code path. The kernel's checks of shapes,
 widths and alignments are imitated too: they are those of `attention.cu`, `kernel_forward.h` and
-`kernel_backward.h` in PyTorch. This module is next to the scripts that import it, since they are
-run from here and not installed. The tests load it, too.
+`kernel_backward.h` in PyTorch.
 """
 
 import contextlib
