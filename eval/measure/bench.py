@@ -23,6 +23,7 @@ from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory
 from ..results.repeats import is_slow
 from .memory import within_memory
+from .pipelined import recorded_stages
 from .plan import Job, Plan
 from .texts import Texts
 from .timing import Generation, time_generation
@@ -68,6 +69,12 @@ class Bench:
     def texts(self) -> Texts:
         return self.plan.texts
 
+    @property
+    def computes(self) -> bool:
+        """Whether decoding computes in this process all the time, so that its processor time says how
+        long it had to take."""
+        return self.target.device.type == "cpu" and self.target.stream is None and not recorded_stages(self.target)
+
     def measure(self) -> None:
         """Measure all answers that the records lack, except those that don't fit into memory.
 
@@ -102,18 +109,14 @@ class Bench:
         While graphs are recorded or compiled, a time says nothing. And a slow answer is decoded once
         more; the faster one counts.
         """
-        attempts = [self._time(job, self.config.max_new_tokens, timed=job.profiled)]
+        decode = partial(self._time, job, self.config.max_new_tokens, timed=job.profiled)
+        attempts = [decode()]
         while attempts[-1].num_graphs and len(attempts) < MAX_ATTEMPTS:
-            attempts.append(self._time(job, self.config.max_new_tokens, timed=job.profiled))
-        computes = self.target.device.type == "cpu" and self.target.stream is None and attempts[-1].runs is None
-        others = [
-            self.file.records[key].seconds
-            for repeat in range(job.repeat)
-            for key in job.keys_of(repeat)[:1]
-            if key in self.file.records
-        ]
-        if is_slow(attempts[-1].seconds, attempts[-1].processor_seconds if computes else None, others):
-            attempts.append(self._time(job, self.config.max_new_tokens, timed=job.profiled))
+            attempts.append(decode())
+        records = self.file.records
+        others = [records[key].seconds for repeat in range(job.repeat) for key in job.keys_of(repeat)[:1] if key in records]
+        if is_slow(attempts[-1].seconds, attempts[-1].processor_seconds if self.computes else None, others):
+            attempts.append(decode())
         return min(attempts, key=lambda attempt: (attempt.num_graphs, attempt.seconds))
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:

@@ -44,9 +44,8 @@ PACE_NOTE = (
     "don't, apart from rounding noise. With pace: fixed tokens per step can be reproduced."
 )
 PIPELINED_NOTE = (
-    "pipelined: the drafter drafts while the target's stages read earlier drafts. A step is a pass of the target that emitted "
-    "tokens. Several passes are under way at a time, so tokens per step bound no speedup, and there is no ceiling. What is "
-    "drafted depends on the clock, and so do steps and passes. The answers don't, apart from rounding noise."
+    "pipelined: the drafter drafts while the stages read earlier drafts. Several passes are under way at a time, so tokens per "
+    "step bound no speedup, and there is no ceiling. Steps and passes depend on the clock, the answers don't."
 )
 SOURCES_NOTE = (
     "Sources: shares of the tokens that the steps emitted. A draft token counts for the source that proposed it, or as "

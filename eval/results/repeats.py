@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from ..records.records import EvalRecord
 
-SLOW = 2.0
+SLOW = 1.5
 """An answer is slow above this ratio of its seconds to its processor seconds, or to another
 repeat's."""
 NOISY_SHARE = 0.05
