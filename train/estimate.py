@@ -29,11 +29,9 @@ from .config import TrainConfig
 from .division import with_accumulation
 from .missed_by import TrainedCounter, open_other
 from .on_policy import step_starts
-from .parallel import make_anchor
-from .precision import tensor_float32
-from .setup import make_objective, make_optimizer
+from .parallel import make_anchor, tensor_float32
+from .setup import LossModule, make_objective, make_optimizer
 from .state import HostCopy
-from .training import LossModule
 
 MEASURED_SECONDS = 8.0
 WARM_UP = 2

@@ -81,8 +81,6 @@ class Meter:
         self._seconds = 0.0
         self._started = time.perf_counter()
         self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run at the last record
-        self.pause_seconds = 0.0
-        """Length of the last pause."""
         self.latest: dict[str, Any] | None = None
         """The last record of the run, as its file has it."""
 
@@ -98,8 +96,7 @@ class Meter:
         try:
             yield
         finally:
-            self.pause_seconds = time.perf_counter() - started
-            self._started += self.pause_seconds
+            self._started += time.perf_counter() - started
 
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 3"]) -> None:
         """Add one optimizer step: its loss, and its positions, tokens and on-policy positions.

@@ -16,7 +16,7 @@ from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
 from outrider.eval import estimate as eval_estimate
 from outrider.train import estimate as train_estimate
-from outrider.train.training import LossModule
+from outrider.train.setup import LossModule
 
 
 @pytest.fixture
