@@ -30,12 +30,13 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     missing files of `paths_of`. What depends on several sections is checked after that: it may load
     torch.
     """
-    values = expand_home({name: {} for name in sections_of(cls) if name} | dict(values))
-    known, text = _names(cls), json.dumps(values)
+    described: type[Any] = cls
+    values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
+    known, text = _names(described), json.dumps(values)
     # 1. Each field alone.
     report = list(problems)
     try:
-        _fields_of(cls).model_validate_json(text)
+        _fields_of(described).model_validate_json(text)
     except ValidationError as error:
         report += problems_of(error, known=known)
     messages = [problem_report(report)] if report else []
@@ -84,7 +85,8 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     its own defaults of its sections' options in DEFAULTS.
     """
     # 1. Read the arguments. Words are the options of POSITIONAL.
-    sections = sections_of(cls)
+    described: type[Any] = cls
+    sections = sections_of(described)
     options = {option.name: option for option in sections[""].options}
     line = read_command_line(arguments, sections, launches="launch" in options)
     words = list(line.words)

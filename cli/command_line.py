@@ -6,7 +6,7 @@ command's own options, then in its sections. This module doesn't import torch.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -37,10 +37,15 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
     """A line for each argument that can't be read."""
 
-    def nested(self) -> dict[str, Any]:
-        """Return the values as a configuration: {"eval": {"max_new_tokens": 64}}."""
+    def nested(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """Return the values as a configuration: {"eval": {"max_new_tokens": 64}}.
+
+        Leaves out the options `without`.
+        """
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
+            if name in without:
+                continue
             *sections, last = name.split(".")
             place = nested
             for section in sections:

@@ -81,7 +81,8 @@ def load_recipe(*arguments: str) -> RunConfig:
 def compose(line: CommandLine) -> DictConfig:
     """Compose a recipe. Problems of its choices and files go to the command line's problems."""
     # 1. Sort the layers: packaged recipes and choices for Hydra, then files, then the command line.
-    values, own = line.nested(), sections_of(RunOptions)[""].options
+    chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
+    own = [option.name for option in sections_of(RunOptions)[""].options]
     line.problems += [
         f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
         for name in line.values
@@ -90,9 +91,8 @@ def compose(line: CommandLine) -> DictConfig:
     layers = Layers()
     for recipe in line.values["conf"]:
         layers.add_recipe(recipe)
-    for option in own:
-        values.pop(option.name, None)
-    layers.add(values)
+    layers.add(chosen)
+    layers.add(line.nested(without=[*chosen, *own]))
 
     # 2. Put them on top of each other.
     register()

@@ -170,7 +170,7 @@ def drafter_sections() -> dict[str, Section]:
 def _options(cls: type, prefix: str) -> Iterator[Option]:
     """Yield a class's options. A list's fields come after the list."""
     hints, meanings = typing.get_type_hints(cls, include_extras=True), field_docstrings(cls)
-    at_run_time = getattr(cls, "RUNTIME_FIELDS", frozenset())
+    at_run_time: frozenset[str] = getattr(cls, "RUNTIME_FIELDS", frozenset())
     for field in fields(cls):
         hint = hints[field.name]
         if is_dataclass(hint):

@@ -12,7 +12,6 @@ from ..data.fields import OPTIONS, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
-from .errors import command_line
 from .launch import launch_stages
 from .options import BY_MACHINE, Drafters, load_chosen_target, with_limit
 
@@ -37,9 +36,6 @@ class EvalOptions:
     """A .jinja file or a template's name. null: the tokenizer's."""
     output: Path = Path("outputs/eval")
     """Folder for the records, summary, table and plots."""
-    trace: Path | None = None
-    """Measure nothing: write a profiler's trace of one answer of each method to FILE.json or
-    FILE.json.gz."""
     launch: str | None = None
     """Run in several processes, for target.stage_layers: a launch file such as pipeline_cpu, or its
     path. Options of `accelerate launch` may follow it: --num_processes 5"""
@@ -72,12 +68,7 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     kinds = {part.name for parts in drafters for part in parts.parts}
     raise_problems(stage_problems(config, options.target.stage_layers, kinds))
 
-    # 2. Trace one answer of each method instead, if that is asked for.
-    if options.trace is not None:
-        _trace(config, drafters, options, options.trace)
-        return
-
-    # 3. Measure, and print the table.
+    # 2. Measure, and print the table.
     rows = _measure(config, drafters, options, line)
     if not _print_results(rows, options.output):
         raise SystemExit(1)
@@ -94,22 +85,7 @@ def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOp
         target = load_chosen_target(options.target, options.chat_template)
     tuned = tuned_settings(config, target, drafters) if options.tuned else None
     with guarded(options.output, folders=[options.output]):
-        return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned, command=command_line())
-
-
-def _trace(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOptions, path: Path) -> None:
-    """Write a trace in place of a measurement. Raises ValueError for options of a measurement."""
-    from ..eval.run import check_inputs, cpu_threads
-    from ..eval.trace import trace_problems, write_trace
-    from ..eval.tune.run import tuned_settings
-
-    raise_problems(trace_problems(config, path, in_stages=options.target.stage_layers is not None))
-    check_inputs(config, drafters)
-    with cpu_threads(config.num_threads):
-        target = load_chosen_target(options.target, options.chat_template)
-    tuned = tuned_settings(config, target, drafters) if options.tuned else None
-    names = write_trace(config, target, drafters, path, tuned)
-    print(f"Trace of {', '.join(names)}: {path}\nOpen it at ui.perfetto.dev. Its times are no timings: nothing was measured")
+        return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
@@ -119,11 +95,9 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.terminal import print_table
-    from .results import print_measure_again
 
     console = Console()
     print_table(rows, console)
-    print_measure_again(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
     broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))

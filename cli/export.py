@@ -68,7 +68,9 @@ def export_command(options: ExportOptions) -> None:
     # 2. Load the target, and export.
     loaded = load_chosen_target(options.target, needs_tokenizer=find_format(name).kind == "draft_model")
     with guarded(options.output):
-        export_drafter(directory, loaded, name, options.output, options.dtype and getattr(torch, options.dtype))
+        export_drafter(
+            directory, loaded, name, options.output, None if options.dtype is None else getattr(torch, options.dtype)
+        )
     print(f"{options.output}: {options.drafter} in the format {name}")
 
 

@@ -34,8 +34,6 @@ class PackageOptions:
     """Quantisation of the target in the card's code, as target.quantization. null: as in training."""
     repo: str | None = None
     """Hub id of the drafter, for the card's commands."""
-    allow_disturbed: bool = False
-    """Show a speed whose measurement was disturbed, with a mark."""
 
     POSITIONAL: ClassVar = ("drafter",)
 
@@ -62,7 +60,6 @@ def package_command(options: PackageOptions) -> None:
         base_model=options.base_model,
         quantization=options.quantization,
         repo=options.repo,
-        disturbed="mark" if options.allow_disturbed else "raise",
     )
     card = model_card(parts, card_options)
 

@@ -115,6 +115,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
 
 def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarget:
     """Load the head's part of a target in stages, while the stages load theirs."""
+    assert config.stage_layers is not None
     ends, link = head.load()
     ends.model.eval().requires_grad_(False)
     identity = _identify(config, ends.model, tokenizer, head.weights_sha256)
@@ -225,7 +226,7 @@ def _check_stop_tokens(target: HFTarget) -> None:
 def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bool) -> PreTrainedModel:
     # 1. Decide how to load: quantised weights go straight to their device, since some can't be
     # moved.
-    dtype = "auto" if config.dtype in ("auto", None) else getattr(torch, config.dtype)
+    dtype = "auto" if config.dtype is None or config.dtype == "auto" else getattr(torch, config.dtype)
     stored = stored_method(config.name_or_path)
     if stored is not None:
         require_packages(stored)
