@@ -78,7 +78,7 @@ def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
     assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
     # The drafter fits the complete target too.
     load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))
-    with pytest.raises(ValueError, match="--target is './nowhere'; give a directory"):
+    with pytest.raises(ValueError, match="target.name_or_path is './nowhere'; give a directory"):
         call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
 
 
@@ -105,7 +105,7 @@ def test_numbers_that_a_narrower_type_cannot_hold_are_refused(drafter, tiny_targ
 def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target_dir, tmp_path):
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "a", "--dtype", "bfloat16")
     (tmp_path / "a" / "outrider.json").unlink()
-    options = ["--from", "medusa", "--setting", "{tree_nodes: 3}"]
+    options = ["--format", "medusa", "--setting", "{tree_nodes: 3}"]
     call("import", tmp_path / "a", "--target", tiny_target_dir, "--output", tmp_path / "b", *options)
     again = load_drafter(tmp_path / "b", load_target(str(tiny_target_dir), torch.device("cpu")))
     assert again.config.tree_nodes == again.max_nodes == 3
@@ -118,7 +118,7 @@ def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir,
         call("export", drafter, *target, "--to", "tgi")
     with pytest.raises(ValueError, match="doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm"):
         call("export", drafter, *target, "--to", "vllm")
-    with pytest.raises(ValueError, match="--dtype is 'int8'"):
+    with pytest.raises(ValueError, match='dtype="int8": must be one of'):
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
     with pytest.raises(ValueError, match="exists already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
