@@ -30,7 +30,7 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     missing files of `paths_of`. What depends on several sections is checked after that: it may load
     torch.
     """
-    described: type[Any] = cls
+    described: type = cls  # for mypy, a type[T] has no hash
     values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
     known, text = _names(described), json.dumps(values)
     # 1. Each field alone.
@@ -55,7 +55,7 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
 
 
 @cache
-def _fields_of(cls: type[Any]) -> type[BaseModel]:
+def _fields_of(cls: type) -> type[BaseModel]:
     """Return a model with the fields of a configuration, which doesn't check them together."""
     hints, own = get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     is_required = {field.name: field.default is field.default_factory is dataclasses.MISSING for field in own}
@@ -85,7 +85,7 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     its own defaults of its sections' options in DEFAULTS.
     """
     # 1. Read the arguments. Words are the options of POSITIONAL.
-    described: type[Any] = cls
+    described: type = cls  # for mypy, a type[T] has no hash
     sections = sections_of(described)
     options = {option.name: option for option in sections[""].options}
     line = read_command_line(arguments, sections, launches="launch" in options)

@@ -49,9 +49,8 @@ def checked_drafter(options: dict[str, Any]) -> dict[str, Any]:
         TypeAdapter(DRAFTER_OPTIONS[kind]).validate_json(json.dumps(own))
     except ValidationError as error:
         lines = problems_of(error, known=[field.name for field in dataclasses.fields(DRAFTER_OPTIONS[kind])])
-        raise ValueError(
-            "\n".join(line.replace("no such option", f"no such option of the kind {kind}") for line in lines)
-        ) from None
+        text = "\n".join(lines).replace("no such option", f"no such option of the kind {kind}")
+        raise ValueError(text) from None
     return options
 
 
