@@ -5,12 +5,15 @@ tokens that the target verifies. These are the functions of the stages themselve
 architecture and a drafter can't do together fails here, and not after hours of distillation.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Int
 from tqdm import tqdm
 
 from ..data.collate import text_continuations
@@ -20,23 +23,29 @@ from ..distill.config import DistillConfig
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
-from ..models.drafters import build_drafter
+from ..models.decoding.types import NO_NODE, Step
+from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.text_states import require_packing
 from ..models.machine import is_out_of_memory
 from ..train.batches import target_reads, with_hidden_states
-from ..train.estimate import count_tokens, draw_batch
 from ..train.missed_by import open_other
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room
 from .config import DrafterRun
+from .samples import count_tokens, draw_batch
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (11, 8)
 """Tokens of the made texts: of different lengths, as in any batch."""
 PROMPT_TOKENS = 4
 NEW_TOKENS = 4
+TIMED_TOKENS = 8
+HIT_RATE = 0.75
+"""Share of the drafts of each depth that a good drafter has right, for the warning about slow drafts."""
 FIRST_TOKEN = 3
 RAW_ERRORS = (TypeError, AttributeError, LookupError, NotImplementedError, ArithmeticError, AssertionError, RuntimeError)
 """Errors that name no remedy. A ValueError is a message of the project, and passes unchanged."""
@@ -79,14 +88,19 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
     eager = target
     if target.has_fixed_shapes:
         eager = HFTarget(target.model, target.tokenizer, target.identity, tensor_parallel=target.tensor_parallel)
+    kinds = dict.fromkeys(run.drafter.kind for run in waiting)
+    if accelerator.is_main_process:
+        log.info("trying the recipe on %d tokens: labels, and the training and drafts of %s", sum(LENGTHS), ", ".join(kinds))
     with works_together(eager):
         examples = make_examples(labels, eager)
     contexts = [target.context_length]
     for run in waiting:
         with works_together(eager, run.drafter.kind):
-            drafter = build_drafter(run.drafter, eager)
+            drafter = build_drafter(run.drafter.with_options(run.settings[0]), eager)
             rehearse_loss(run, drafter, examples, eager, accelerator)
-            rehearse_decoding(drafter, examples, eager)
+            slow = rehearse_decoding(drafter, examples, eager)
+        if slow is not None and accelerator.is_main_process:
+            log.warning("%s: %s", run.drafter_dir, slow)
         contexts += [] if drafter.context_length is None else [drafter.context_length]
     eager.release_cache()
     return min(contexts)
@@ -131,7 +145,7 @@ def rehearse_loss(
     reads = target_reads(drafter, objective, other)
     if reads.top and examples[0].top is None:
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
-    batch = draw_batch(config, examples, reads, 0).decoded()
+    batch = draw_batch(config, examples, reads).decoded()
     if config.packing and _lacks_states(batch, reads.hidden_states, reads.layers):
         require_packing(target)
     batch = with_hidden_states(batch, target, reads, other)
@@ -144,12 +158,57 @@ def rehearse_loss(
     drafter.zero_grad()
 
 
-def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> None:
-    """Decode a few tokens of two prompts, in the target's type, as in an evaluation."""
+def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> str | None:
+    """Decode a few tokens of two prompts, in the target's type, as in an evaluation.
+
+    Returns a warning if a draft takes more time than its tokens could save; None if it doesn't. The
+    time of a draft doesn't depend on the weights.
+    """
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
     for _ in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
         pass
+    if target.stream is not None:  # reading the weights takes longer than any draft
+        return None
+    # A step of each, after a prompt of one row.
+    times = [seconds_per_step(target, proposer, prompts[:1]) for proposer in (NullDrafter(), drafter)]
+    plain, drafted = (seconds for seconds, _ in times)
+    return describe_cost(drafted / plain, depth=times[1][1]) if plain and drafted else None
+
+
+def seconds_per_step(
+    target: HFTarget, drafter: NullDrafter | TrainableDrafter, prompts: Sequence[Int[torch.Tensor, " _"]]
+) -> tuple[float, int]:
+    """Return the median time of a decode step, 0 if there is none, and the depth of its deepest tree."""
+    steps = generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=TIMED_TOKENS, timed=True)
+    verified = [step for step in steps if step.seconds is not None and step.links is not None]
+    seconds = [step.seconds.draft + step.seconds.verify + step.seconds.accept for step in verified if step.seconds is not None]
+    return median(seconds) if seconds else 0.0, max((deepest(step) for step in verified), default=0)
+
+
+def deepest(step: Step) -> int:
+    """Return the number of draft tokens on the longest path of a step's tree."""
+    if step.links is None or not step.links[0].numel():
+        return 0
+    depths: list[int] = []
+    for parent in step.links[1][0].tolist():
+        depths.append(1 if parent == NO_NODE else depths[parent] + 1)
+    return max(depths)
+
+
+def describe_cost(steps: float, *, depth: int) -> str | None:
+    """Describe drafts whose step takes as long as so many plain `steps`; None if they can gain time.
+
+    They can if a drafter that has HIT_RATE of its drafts right at each depth gains some.
+    """
+    good = sum(HIT_RATE**index for index in range(depth + 1))
+    if steps <= good:
+        return None
+    return (
+        f"a step with drafts takes {steps:.1f} times as long as plain decoding here, and even a good drafter makes about "
+        f"{good:.1f} tokens in a step of {depth} drafts, so it will be slower than plain decoding. Make the drafter smaller "
+        "(`outrider options KIND`: widths, rank, draft_vocab_size), or its tree (eval.settings)"
+    )
 
 
 def _lacks_states(batch: DrafterBatch, hidden_states: bool, layers: Sequence[int]) -> bool:

@@ -56,7 +56,7 @@ from .config import RunConfig
 from .errors import command_line
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
 from .kept import describe_kept
-from .plan import print_plan
+from .plan import Planner
 from .quiet import silence_bars
 from .rehearsal import rehearse, works_together
 from .results import print_measure_again, print_next
@@ -250,7 +250,7 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
             log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
     if suites is not None:
         require_room(config.eval, suites, target.tokenizer, context_length)
-    print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
+    Planner(config, target, folder, accelerator).print(overlap, suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:

@@ -1,7 +1,4 @@
-"""The plan of a complete run on a tiny target.
-
-It has a table for each remaining stage, is at most 80 columns wide and writes no file.
-"""
+"""The plan of a complete run on a tiny target: a line and its reasons for each stage that is left."""
 
 import json
 import re
@@ -10,18 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 
+from outrider.cli import plan, samples
 from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
-from outrider.eval import estimate as eval_estimate
-from outrider.train import estimate as train_estimate
+from outrider.cli.samples import FIRST_SIZE, REPEATS, Answers, cut, cut_labelled, grow
+from outrider.data.types import DistilledExample, Example
 from outrider.train.training import LossModule
 
 
 @pytest.fixture
 def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(train_estimate, "MEASURED_SECONDS", 0.1)
+    monkeypatch.setattr(samples, "SECONDS", 0.1)
     questions = tmp_path / "question.jsonl"
     turns = ["Write a line.", "Write it again."]
     questions.write_text("".join(json.dumps({"question_id": i, "category": "x", "turns": turns}) + "\n" for i in range(3)))
@@ -47,45 +46,150 @@ def run_here(*overrides: str) -> None:
 
 
 def titles(printed: str) -> list[str]:
-    return [line.strip() for line in printed.splitlines() if line.strip() in ("labels", "train", "eval", "export")]
+    return re.findall(r"^(\w+): about", printed, re.MULTILINE)
 
 
-def test_a_plan_has_a_table_for_every_stage_and_one_headline(
+def seconds_of(printed: str) -> int:
+    found = re.search(r"Whole run: about (\d+):(\d+):(\d+)", printed)
+    assert found is not None
+    hours, minutes, seconds = map(int, found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+# --- growing portions
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_token", "sizes"),
+    [
+        (1.0, [16, 16]),  # slow: a small portion ends the measurement
+        (0.05, [16, 16, 32, 64]),  # another portion, twice as large, would end too late
+        (0.001, [16, 16, 32, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
+    ],
+)
+def test_portions_grow_while_the_clock_leaves_time(
+    seconds_per_token: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [0.0], list[int]()
+
+    def step(size: int) -> int:
+        asked.append(size)
+        now[0] += size * seconds_per_token
+        return size
+
+    monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    results = grow(step, 100, SimpleNamespace(device=torch.device("cpu"), tensor_parallel=False))  # type: ignore[arg-type]
+    assert asked == sizes
+    assert sizes[0] == FIRST_SIZE
+    assert results == ([100] * REPEATS if sizes[-1] == 100 else sizes[-1:])
+
+
+def test_a_part_of_a_text_has_its_labels() -> None:
+    ids, mask = torch.arange(40), torch.arange(40) >= 20
+    text = Example(id="a", input_ids=ids, loss_mask=mask)
+    labels = ids[:, None] + torch.arange(1, 4)
+    part = cut_labelled(DistilledExample(example=text, continuations=labels), 10)
+    assert part.example.input_ids.tolist() == [*range(14, 24)]
+    assert torch.equal(part.continuations[:, 0], part.example.input_ids + 1)
+    assert part.example.wanted.any()
+    assert cut(text, 100).input_ids.tolist() == ids.tolist()
+
+
+def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
+    def mean(num_tokens: int, num_ended: int) -> float:
+        return Answers(seconds=1.0, num_answers=4, num_tokens=num_tokens, num_ended=num_ended).mean_tokens(200)
+
+    assert mean(400, 0) == 200
+    assert mean(64, 2) == pytest.approx(32, rel=0.01)
+    assert 100 < mean(400, 2) < 200
+
+
+# --- the plan
+
+
+def test_a_plan_has_every_stage_and_writes_nothing(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_here("conf=demo", *overrides, "plan=true")
     printed = capsys.readouterr().out
     assert titles(printed) == ["labels", "train", "eval", "export"]
-    assert max(map(len, printed.splitlines())) <= 80
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
-    assert "3 of 2 texts" in printed
+    assert "3 steps of" in printed
+    assert ", 2 texts and" in printed
     assert "with 1 CPU thread(s)" in printed
+    assert printed.index("labels: the target labels parts") < printed.index("labels: about"), "silent while it measures"
     assert not (tmp_path / "run").exists()
 
 
-def test_the_planned_time_of_training_agrees_with_the_training(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_planned_counts_are_those_of_the_run(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a clock on which each micro-batch takes 20 seconds."""
-    now, forward = [0.0], LossModule.forward
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]")
+    printed = capsys.readouterr().out
+    run_here("conf=demo", *overrides, "stages=[distill]")
+    statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
+    assert f"{statistics['num_examples']} texts of {statistics['num_text_tokens']:,} tokens" in printed
+    assert f"{statistics['num_positions']:,} positions get labels" in printed
 
-    def slow(*args: Any) -> Any:
-        now[0] += 20.0
-        return forward(*args)
+
+@pytest.mark.parametrize(("unit", "stage"), [("labels", "distill"), ("train", "train")])
+def test_the_planned_time_agrees_with_the_stage(
+    unit: str,
+    stage: str,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a clock on which each token takes a second."""
+    now, forward, label = [0.0], LossModule.forward, samples.label_shard
+
+    def slow(module: Any, batch: Any, anchor: Any) -> Any:
+        now[0] += 1.0 * int(batch.attention_mask.sum())
+        return forward(module, batch, anchor)
+
+    def slow_labels(*args: Any) -> Any:
+        labelled, stats = label(*args)
+        return labelled, samples.replace(stats, seconds=1.0 * stats.num_text_tokens + stats.num_branch_tokens)
 
     monkeypatch.setattr(LossModule, "forward", slow)
-    monkeypatch.setattr(train_estimate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(samples, "label_shard", slow_labels)
+    monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     changes = ["conf=demo", *overrides, "train.gradient_accumulation=2"]
-    run_here(*changes, "stages=[distill]")
+    if stage == "train":
+        run_here(*changes, "stages=[distill]")
     capsys.readouterr()
-    run_here(*changes, "stages=[train]", "plan=true")
-    found = re.search(r"Whole run: about (\d+):(\d+):(\d+)", capsys.readouterr().out)
-    assert found is not None
-    hours, minutes, seconds = map(int, found.groups())
+    run_here(*changes, f"stages=[{stage}]", "plan=true")
+    planned = seconds_of(capsys.readouterr().out)
     now[0] = 0.0
-    run_here(*changes, "stages=[train]")
-    assert now[0] == 3 * 2 * 20.0
-    assert now[0] / 5 < hours * 3600 + minutes * 60 + seconds < now[0] * 5
+    run_here(*changes, f"stages=[{stage}]")
+    if stage == "distill":
+        statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
+        now[0] = statistics["num_text_tokens"] + statistics["num_branch_tokens"]
+    assert now[0] / 1.5 < planned < now[0] * 1.5, unit
+
+
+def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={mode: regenerate, max_new_tokens: 24}")
+    printed = capsys.readouterr().out
+    assert titles(printed) == ["answers", "labels"]
+    assert "5 answers to 5 conversations" in printed
+
+
+def test_the_process_with_the_most_shards_decides_the_time() -> None:
+    assert plan.share(50, 10, 1) == 1
+    assert plan.share(50, 10, 2) == pytest.approx(3 / 5)
+    assert plan.share(3, 10, 4) == 1
+
+
+def test_a_too_small_disk_and_a_long_run_are_shown(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 1)
+    run_here("conf=demo", *overrides, "plan=true", "stages=[train]", "train.steps=1000000000")
+    printed = capsys.readouterr().out
+    assert "NOT ENOUGH" in printed
+    assert "For a first try" in printed.splitlines()[-1]
 
 
 def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
@@ -113,11 +217,10 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
 
 
 def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert eval_estimate.MEASURED_TOKENS > eval_estimate.WARMUP_TOKENS
     changes = ["eval.batch_sizes=[1,3]", "eval.temperatures=[0.0,1.0]", "eval.repeats=2"]
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
     answers = 3 * 2 * 5 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
-    assert f"{answers}: 3 prompts x 5 methods" in capsys.readouterr().out
+    assert f"{answers} answers by 5 methods" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(
