@@ -30,8 +30,6 @@ def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
         yield from _path(values, "data", "path", DATA_FILE)
         if isinstance(drafter := _get(values, "distill", "drafter"), str):
             yield from named_folders("distill.drafter", drafter)
-        yield from _path(values, "distill", "predictor", f"none, light, or {MODEL}")
-        yield from _path(values, "distill", "lessons", "the folder answers/ of an earlier run", is_local=True)
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
         for index, suite in enumerate(_list(values, "eval", "suites")):
             if isinstance(suite, Mapping) and isinstance(suite.get("path"), str):

@@ -49,8 +49,8 @@ from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
+from ..train.records import require_tracker
 from ..train.run import train
-from ..train.tracking import require_tracker
 from .calibration_stage import calibrate
 from .config import RunConfig
 from .errors import command_line

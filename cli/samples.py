@@ -33,10 +33,8 @@ from ..models.machine import synchronize
 from ..train.batches import PAD_ID, target_reads, with_hidden_states
 from ..train.config import TrainConfig
 from ..train.missed_by import open_other
-from ..train.parallel import make_anchor
-from ..train.precision import tensor_float32
-from ..train.setup import make_objective, make_optimizer
-from ..train.training import LossModule
+from ..train.parallel import make_anchor, tensor_float32
+from ..train.setup import LossModule, make_objective, make_optimizer
 
 SECONDS = 8.0
 """About the time of one measurement."""

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.choices import FEATURES, STATE_DTYPES
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "predictor", "schedule", "lessons", "base_url", "served_model"),
+    *("kv_budget_gib", "predictor", "schedule", "base_url", "served_model"),
 )
+PREDICTORS = ("none", "light")
 SCHEDULES = ("shortest", "s3")
-ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
+ENGINES = ("decoder", "batch", "openai")
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
     "base_url is not an address of the form http://HOST:8000/v1; put a key into the environment variable "
@@ -74,11 +75,10 @@ class DistillConfig:
     """`label` labels the texts of the data; `regenerate` first replaces all answers by the
     target's."""
 
-    engine: Annotated[str, one_of(*ENGINES)] = "auto"
+    engine: Annotated[str, one_of(*ENGINES)] = "decoder"
     """Engine that regenerates. `decoder` is outrider's decode loop. `batch` is the same without
-    drafters, in batches by predicted length within `kv_budget_gib`. `continuous` is transformers'
-    continuous batching. `openai` is a server at `base_url`. `auto` is `decoder`: no other engine
-    has been measured on a GPU."""
+    drafters, in batches by predicted length within `kv_budget_gib`. `openai` is a server at
+    `base_url`."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of regenerated answers; 0 is greedy."""
@@ -113,20 +113,14 @@ class DistillConfig:
     """Memory for a batch's KV cache in the engine `batch`, in GiB; prefilling the prompts needs
     some more."""
 
-    predictor: Annotated[str, Field(min_length=1)] | None = None
-    """Predictor of answer lengths: `none`, `light`, or a directory or Hub id of a
-    sequence-classification model. None is `light` for the engine `batch`. With a predictor, the
-    engine `continuous` admits the longest requests first."""
+    predictor: Annotated[str, one_of(*PREDICTORS)] = "light"
+    """Predictor of answer lengths in the engine `batch`. `light` learns from the prompts and from
+    the data's own answers; `none` treats all prompts alike."""
 
     schedule: Annotated[str, one_of(*SCHEDULES)] = "shortest"
     """Schedule of the engine `batch`. `shortest` puts the shortest texts first and reserves half of
     an answer's predicted length. `s3` is the policy of S3: the longest answers first, with their
     whole predicted length reserved. Both double the room of an answer that outgrows it."""
-
-    lessons: Annotated[str, Field(min_length=1)] | None = None
-    """Folder `answers/` of an earlier run whose answers' lengths the predictor knows from the
-    beginning. They are read once; a resumed run has its own copy. The lengths of a run's own
-    answers are remembered in any case."""
 
     base_url: str | None = None
     """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
@@ -156,11 +150,6 @@ class DistillConfig:
         """Whether the target's last hidden states are stored."""
         return self.features == "last_hidden"
 
-    @property
-    def predicts_lengths(self) -> bool:
-        """Whether the engine schedules by predicted length."""
-        return self.engine == "batch" or (self.engine == "continuous" and self.predictor is not None)
-
     def _features_problems(self) -> list[str]:
         if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
             stored = f"features_dtype is {self.features_dtype}, and nothing is stored in it"
@@ -178,27 +167,18 @@ class DistillConfig:
 
     def _engine_problems(self) -> list[str]:
         problems = []
-        if self.predictor is not None and self.engine not in ("batch", "continuous"):
-            problems.append(
-                f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
-                "by length: choose one of them, or leave the predictor out"
-            )
-        if self.schedule != "shortest" and self.engine != "batch":
-            problems.append(
-                f"schedule is {self.schedule!r} and engine {self.engine!r}; only the engine batch has schedules: set engine to "
-                "batch, or leave the schedule out"
-            )
-        if self.lessons is not None and not self.predicts_lengths:
-            problems.append(
-                f"lessons is {self.lessons!r}, and the engine {self.engine!r} predicts no lengths; set engine to batch, or to "
-                "continuous with a predictor, or leave the lessons out"
-            )
+        for name, value, default in (("predictor", self.predictor, "light"), ("schedule", self.schedule, "shortest")):
+            if value != default and self.engine != "batch":
+                problems.append(
+                    f"{name} is {value!r} and engine {self.engine!r}; only the engine batch has a {name}: set engine to batch, "
+                    f"or leave the {name} out"
+                )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(
                 f"decode_batch_size is {self.decode_batch_size}, and the engine batch makes its batches as large as "
                 "kv_budget_gib allows: set that, and leave decode_batch_size out"
             )
-        if self.drafter is not None and self.engine not in ("auto", "decoder"):
+        if self.drafter is not None and self.engine != "decoder":
             problems.append(
                 f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "
                 "decoder, or leave the drafter out"

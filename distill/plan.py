@@ -58,40 +58,29 @@ def run_shards(
     finish: Callable[[list[Entry]], None],
     unit: str,
     data_facts: Mapping[str, Any],
-    rounds: Sequence[range] | None = None,
-    begin: Callable[[M, int], M] = lambda manifest, _: manifest,
 ) -> M:
     """Compute the missing shards, divided among processes, and return the complete manifest.
 
     An interrupted run loses at most the current shard of each process. `make` writes the shards of
     one worker and adds their `num_units` to the progress bar. `finish` writes the statistics, in
-    the main process. `rounds` of shards (all in one if None) are computed one after another. When
-    one with missing shards begins, all earlier shards are there, and the main process writes the
-    manifest that `begin` returns for the number of its first shard.
+    the main process.
 
     Raises ValueError before any work if the folder holds another run's shards, or a damaged shard.
     """
     # 1. Check the existing shards, and list the missing ones.
     pending = begin_shards(store, manifest, plan, accelerator, data_facts)
-    # 2. Deal the missing shards of each round, and compute them.
-    missing = {shards.start: [index for index in shards if index in pending] for shards in rounds or [range(len(plan))]}
-    dealt = {first: deal(indices, worker) for first, indices in missing.items() if indices}
-    num_dealt = sum(map(len, dealt.values()))
-    if num_dealt:
-        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), num_dealt)
+    # 2. Deal the missing shards, and compute them.
+    indices = deal(pending, worker)
+    if pending:
+        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), len(indices))
     finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
     finished //= worker.num_workers  # this worker's share of the earlier work
-    total = finished + sum(num_units(plan[index]) for indices in dealt.values() for index in indices)
-    hide = not (accelerator.is_main_process and num_dealt)
+    total = finished + sum(num_units(plan[index]) for index in indices)
+    hide = not (accelerator.is_main_process and indices)
     with tqdm(total=total, initial=finished, unit=unit, unit_scale=True, disable=hide) as progress:
-        for first, indices in dealt.items():
-            if accelerator.is_main_process and (begun := begin(manifest, first)) != manifest:
-                manifest = begun
-                store.save(manifest)
-            accelerator.wait_for_everyone()
-            if indices:
-                make({index: plan[index] for index in indices}, progress)
-            accelerator.wait_for_everyone()
+        if indices:
+            make({index: plan[index] for index in indices}, progress)
+        accelerator.wait_for_everyone()
     # 3. Write the statistics, then the complete manifest.
     if accelerator.is_main_process:
         if store.is_complete(len(plan)):

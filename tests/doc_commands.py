@@ -4,7 +4,7 @@ import argparse
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,19 @@ def check_script(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPa
     assert path.is_file(), script
     parse = argparse.ArgumentParser.parse_args
 
+    def parse_typer_and_stop(main: Callable[..., Any]) -> None:
+        app = typer.Typer(add_completion=False)
+        app.command()(main)
+        typer.main.get_command(app).make_context(script, list(arguments))
+        raise ParsedError
+
     def parse_and_stop(parser: argparse.ArgumentParser, *options: Any) -> None:
         parse(parser, *options)
         raise ParsedError
 
     with monkeypatch.context() as patched:
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patched.setattr(typer, "run", parse_typer_and_stop)
         patched.setattr(sys, "argv", [script, *arguments])
         patched.syspath_prepend(str(path.parent))
         with pytest.raises(ParsedError):

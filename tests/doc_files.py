@@ -8,7 +8,7 @@ import yaml
 from outrider.cli.config import DEMO_TARGET
 from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.redrafter import RedrafterConfig
+from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tuned
 from outrider.models.llm.config import TargetConfig

@@ -105,7 +105,7 @@ def test_yaml_is_read_and_recipes_compose(block: Block, clone: Path, monkeypatch
         "outrider eval --target DIR --drafter DIR --suite stdlib --limits 3",
         "outrider eval --target DIR --drafter DIR --suite stdlib --limit three",
         "outrider evaluate --target DIR",
-        "python scripts/bench_decoding.py --no-such-option",
+        "python scripts/grow_target.py --no-such-option",
         "python scripts/none.py",
         "make none",
         "make demo NONE=1",

@@ -6,7 +6,6 @@ The first run starts a process as a user does. The others run in this process.
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -163,20 +162,6 @@ def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
     assert {"answers/manifest.json", "answers/answers-00002.jsonl", "distill/manifest.json"} <= plain.keys()
     manifests = [json.loads((folder / "distill/manifest.json").read_text()) for folder in (finished[0], tmp_path / "plain")]
     assert manifests[0]["data_sha256"] != manifests[1]["data_sha256"]
-
-
-def test_training_estimates_are_checked_on_other_prompts(
-    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, _ = finished
-    script, record = REPOSITORY / "scripts" / "check_estimates.py", tmp_path / "estimates.json"
-    monkeypatch.setattr(sys, "argv", [str(script), str(folder), "--prompts", "3", "--output", str(record)])
-    runpy.run_path(str(script), run_name="__main__")
-    (figure,) = json.loads(record.read_text())["figures"]
-    training = json.loads((folder / "train" / "summary.json").read_text())["validation"]["validation_tokens_per_step"]
-    assert figure["training"] == training
-    assert figure["interval"][0] <= figure["decoding"] <= figure["interval"][1]
-    assert f"| {training:.2f} | {figure['decoding']:.2f} [" in capsys.readouterr().out
 
 
 def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: list[str]) -> None:

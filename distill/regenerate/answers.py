@@ -7,7 +7,7 @@ same conversations, answered by the same engine with the same seeds, give the sa
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from ...data.files import parse_json, read_json
 from ...data.manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 from ...data.store import ShardStore
 from ...data.types import Conversation, Example
-from .lengths.lessons import Round
 
 FORMAT_VERSION = 1
 
@@ -93,20 +92,13 @@ class AnswersManifest(BaseManifest):
     """All answers of one regeneration.
 
     `max_tokens` bounds prompt and answer together. `data_sha256` is `conversations_sha256` of all
-    conversations in order. `rounds` are those that began, for engines that schedule by length; they
-    decide the schedule, not the answers. Folders of earlier versions have none.
+    conversations in order.
     """
 
     chat_template_sha256: str
     sampling: SamplingFacts
     max_tokens: int
     shards: list[AnswersEntry]
-    rounds: list[Round] = field(default_factory=list)
-
-    def facts(self) -> dict[str, Any]:
-        facts = BaseManifest.facts(self)  # `super()` fails in a class with slots that a decorator makes
-        del facts["rounds"]
-        return facts
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:

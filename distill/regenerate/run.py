@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ from ...data.types import Conversation, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
 from .answers import (
     FORMAT_VERSION,
     AnswerCounts,
@@ -41,11 +41,7 @@ from .answers import (
 )
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
-from .engines.batch import BatchEngine
 from .engines.registry import open_engine
-from .lengths.lessons import LESSONS_SUFFIX, LessonRecord, plan_rounds, write_lessons
-from .lengths.schedule import ScheduleStatistics
-from .rounds import begin_round, known_rounds, lessons_of, read_earlier
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +53,10 @@ ends."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringStats:
-    """Engine, time and schedule of answering one shard."""
+    """Engine and time of answering one shard."""
 
     engine: str
     seconds: float
-    schedule: ScheduleStatistics | None
 
 
 def regenerate(
@@ -88,12 +83,11 @@ def regenerate(
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
-    earlier = read_earlier(config.lessons, target, output_dir)
     # 2. Answer them, shard by shard. With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
         answer_store(output_dir),
-        replace(describe_answers(config, data, target, plan), rounds=known_rounds(output_dir)),
+        describe_answers(config, data, target, plan),
         plan,
         accelerator,
         worker,
@@ -102,10 +96,6 @@ def regenerate(
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
         data_facts=describe_data(data, target.tokenizer.chat_template, overlap),
-        rounds=plan_rounds(len(plan)) if config.predicts_lengths else None,
-        begin=lambda manifest, first: (
-            begin_round(manifest, output_dir, first, earlier) if config.predicts_lengths else manifest
-        ),
     )
     # 3. Read the examples.
     examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
@@ -168,11 +158,10 @@ def answer_conversations(
     limits: Limits,
     seed: int,
     progress: tqdm,
-    records: list[LessonRecord] | None = None,
 ) -> tuple[list[AnsweredExample], AnswerCounts]:
     """Answer the first turns of all conversations, then the second turns, and so on.
 
-    `progress` counts turns. The answers' lengths are appended to `records`, if there are any.
+    `progress` counts turns.
     """
     # 1. In each round, answer the next turn of all unfinished dialogues.
     dialogues = [
@@ -182,9 +171,7 @@ def answer_conversations(
     num_shown = 0
     while waiting := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
         for answer in engine.answer([request for _, request in waiting.values()]):
-            dialogue, request = waiting.pop(answer.id)
-            if records is not None:
-                records.append(LessonRecord.of(request, answer))
+            dialogue, _ = waiting.pop(answer.id)
             before = dialogue.num_done
             dialogue.take(answer)
             progress.update(dialogue.num_done - before)
@@ -217,28 +204,20 @@ def _answer_shards(
     progress: tqdm,
     worker: Worker,
 ) -> None:
-    """Answer and write these shards of one round. `progress` counts turns."""
-    lessons = lessons_of(known_rounds(output_dir), output_dir, min(shards), limits) if config.predicts_lengths else []
-    with open_engine(config, target, limits, lessons) as engine:
+    """Answer and write these shards. `progress` counts turns."""
+    with open_engine(config, target, limits) as engine:
         for index, conversations in shards.items():
             # 1. Answer the conversations.
             started = time.perf_counter()
-            if isinstance(engine, BatchEngine):
-                engine.statistics.clear()
-            records: list[LessonRecord] = []
             examples, counts = answer_conversations(
-                conversations, target, engine, limits=limits, seed=config.seed, progress=progress, records=records
+                conversations, target, engine, limits=limits, seed=config.seed, progress=progress
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
-            # 2. Write statistics and lessons, then the shard, whose sidecar marks it as complete.
+            # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
             if not worker.speaks:
                 continue
-            if config.predicts_lengths:
-                write_lessons(answer_store(output_dir).path(index, LESSONS_SUFFIX), records)
-            schedules = engine.statistics if isinstance(engine, BatchEngine) else []
-            schedule = total(ScheduleStatistics, schedules) if schedules else None
-            stats = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
+            stats = AnsweringStats(engine=config.engine, seconds=seconds)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
@@ -261,7 +240,6 @@ def _write_statistics(
     num, dropped = _total(shards)
     stats = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
     seconds = {index: shard_stats.seconds for index, shard_stats in stats.items()}
-    schedules = [shard_stats.schedule for shard_stats in stats.values() if shard_stats.schedule is not None]
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
     tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
@@ -277,10 +255,6 @@ def _write_statistics(
         "tokens_per_process_second": tokens_per_second,
         "peak_memory_bytes": peak_memory_bytes(target.device),
     }
-    if schedules:
-        schedule = total(ScheduleStatistics, schedules)
-        statistics["schedule"] = schedule.record()
-        logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
     # 3. Report them, with warnings.
     logger.info(

@@ -12,14 +12,6 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 from .ranking import largest
 
-MAX_SEARCH_NODES = 2**14
-"""Most nodes of a search: far more than any target gains from, and far less than memory holds."""
-
-MAX_CANDIDATES = 2**18
-"""Most candidates that a search may rank, width x width at each depth.
-
-Ten times the candidates of the paper's widest search, which has 70 beams of 5 tokens."""
-
 
 @runtime_checkable
 class RecurrentDrafter(Protocol):

@@ -11,7 +11,7 @@ MAX_CHUNK = 2**26
 """Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed.
 
 A smaller chunk costs time: for every chunk, a trained head's whole gradient is added up once more
-(scripts/bench_loss_memory.py)."""
+(benchmarks/loss_memory.json)."""
 CHUNK_SHARE = 80
 """On CUDA, logits in float32 may take a part of so much of the card's memory: 1 GiB of 80."""
 FLOAT_BYTES = 4

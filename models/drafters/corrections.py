@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import nn
 from torch.nn import functional as F
 
-from .block_options import BlockConfig
+from .options import BlockConfig
 
 EMBEDDING_STD = 0.02
 """Standard deviation of W1 before training. W2 is zero then, so no logit is corrected."""

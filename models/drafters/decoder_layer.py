@@ -19,6 +19,7 @@ from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
+from .options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Modules that a layer must consist of. Another norm would have an unknown position."""
@@ -33,32 +34,6 @@ FORMS: dict[str, tuple[Any, Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding),
 }
 """Configuration, layer and rotary embeddings of the forms that a drafter may have."""
-FORM_OPTIONS = frozenset(
-    {
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "hidden_act",
-        "rms_norm_eps",
-        "attention_bias",
-        "mlp_bias",
-        "rope_parameters",
-    }
-)
-"""Options of a form besides its `model_type`, by the names of transformers' configurations."""
-
-
-def check_form(form: dict[str, Any]) -> dict[str, Any]:
-    """Return `drafter.layer`. Raises ValueError if it is no known form."""
-    if not isinstance(form.get("model_type"), str) or form["model_type"] not in FORMS:
-        raise ValueError(
-            f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
-            "null for a layer of the target's kind"
-        )
-    if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
-        raise ValueError(f"there is no option {', '.join(unknown)}; there are: {', '.join(sorted(FORM_OPTIONS))}")
-    return form
 
 
 def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:

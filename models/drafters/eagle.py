@@ -11,56 +11,27 @@ its input and none at its output. The two papers differ only in the draft tree (
 """
 
 from dataclasses import replace
-from typing import Annotated
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from pydantic import NonNegativeFloat
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.fields import OPTIONS, PositiveInt, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..llm.hf_target import HFTarget
 from .decoder_layer import start_from_target
-from .feature_drafter import FeatureDrafter, TextEntries, TreeOptions
+from .feature_drafter import FeatureDrafter, TextEntries
 from .labels import Labels
 from .objective import Loss, Objective, score
+from .options import EagleConfig
 
 MEASURED_EVERY = 4
 """One in so many positions is measured at untrained depths.
 
 Each such depth costs a layer and a head, only for an estimate.
 """
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class EagleConfig(TreeOptions):
-    """Options of an EAGLE-1 or EAGLE-2 drafter: its training, and how it drafts by default."""
-
-    bias: bool = False
-    """Whether `fc` has a bias."""
-    init: Annotated[str, one_of("random", "target")] = "target"
-    """`target`: the layer starts with the weights of the target's last layer, but its output
-    projections start at zero, so the feature passes through unchanged. `random`: random weights, as
-    in the paper."""
-    regression_weight: NonNegativeFloat = 1.0
-    """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
-    classification_weight: NonNegativeFloat = 0.1
-    """Weight of the objective on tokens."""
-    feature_noise: NonNegativeFloat = 0.1
-    """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
-    unroll: PositiveInt = 1
-    """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
-    as in drafting."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.regression_weight and not self.classification_weight:
-            raise ValueError("regression_weight and classification_weight are both 0; nothing would be learned")
 
 
 class Eagle(FeatureDrafter):

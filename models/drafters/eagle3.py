@@ -13,55 +13,21 @@ EAGLE-3.1 has two more norms, which vLLM, SGLang and speculators know by the sam
 """
 
 import copy
-from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
-from pydantic.dataclasses import dataclass
 from torch import nn
 
-from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import start_from_target
-from .feature_drafter import FeatureDrafter, TreeOptions
+from .feature_drafter import FeatureDrafter
 from .labels import Labels
 from .objective import Loss, Objective, score
+from .options import Eagle3Config
 from .vocabulary import ReducedVocabulary
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class Eagle3Config(TreeOptions):
-    """Options of an EAGLE-3 drafter: its shape, its training, and how it drafts by default."""
-
-    feature_layers: Distinct[NonNegativeInt] | None = None
-    """Layers of the target whose inputs the drafter reads. None: an early, a middle and a late
-    layer, with the numbers 2, half of the number of layers, and the last but two (fewer if these
-    coincide)."""
-    draft_vocab_size: PositiveInt | None = None
-    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
-    None is the whole vocabulary."""
-    init: Annotated[str, one_of("random", "target")] = "target"
-    """`target`: layer, norm and head start with the weights of the target's last ones, but the
-    layer's output projections start at zero, so the latest feature passes through unchanged.
-    `random`: random weights, as in the paper."""
-    fc_norm: bool = False
-    """Whether each layer's features are normed before `fc` (EAGLE-3.1)."""
-    norm_before_fc: bool = False
-    """Whether the features of all layers are normed as one vector before `fc`, as speculators 0.9
-    does by default. Not together with `fc_norm`."""
-    norm_output: bool = False
-    """Whether deeper steps read the layer's output after the final norm (EAGLE-3.1). False: before
-    it, as in the paper."""
-    loss_decay: Share = 0.8
-    """Factor of the loss from each depth to the next."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc are both true; set one of them to false")
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

@@ -11,17 +11,14 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import AfterValidator, NonNegativeFloat
-from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from ...data.fields import OPTIONS, PositiveInt, one_of
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
@@ -30,11 +27,11 @@ from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
-from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
+from .beams import SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues, Masks
 from .branches.layout import Branches
 from .cached_drafter import CachedDrafter
-from .decoder_layer import check_form, make_layer, make_rotary, rotary_options
+from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,
     completed,
@@ -47,6 +44,7 @@ from .feature_search import (
 )
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
+from .options import TreeOptions
 from .unread import MAX_UNREAD, append, to_width
 from .vocabulary import DraftVocabulary
 
@@ -60,39 +58,6 @@ class TextEntries(NamedTuple):
     hidden: Float[torch.Tensor, "batch seq hidden"]
     keys: torch.Tensor
     values: torch.Tensor
-
-
-@options(kw_only=True, config=OPTIONS)
-class TreeOptions:
-    """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
-
-    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
-    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
-    or qwen3), and the options that differ from the target's configuration, under transformers'
-    names. Serving engines draft with Llama's layer, whatever the target's layers are."""
-    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
-    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
-    4). `static`: always expand the same ranks (EAGLE-1)."""
-    depth: PositiveInt = 6
-    """Number of draft tokens on the longest path."""
-    top_k: PositiveInt = 8
-    """Nodes expanded at each depth, and children of each expanded node."""
-    tree_nodes: PositiveInt = 48
-    """Nodes of the tree: the most probable nodes of the search."""
-    temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
-    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
-    with the most probable parents. 0: the most probable tokens, at every temperature of the
-    target."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
-
-    def __post_init__(self) -> None:
-        if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
-            raise ValueError(
-                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
-                "lower one of them"
-            )
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes
-from .small_models import DraftModelConfig
+from .options import DraftModelConfig
 from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 

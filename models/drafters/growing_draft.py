@@ -39,8 +39,8 @@ from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
+from .options import DraftModelConfig
 from .scored_tree import add_children, learn, likeliest_children
-from .small_models import DraftModelConfig
 from .unread import MAX_UNREAD
 
 MAX_READS = 8

@@ -19,18 +19,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
 from ...data.bundles import Bundle, move_to
-from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, Share, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
@@ -39,6 +35,7 @@ from .beams import SearchTree
 from .labels import Labels
 from .last_state import LastStateDrafter
 from .objective import HIT_RANKS, Loss, Objective, score
+from .options import MedusaConfig
 from .ranking import largest
 from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
@@ -49,57 +46,6 @@ token."""
 
 MIN_ACCURACY = 1e-6
 """Of ranks that were never right in the measurement, so that all scores are finite."""
-
-MAX_TREE_NODES = 2**12
-"""Far more than any target gains from."""
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class MedusaConfig:
-    """Options of Medusa: the heads, their training, and the draft tree."""
-
-    num_heads: PositiveInt = 4
-    """Number of heads, which is the longest path of a draft tree. Distil with a horizon of at least
-    one more."""
-    num_layers: PositiveInt = 1
-    """Blocks of each head."""
-    heads: Annotated[str, one_of("residual", "ffn")] = "residual"
-    """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
-    in blockwise parallel decoding. Both start as the identity."""
-    share_head: bool = False
-    """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
-    output layer that starts as a copy of the target's."""
-    head_rank: PositiveInt | None = None
-    """Rank of one trained output layer that all heads share; it starts as the best approximation of
-    the target's. None: no shared layer."""
-    head_decay: Share = 0.8
-    """Factor of the loss from head to head: head k counts head_decay^k (section 2.2.1, up to a
-    common factor)."""
-    one_head_per_step: bool = False
-    """Train one head per batch, drawn at random. Its loss counts num_heads times, so the mean
-    gradient is that of all heads (arXiv 1811.03115, section 6)."""
-    tree_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 24
-    """Nodes of the draft tree, chosen by how often each head was right at each rank at the end of
-    training. May be changed when the drafter is loaded."""
-    tree_paths: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)] | None = None
-    """The draft tree as paths of ranks, such as [[0], [1], [0, 0]]; it overrides `tree_nodes`. None
-    is the chosen tree. May be changed when the drafter is loaded."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree_nodes", "tree_paths"})
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.share_head and self.head_rank is not None:
-            problems.append("share_head leaves no head for head_rank to factorise; leave one of them out")
-        paths = self.tree_paths or []
-        for index, path in enumerate(paths):
-            if len(path) > self.num_heads:
-                problems.append(f"tree_paths has {path}, which has more ranks than the {self.num_heads} heads; shorten it")
-            elif path in paths[:index]:
-                problems.append(f"tree_paths has {path} twice; list each path once")
-            elif len(path) > 1 and path[:-1] not in paths:
-                problems.append(f"tree_paths has {path} but not its parent {path[:-1]}; add the parent")
-        raise_problems(problems)
 
 
 class FeedForwardBlock(nn.Module):

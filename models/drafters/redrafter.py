@@ -16,21 +16,16 @@ every temperature: at each node the target's draw decides whether the walk conti
 """
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..llm.hf_target import HFTarget
 from .beams import (
-    MAX_CANDIDATES,
-    MAX_SEARCH_NODES,
     SearchTree,
     beam_search,
     pack_likeliest,
@@ -40,84 +35,13 @@ from .beams import (
 from .labels import Labels
 from .last_state import LastStateDrafter
 from .objective import Loss, Objective, score
+from .options import RedrafterConfig
 from .vocabulary import ReducedVocabulary
 
-TREE_PADDINGS = ("exact", "bucket", "full")
 NUM_BUCKETS = 5
 """Number of tree sizes with `tree_padding=bucket`.
 
 Each size is recorded or compiled once. On average a tenth of the nodes is padding."""
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class RedrafterConfig:
-    """Options of a ReDrafter: its shape, and how it drafts by default."""
-
-    rnn: bool = True
-    """Recurrent state as in the paper; off, the state is the sum of the embeddings (the ablation of
-    Apple's release)."""
-    initial_state: Annotated[str, one_of("embedding", "zero")] = "embedding"
-    """`embedding`: s_1 = e_1, as in the paper. `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as in
-    Apple's release."""
-    num_blocks: NonNegativeInt = 2
-    """Residual blocks between [h ; s] and the head."""
-    exit_width: PositiveInt | None = None
-    """Width of the blocks and of the head's input; None is twice the target's hidden size. A
-    smaller width makes a cheaper head."""
-    head_rank: PositiveInt | None = None
-    """Rank of the head's factorisation; None is a full matrix."""
-    head_init: Annotated[str, one_of("random", "target")] = "random"
-    """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
-    hidden size."""
-    draft_vocab_size: PositiveInt | None = None
-    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
-    None is the whole vocabulary."""
-    beam_width: PositiveInt = 4
-    """Beams of the beam search. May be changed when the drafter is loaded."""
-    beam_length: PositiveInt = 5
-    """Draft tokens per beam, without the token that the target has already chosen. May be changed
-    when it is loaded."""
-    top_k: PositiveInt | None = None
-    """Tokens that each beam may continue with: only the `top_k` most probable ones, whose
-    probabilities then sum to 1. None is all tokens, the paper's search. Apple's release keeps 50. May
-    be changed when the drafter is loaded."""
-
-    tree_nodes: PositiveInt | None = None
-    """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
-    tree, the final beams. May be changed when the drafter is loaded."""
-    share_prefixes: bool = True
-    """Whether the target reads a prefix that beams share only once (section 3.3). Off, it reads
-    every beam in full. The answers are the same, but slower: this only measures what sharing saves.
-    May be changed when the drafter is loaded."""
-
-    tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
-    """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
-    share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
-    multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
-    largest possible number, without a wait; the target reads the padding. None is `bucket` if the
-    target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
-    loaded."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        {"beam_width", "beam_length", "top_k", "tree_nodes", "share_prefixes", "tree_padding"}
-    )
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
-            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start with it; set random")
-        if not self.share_prefixes and self.tree_nodes is not None:
-            problems.append(
-                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of a given size shares its prefixes: "
-                "set tree_nodes to null"
-            )
-        num_nodes = self.beam_width * self.beam_length
-        if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
-            problems.append(
-                f"beam_width is {self.beam_width} and beam_length {self.beam_length}; a search of more than {MAX_SEARCH_NODES} "
-                f"nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a mistake: lower one"
-            )
-        raise_problems(problems)
 
 
 class ResidualBlock(nn.Module):

@@ -1,15 +1,11 @@
 """The model of an independent draft model: the target made smaller, or another model."""
 
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import NonNegativeFloat
-from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ...data.hub import use_hub
 from ..bounded_build import CANT_BE_BUILT
 from ..llm.config import TargetConfig
@@ -17,81 +13,13 @@ from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
 from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
-from .beams import MAX_SEARCH_NODES
+from .options import DraftModelConfig
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
 """Keys of a configuration that describe a model's origin and storage, not its computation."""
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys whose value is a list with one item per layer."""
-
-DRAFT_PACES = ("confidence", "expected", "fixed")
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class DraftModelConfig:
-    """Options of an independent draft model, and how it drafts by default."""
-
-    path: str | None = None
-    """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
-    the sizes below. It needs safetensors weights, and the target's tokenizer and vocabulary
-    size."""
-    tokenizer_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the tokenizer at `path`, as in the target's configuration."""
-    init: Annotated[str, one_of("random", "target_layers")] = "random"
-    """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
-    only `num_layers` may differ from the target's sizes."""
-    num_layers: PositiveInt = 2
-    """Decoder layers, at most the target's number."""
-    hidden_size: PositiveInt | None = None
-    """Hidden size; None is the target's."""
-    intermediate_size: PositiveInt | None = None
-    """Hidden size of the MLPs; None keeps the target's ratio to the hidden size."""
-    num_heads: PositiveInt | None = None
-    """Attention heads; None keeps the target's ratio to the hidden size."""
-    num_kv_heads: PositiveInt | None = None
-    """Heads of keys and values; None keeps the target's group size."""
-    architecture: dict[str, Any] | None = None
-    """transformers' configuration of the model, written when a drafter is saved. It replaces the
-    options above."""
-
-    length: PositiveInt = 4
-    """Number of draft tokens on the longest path. This and the next options may be changed when the
-    drafter is loaded."""
-    top_k: PositiveInt = 1
-    """Nodes expanded at each depth; 1 gives a chain."""
-    tree_nodes: PositiveInt | None = None
-    """Nodes of the tree: the most probable nodes of the search; None keeps all."""
-    temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
-    A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
-    with the most probable parents. 0: the most probable tokens, at every temperature of the
-    target."""
-    pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
-    """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
-    step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
-    bounds the nodes verified at a step (None: GROWN_NODES). `expected`: draft as long as the
-    expected gain exceeds its cost in time. `confidence`: draft until the surest branch is unlikely
-    (LLMCad, arXiv 2309.04255)."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
-
-    def __post_init__(self) -> None:
-        problems = []
-        sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
-        if self.init == "target_layers" and sizes:
-            problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
-        if self.temperature > 0 and self.pace != "fixed":
-            problems.append(
-                f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
-                "tree that isn't drawn works at every temperature of the target), or pace to fixed"
-            )
-        if self.length * self.top_k**2 > MAX_SEARCH_NODES:
-            problems.append(
-                f"length is {self.length} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
-                "lower one of them"
-            )
-        raise_problems(problems)
 
 
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:

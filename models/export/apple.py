@@ -16,7 +16,8 @@ here it doesn't; the folder doesn't contain it.
 
 from typing import Any
 
-from ..drafters.redrafter import Redrafter, RedrafterConfig
+from ..drafters.options import RedrafterConfig
+from ..drafters.redrafter import Redrafter
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ..drafters.block import Block
-from ..drafters.block_options import BlockConfig
+from ..drafters.options import BlockConfig
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
 from .draft_vocabulary import vocabulary_reading, write_vocabulary

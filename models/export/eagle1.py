@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..drafters.decoder_layer import form_config
-from ..drafters.eagle import Eagle, EagleConfig
+from ..drafters.eagle import Eagle
+from ..drafters.options import EagleConfig
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors

@@ -18,7 +18,8 @@ to its numbers, vLLM doesn't. So a drafter of other layers is exported as `specu
 from functools import partial
 from typing import Any
 
-from ..drafters.eagle3 import Eagle3, Eagle3Config
+from ..drafters.eagle3 import Eagle3
+from ..drafters.options import Eagle3Config
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
 from .draft_vocabulary import vocabulary_reading, write_vocabulary

@@ -19,7 +19,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..drafters.medusa import Medusa, MedusaConfig
+from ..drafters.medusa import Medusa
+from ..drafters.options import MedusaConfig
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading

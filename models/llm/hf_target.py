@@ -1,7 +1,6 @@
 """The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -133,24 +132,17 @@ class HFTarget(FrozenModel):
         """Read prompts into an empty cache."""
         return self._prefill(prompts, self._empty_cache(len(prompts.lengths), capacity))
 
-    def resume(
-        self,
-        prompts: Prompts | None,
-        texts: Sequence[KeptText],
-        *,
-        capacity: int,
-        moving: AbstractContextManager[None] | None = None,
-    ) -> TargetOutput | None:
+    def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
         """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
 
-        `take` has saved the keys and values of `texts` earlier; they return within `moving`.
-        `capacity` is the room in tokens of each row. Returns the output of the prompts, or None.
-        Raises ValueError for a target over several devices.
+        `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
+        each row. Returns the output of the prompts, or None. Raises ValueError for a target over
+        several devices.
         """
         if len({*self.layer_devices}) > 1:
             raise ValueError(
                 "a target over several devices (target.device_map) can't resume texts that left the batch; choose another "
-                "engine (distill.engine=decoder or batch), or leave device_map out"
+                "engine (distill.engine=decoder), or leave device_map out"
             )
         if prompts is not None:
             self._require_readable(prompts)
@@ -158,8 +150,7 @@ class HFTarget(FrozenModel):
         self._require_room(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         output = None if prompts is None else self._prefill(prompts, cache)
-        with moving or nullcontext():
-            cache.put(texts)
+        cache.put(texts)
         return output
 
     def take(self, row: int) -> KeptText:

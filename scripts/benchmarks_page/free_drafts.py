@@ -71,11 +71,6 @@ def free_pace(records: Records, name: str) -> str:
     return table(columns, cells)
 
 
-def free_notes(records: Records, name: str) -> str:
-    """Return the goals, each reached or not, and the other notes of the study."""
-    return "\n".join(f"- {line}" for line in records.read(name)["notes"])
-
-
 def suffix_index(records: Records, name: str) -> str:
     """Return memory and time of the index of `suffix` over long texts."""
     record = records.read(name)
@@ -134,6 +129,5 @@ def _speed(row: dict[str, Any]) -> str:
 FREE_DRAFTS: dict[str, Callable[..., str]] = {
     "free_methods": free_methods,
     "free_pace": free_pace,
-    "free_notes": free_notes,
     "suffix_index": suffix_index,
 }

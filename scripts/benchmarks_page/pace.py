@@ -6,7 +6,7 @@ EXPECTED = "expected"
 
 
 def growth_rules(records: Records, name: str) -> str:
-    """Return the speed of each rule over the best fixed tree, and the marks."""
+    """Return the speed of each rule over the best fixed tree."""
     record = records.read(name)
     best = [row for row in record["rows"] if row["method"] == "best fixed"]
     ratios = [row["ratio"] for row in best]
@@ -25,8 +25,7 @@ def growth_rules(records: Records, name: str) -> str:
         if method == EXPECTED:
             rows.append(["its draft passes and nodes per step", "", *map(_work, (cells[ratio] for ratio in ratios))])
     columns = ["rule", "gamma", *(f"a pass takes {ratio:g} draft passes" for ratio in ratios)]
-    lines = [f"{record['texts']} texts of {record['tokens']:,} tokens.", *(mark["text"] for mark in record["marks"])]
-    return table(columns, rows) + "\n\n" + "\n".join(f"- {line}" for line in lines)
+    return f"{table(columns, rows)}\n\n{record['texts']} texts of {record['tokens']:,} tokens."
 
 
 def _work(row: dict[str, float]) -> str:

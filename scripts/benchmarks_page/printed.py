@@ -1,4 +1,4 @@
-"""Tables and notes that a bench has printed, as its record has them."""
+"""Tables that a bench has printed, as its record has them."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,4 @@ def printed_tables(records: Records, name: str) -> str:
     return tables.strip()
 
 
-def printed_notes(records: Records, name: str) -> str:
-    """Return the goals, each reached or not, and other notes."""
-    return "\n".join(f"- {line}" for line in records.read(name)["notes"])
-
-
-PRINTED: dict[str, Callable[..., str]] = {"printed_tables": printed_tables, "printed_notes": printed_notes}
+PRINTED: dict[str, Callable[..., str]] = {"printed_tables": printed_tables}

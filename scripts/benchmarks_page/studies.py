@@ -8,7 +8,6 @@ from typing import Any
 from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
-from .attack_counts import attack_counts
 from .pace import growth_rules
 from .sampling import SAMPLING
 from .scheduling import SCHEDULING
@@ -348,20 +347,6 @@ def checkpoints(records: Records, name: str) -> str:
     return f"{text}\n\n{table(columns, rows)}"
 
 
-def kernels(records: Records, name: str) -> str:
-    """Return the kernels and launches of a decode step, by drafter and form."""
-    rows = [
-        [
-            f"{row['kind']}, {row['form'].replace('_', ' ')}",
-            *(row["launches"][phase] for phase in ("propose", "verify", "rest")),
-            sum(row["kernels"].values()),
-            row["host_reads"],
-        ]
-        for row in records.read(name)["decoding"]
-    ]
-    return table(["decode step", "launches: propose", "verify", "rest", "kernels in all", "reads by the host"], rows)
-
-
 STUDIES: dict[str, Callable[..., str]] = {
     **SAMPLING,
     **SCHEDULING,
@@ -380,7 +365,6 @@ STUDIES: dict[str, Callable[..., str]] = {
             plain_decoding,
             sizes,
             step_parts,
-            attack_counts,
             suffix_index,
             batches,
             overhead,
@@ -390,7 +374,6 @@ STUDIES: dict[str, Callable[..., str]] = {
             adaptation,
             target_change,
             checkpoints,
-            kernels,
             growth_rules,
         )
     },

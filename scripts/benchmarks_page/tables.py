@@ -10,6 +10,10 @@ from typing import Any
 from outrider.eval.records.method_names import PLAIN_DECODING, MethodFacts, setting_words, title_of
 from outrider.eval.records.names import BASELINE
 
+ROOT = Path(__file__).parents[2]
+TAG = "before-halving"
+"""Tag of the code of records whose scripts are gone."""
+
 
 class Records:
     """The records of a folder, read as JSON."""
@@ -35,7 +39,9 @@ class Records:
         `environment` is the record that describes the machine; unless given, it is the first of `names`.
         """
         links = ", ".join(f"[{name}]({name})" for name in names)
-        lines = [f"- Records: {links}", f"- Command: `{command}`", f"- Machine: {self.machine(environment or names[0])}"]
+        script = re.search(r"scripts/\S+", command)
+        tag = "" if script is None or (ROOT / script.group()).exists() else f", at the git tag `{TAG}`"
+        lines = [f"- Records: {links}", f"- Command: `{command}`{tag}", f"- Machine: {self.machine(environment or names[0])}"]
         return "\n".join(lines)
 
     def machine(self, name: str) -> str:

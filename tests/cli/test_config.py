@@ -20,7 +20,7 @@ from outrider.cli.main import run_command
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.losses import LossKind
-from outrider.models.drafters.medusa import MedusaConfig
+from outrider.models.drafters.options import MedusaConfig
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.saved.folder import DrafterFile

@@ -15,7 +15,7 @@ from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, Answers, cut, cut_labelled, grow
 from outrider.data.types import DistilledExample, Example
-from outrider.train.training import LossModule
+from outrider.train.setup import LossModule
 
 
 @pytest.fixture

@@ -4,25 +4,24 @@ from functools import partial
 
 import pytest
 
-from outrider.distill.config import SCHEDULES, DistillConfig
-from outrider.distill.regenerate.lengths.policies import POLICIES
+from outrider.distill.config import DistillConfig
 
 from ..wrong_values import problems
 
 
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"temperature": -1.0, "top_p": 2.0, "max_new_tokens": 0, "decode_batch_size": 0, "seed": -1, "kv_budget_gib": 0.0}
-    assert problems(DistillConfig, mode="rewrite", engine="vllm", predictor="", feature_layers=[1, -1], **values) == [
+    assert problems(DistillConfig, mode="rewrite", engine="vllm", predictor="bert", feature_layers=[1, -1], **values) == [
         "feature_layers[1]=-1: must be at least 0",
         'mode="rewrite": must be one of label, regenerate',
-        'engine="vllm": must be one of auto, decoder, batch, continuous, openai',
+        'engine="vllm": must be one of decoder, batch, openai',
         "temperature=-1.0: must be at least 0",
         "top_p=2.0: must be at most 1",
         "max_new_tokens=0: must be above 0",
         "seed=-1: must be at least 0",
         "decode_batch_size=0: must be above 0",
         "kv_budget_gib=0.0: must be above 0",
-        'predictor="": must not be empty',
+        'predictor="bert": must be one of none, light',
     ]
     assert problems(DistillConfig, feature_layers=[2, 2]) == ["feature_layers=[2, 2]: has the same value twice; give each once"]
 
@@ -40,7 +39,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
     regenerating(engine="openai", base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="base_url is missing"):
         regenerating(engine="openai")
-    with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
+    with pytest.raises(ValueError, match="engine is 'decoder'; leave them out"):
         regenerating(base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="drafter_settings are set, and no drafter"):
         regenerating(drafter_settings={"beam_width": 4})
@@ -68,30 +67,15 @@ def test_hosts_and_addresses_of_both_versions_are_accepted(url: str) -> None:
     assert regenerating(engine="openai", base_url=url).base_url == url
 
 
-def test_a_predictor_needs_an_engine_that_uses_it() -> None:
-    regenerating(engine="batch", predictor="light", kv_budget_gib=0.5)
-    regenerating(engine="continuous", predictor="light")
-    with pytest.raises(ValueError, match="predictor is 'light' and engine 'auto'"):
-        regenerating(predictor="light")
+def test_only_the_engine_batch_schedules_by_length() -> None:
+    regenerating(engine="batch", predictor="none", schedule="s3", kv_budget_gib=0.5)
+    errors = problems(DistillConfig, mode="regenerate", predictor="none", schedule="s3")
+    assert [error.split(";")[0] for error in errors] == [
+        "predictor is 'none' and engine 'decoder'",
+        "schedule is 's3' and engine 'decoder'",
+    ]
     with pytest.raises(ValueError, match="decode_batch_size is 8, and the engine batch"):
         regenerating(engine="batch", decode_batch_size=8)
-
-
-def test_schedules_and_lessons_need_an_engine_that_predicts_lengths() -> None:
-    regenerating(engine="batch", schedule="s3", lessons="outputs/demo/answers")
-    regenerating(engine="continuous", predictor="light", lessons="outputs/demo/answers")
-    with pytest.raises(ValueError, match="schedule is 's3' and engine 'continuous'; only the engine batch"):
-        regenerating(engine="continuous", predictor="light", schedule="s3")
-    with pytest.raises(ValueError, match="lessons is 'answers', and the engine 'continuous' predicts no lengths"):
-        regenerating(engine="continuous", lessons="answers")
-    assert problems(DistillConfig, mode="regenerate", engine="batch", schedule="longest", lessons="") == [
-        'schedule="longest": must be one of shortest, s3',
-        'lessons="": must not be empty',
-    ]
-
-
-def test_every_schedule_has_a_policy() -> None:
-    assert tuple(POLICIES) == SCHEDULES
 
 
 def test_unused_options_of_regeneration_are_an_error() -> None:

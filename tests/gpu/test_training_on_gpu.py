@@ -22,7 +22,7 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.distill.label.features import TextFeatures, start_storing
 from outrider.distill.regenerate.engine import Limits, Request
-from outrider.distill.regenerate.engines.continuous import ContinuousEngine
+from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
@@ -126,15 +126,15 @@ def test_the_probes_of_distillation_and_packing_pass(dtype: str, load: Callable[
     require_packing(target)
 
 
-def test_continuous_batching_gives_the_decoders_answers(load: Callable[..., HFTarget], device: torch.device) -> None:
-    """Continuous batching is not the default, because it had only been tested on a CPU."""
+def test_batches_by_length_give_the_decoders_answers(load: Callable[..., HFTarget], device: torch.device) -> None:
+    """Keys and values of evicted rows move to the host and back."""
     target, limits = load(device), Limits(max_new_tokens=12, max_tokens=60)
     prompts = [torch.arange(3 + index, 9 + 3 * index) for index in range(6)]
     requests = [Request(id=f"r{index}", prompt_ids=prompt, seed=index) for index, prompt in enumerate(prompts)]
     greedy = Sampling(temperature=0.0)
     engines = (
         DecoderEngine(target, NullDrafter(), sampling=greedy, limits=limits),
-        ContinuousEngine(target, sampling=greedy, limits=limits, max_requests_per_batch=4),
+        BatchEngine(target, sampling=greedy, limits=limits, kv_budget_bytes=100 * kv_bytes_per_token(target)),
     )
     expected, actual = ({answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} for engine in engines)
     assert actual == expected

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from outrider.models.bounded_build import bounded_build, require_possible_numbers, stored_size
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.small_models import DraftModelConfig, architecture_of, build_model
+from outrider.models.drafters.options import DraftModelConfig
+from outrider.models.drafters.small_models import architecture_of, build_model
 from outrider.models.export.registry import export_drafter, import_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget

@@ -28,8 +28,8 @@ from outrider.models.machine import hardware
 from outrider.train import loop as loop_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig
+from outrider.train.records import read_records
 from outrider.train.run import train
-from outrider.train.tracking import read_records
 
 from .conftest import TRAIN, Run, no_file_above, write_shards
 from .resumed import TIMING
@@ -201,38 +201,6 @@ def test_an_invalid_summary_is_an_error_and_a_deleted_one_is_rewritten(run_train
     run_train()
     after = json.loads(path.read_text())
     assert after == before
-
-
-def test_lost_records_are_an_error_and_the_drafter_is_kept(run_train: RunTrain) -> None:
-    run = run_train()
-    (run.train_dir / "summary.json").unlink()
-    (run.train_dir / "metrics.jsonl").write_text("")
-    before = (run.drafter_dir / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="holds no record of the training"):
-        run_train()
-    assert (run.drafter_dir / "model.safetensors").read_bytes() == before
-
-
-def test_an_altered_record_never_reaches_the_figures_of_the_training(run_train: RunTrain) -> None:
-    run = run_train()
-    for path in (run.train_dir / "summary.json", run.drafter_dir / "training.json"):
-        path.unlink()
-    path = run.train_dir / "metrics.jsonl"
-    last = json.loads(path.read_text().splitlines()[-1])
-    path.write_text(path.read_text().replace(f'"tokens_seen": {last["tokens_seen"]}', f'"tokens_seen": {10**9}'))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl was altered: .*; restore it, or delete"):
-        run_train()
-    assert not (run.drafter_dir / "training.json").exists()
-
-
-def test_edited_facts_of_a_finished_training_are_written_again(run_train: RunTrain) -> None:
-    run = run_train()
-    path = run.drafter_dir / "training.json"
-    before = path.read_text()
-    path.write_text(before.replace('"steps": 6', '"steps": 60'))
-    run_train()
-    assert json.loads(path.read_text())["steps"] == 6
-    assert read_training_facts(run.drafter_dir)
 
 
 @pytest.mark.parametrize(

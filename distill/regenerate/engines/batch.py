@@ -5,10 +5,9 @@ a batch. This module decodes them, each row exactly as if it were alone. An evic
 values wait on the host, and its decoding resumes where it stopped.
 """
 
-import logging
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,39 +17,26 @@ from ....models.decoding.tree import empty_tree
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths.buckets import Experience
-from ..lengths.policies import POLICIES, Schedule
-from ..lengths.schedule import (
-    BatchReport,
-    Decoded,
-    ScheduleStatistics,
-    Waiting,
-    kv_bytes_per_token,
-    summarise,
-    supervise,
-)
-from ..lengths.stopwatch import Stopwatch
-
-logger = logging.getLogger(__name__)
+from ..lengths.buckets import LengthPredictor, Predicted
+from ..lengths.predictors import LightPredictor
+from ..lengths.schedule import POLICIES, RESERVED_SHARE, UNKNOWN_SHARE, Decoded, Policy, Waiting, supervise
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BatchEngine:
     """Answers requests in padded batches by predicted length (see `Engine`).
 
-    Every call starts from the same `experience`, and learns from its own answers too. So batches
-    and answers depend on the requests and the experience alone. In narrow types, a row's logits may
-    differ in their last bits with the size of its batch; that size is the same in every run, too.
+    Every call has its own predictor, which learns from the call's answers. So batches and answers
+    depend on the requests alone. In narrow types, a row's logits may differ in their last bits with
+    the size of its batch; that size is the same in every run, too.
     """
 
     target: HFTarget
     sampling: Sampling
     limits: Limits
     kv_budget_bytes: int
-    experience: Experience
-    schedule: Schedule = POLICIES["shortest"]
-    statistics: list[ScheduleStatistics] = field(default_factory=list)
-    """Statistics of each completed call; the caller may clear the list."""
+    make_predictor: Callable[[], LengthPredictor] = LightPredictor
+    policy: Policy = POLICIES["shortest"]
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """Yield an answer to every request, batch by batch.
@@ -60,35 +46,30 @@ class BatchEngine:
         """
         if not requests:
             return
-        # 1. The policy.
-        started = time.perf_counter()
         budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
         decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
-        learning = Stopwatch(self.target.device)
-        reservation = self.schedule.reserve(
-            self.experience, requests, max_new_tokens=self.limits.max_new_tokens, learning=learning
+        reservation = Predicted(
+            self.make_predictor(),
+            requests,
+            share=RESERVED_SHARE,
+            part=self.policy.part,
+            unknown=max(1, math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens)),
         )
-        policy = self.schedule.policy(reservation, budget)
-        # 2. Decode batch after batch.
-        reports: list[BatchReport] = []
         lengths = [len(request.prompt_ids) for request in requests]
-        for report in supervise(lengths, decoder.rooms, policy, decoder.decode, budget=budget):
-            reports.append(report)
-            for row, decoded in report.pairs:
-                if decoded.ended:
-                    yield decoder.answer_of(row.index)
-        # 3. Compare predicted and actual lengths.
-        predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
-        statistics = summarise(
-            reports,
-            predicted,
-            actual,
-            time.perf_counter() - started,
-            moving_seconds=decoder.moving.seconds,
-            learning_seconds=learning.seconds,
-        )
-        self.statistics.append(statistics)
-        logger.debug("answered by length: %s", statistics)
+        for batch in supervise(lengths, decoder.rooms, self.policy, reservation, decoder.decode, budget=budget):
+            yield from (decoder.answer_of(row.index) for row, decoded in batch if decoded.ended)
+
+
+@torch.inference_mode()
+def kv_bytes_per_token(target: HFTarget) -> int:
+    """Return the bytes of one token's keys and values in all layers.
+
+    For ordinary attention this is layers x 2 x KV heads x head size x bytes of an element. It is
+    measured by reading a token, so it is also right for layers of different shapes.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    cache = target.model(token, use_cache=True).past_key_values
+    return sum(states.numel() * states.element_size() for layer in cache.layers for states in (layer.keys, layer.values))
 
 
 class BatchDecoder:
@@ -107,8 +88,6 @@ class BatchDecoder:
                 f"{limits.max_tokens}; leave it out"
             )
         self.tokens: list[list[int]] = [[] for _ in requests]
-        self.moving = Stopwatch(target.device)
-        """Time in which keys and values of evicted rows move to the host and back."""
         self._kept: dict[int, KeptText] = {}
 
     def answer_of(self, index: int) -> Answer:
@@ -140,7 +119,7 @@ class BatchDecoder:
         prompts = [self.requests[index].prompt_ids.long().to(self.target.device) for index in fresh]
         capacity = max(len(self.requests[index].prompt_ids) + full[index] for index in full)
         texts = [self._kept.pop(index) for index in evicted]
-        output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity, moving=self.moving)
+        output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
             emitted = read_acceptance(tree, output, self.rule(tree, output, generator=self._seeds(fresh)))
@@ -171,9 +150,7 @@ class BatchDecoder:
         return unfinished
 
     def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
-        if indices:
-            with self.moving:
-                self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
+        self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
 
     def _seeds(self, rows: Sequence[int]) -> RowSeeds:
         return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])

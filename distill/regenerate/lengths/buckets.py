@@ -8,11 +8,10 @@ quantile of the predicted distribution. The upper end of the most probable bucke
 certain the predictor is.
 """
 
-import copy
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +20,6 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ..engine import Request
-from .stopwatch import Stopwatch
 
 NUM_BUCKETS = 10
 
@@ -34,7 +32,7 @@ class LengthPredictor(Protocol):
     """Predictor of the bucket of an answer's length.
 
     Deterministic: it makes the same predictions after the same training data. `learn` replaces what
-    was learned and changes nothing of it, so a shallow copy keeps its predictions.
+    was learned before.
     """
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
@@ -90,61 +88,6 @@ class Buckets:
         return [max(1, math.ceil(value)) for value in tokens.tolist()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
-    """Length of the answer to a request, as training data of a predictor."""
-
-    request: Request
-    num_tokens: int
-    is_complete: bool = True
-    """Whether the answer has this length; otherwise it has at least as many tokens."""
-    is_mistake: bool = False
-    """Whether the answer is longer than twice its prediction. Such a lesson counts twice."""
-
-
-def learn(predictor: LengthPredictor, lessons: Sequence[Lesson]) -> Buckets:
-    """Train a predictor, and return the buckets that it predicts.
-
-    An unfinished answer gets the middle of the buckets in which it may still end; without it, long
-    answers would be missing.
-    """
-    lengths = [lesson.num_tokens for lesson in lessons]
-    buckets = Buckets.of(
-        [lesson.num_tokens for lesson in lessons if lesson.is_complete],
-        [lesson.num_tokens for lesson in lessons if not lesson.is_complete],
-    )
-    examples: list[Request] = []
-    labels: list[int] = []
-    for lesson, bucket in zip(lessons, buckets.index(lengths).tolist(), strict=True):
-        times = 2 if lesson.is_mistake else 1
-        examples += [lesson.request] * times
-        labels += [bucket if lesson.is_complete else (bucket + NUM_BUCKETS) // 2] * times
-    predictor.learn(examples, torch.tensor(labels))
-    return buckets
-
-
-@dataclass
-class Experience:
-    """Lessons that a predictor knows before a call; calls that share them learn them once."""
-
-    make_predictor: Callable[[], LengthPredictor]
-    lessons: Sequence[Lesson] = ()
-    _recalled: tuple[LengthPredictor, Buckets | None] | None = field(default=None, init=False)
-
-    def recall(self) -> tuple[LengthPredictor, Buckets | None]:
-        """Return a predictor, with its buckets if the lessons have LEARN_FIRST complete answers."""
-        if self._recalled is None:
-            predictor = self.make_predictor()
-            has_learned = num_complete(self.lessons) >= LEARN_FIRST
-            self._recalled = predictor, learn(predictor, self.lessons) if has_learned else None
-        predictor, buckets = self._recalled
-        return copy.copy(predictor), buckets
-
-
-def num_complete(lessons: Sequence[Lesson]) -> int:
-    return sum(lesson.is_complete for lesson in lessons)
-
-
 @dataclass
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
@@ -154,8 +97,6 @@ class Predicted:
     none.
 
     The predictor learns again, from all answers, whenever the number of complete ones has doubled.
-    `lessons` are answers from before the call. If the predictor has learned them already, `buckets`
-    are those that it predicts.
     """
 
     predictor: LengthPredictor
@@ -164,55 +105,42 @@ class Predicted:
     share: float
     unknown: int
     part: float = 1.0
-    lessons: Sequence[Lesson] = ()
-    buckets: Buckets | None = None
-    learning: Stopwatch = field(default_factory=Stopwatch)
-    """Time of learning and predicting."""
-    _first: dict[int, tuple[Buckets, int]] = field(default_factory=dict, init=False)
-    """First predicted bucket of each request, with the buckets at that time."""
-    _num_learnt: int = field(init=False)
+    buckets: Buckets | None = field(default=None, init=False)
+    """The buckets that the predictor predicts, once it has learned."""
+    _num_learnt: int = field(default=LEARN_FIRST // 2, init=False)
     _predicted: dict[int, int] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        num_learnt = 0 if self.buckets is None else num_complete(self.lessons)
-        self._num_learnt = max(num_learnt, LEARN_FIRST // 2)
-
     def reserve(self, indices: Sequence[int]) -> list[int]:
-        with self.learning:
-            return self._reserve(indices) if indices else []
-
-    def _reserve(self, indices: Sequence[int]) -> list[int]:
+        if not indices:
+            return []
         requests = [self.requests[index] for index in indices]
         if self.buckets is not None:
-            probs = self.predictor.predict(requests)
-            for index, bucket in zip(indices, probs.argmax(1).tolist(), strict=True):
-                self._first.setdefault(index, (self.buckets, bucket))
-            predicted = self.buckets.quantile(probs, self.share)
+            predicted = self.buckets.quantile(self.predictor.predict(requests), self.share)
         else:
             # Divided by `part`, so that `unknown` tokens are reserved.
             predicted = [request.num_known_tokens or math.ceil(self.unknown / self.part) for request in requests]
         self._predicted |= dict(zip(indices, predicted, strict=True))
         return [max(1, math.ceil(self.part * tokens)) for tokens in predicted]
 
-    def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the first predicted buckets, and the actual buckets of the same answers."""
-        first = sorted(self._first.items())
-        return [bucket for _, (_, bucket) in first], [int(buckets.index([lengths[index]])) for index, (buckets, _) in first]
-
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        num_known = num_complete(self.lessons) + len(lengths)
-        if num_known < 2 * self._num_learnt:
+        if len(lengths) < 2 * self._num_learnt:
             return False
-        self._num_learnt = num_known
-        answers = [
-            Lesson(
-                request=self.requests[index],
-                num_tokens=num_tokens,
-                is_complete=index in lengths,
-                is_mistake=num_tokens > 2 * self._predicted[index],
-            )
-            for index, num_tokens in sorted({**lengths, **unfinished}.items())
-        ]
-        with self.learning:
-            self.buckets = learn(self.predictor, [*self.lessons, *answers])
+        self._num_learnt = len(lengths)
+        self._learn(lengths, unfinished)
         return True
+
+    def _learn(self, lengths: dict[int, int], unfinished: dict[int, int]) -> None:
+        """Train the predictor on the answers so far.
+
+        An unfinished answer gets the middle of the buckets in which it may still end; without it,
+        long answers would be missing. An answer longer than twice its prediction counts twice.
+        """
+        answers = sorted({**lengths, **unfinished}.items())
+        self.buckets = Buckets.of(list(lengths.values()), list(unfinished.values()))
+        examples: list[Request] = []
+        labels: list[int] = []
+        for (index, num_tokens), bucket in zip(answers, self.buckets.index([n for _, n in answers]).tolist(), strict=True):
+            times = 2 if num_tokens > 2 * self._predicted[index] else 1
+            examples += [self.requests[index]] * times
+            labels += [bucket if index in lengths else (bucket + NUM_BUCKETS) // 2] * times
+        self.predictor.learn(examples, torch.tensor(labels))

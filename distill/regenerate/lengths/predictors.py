@@ -1,45 +1,44 @@
-"""The predictors of answer lengths: `none`, `light`, or a sequence-classification model."""
+"""The predictors of answer lengths: `none`, and `light`, which learns from similar prompts.
 
-import logging
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+`light` has few examples, lengths are ordered, and the uncertainty of a prediction matters as much
+as the prediction. So a bucket's number becomes a score of a standard normal distribution. A
+Gaussian process with a linear kernel predicts this score and its standard deviation.
+"""
 
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from ....data.hub import use_hub
-from ....models.llm.hf_target import HFTarget
 from ..engine import Request
 from .buckets import NUM_BUCKETS, LengthPredictor
-from .light import LightPredictor
 
-logger = logging.getLogger(__name__)
+MAX_EXAMPLES = 512
+"""Most examples to learn from, sampled evenly from more: the cost grows with the cube of their
+number."""
 
-SEED = 0
-"""Seed of weights and dropout, so that a predictor depends only on its training data."""
+MAX_WORDS = 16384
+"""Most features: the most frequent tokens and pairs of tokens."""
 
-NEIGHBOUR_SPREAD = 1.0
-"""Standard deviation, in buckets, by which a label is spread over neighbouring buckets: there are
-few examples, and one bucket off is nearly right."""
+READ_TOKENS = (None, 6)
+"""Tokens to read: the whole prompt, and its start, which often has the instruction (write, list,
+how many)."""
 
-DEFAULT_READ_TOKENS = 512
-"""Tokens of a prompt that are read if model and tokenizer have no limit (T5, for example)."""
+EDGES = torch.special.ndtri(torch.arange(1, NUM_BUCKETS, dtype=torch.float64) / NUM_BUCKETS)
+"""Scores between buckets: a standard normal score falls into each bucket equally often."""
 
+LEAST_NOISE = 0.2
+"""Least noise, for scores with a variance of about 1: no prompt determines a length, and buckets of
+unfinished answers are guesses."""
 
-def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
-    """Build the predictor `none`, `light`, or an encoder for sequence classification.
-
-    An encoder is a directory or Hub id. Raises ValueError if it can't be loaded.
-    """
-    if name == "none":
-        return UniformPredictor()
-    if name == "light":
-        return LightPredictor()
-    return ClassifierPredictor(name, target.tokenizer, target.device)
+LEAST_DEVIATION = 1e-3
+"""Least deviation of logarithms of lengths, which may all be equal."""
 
 
 class UniformPredictor:
@@ -52,116 +51,68 @@ class UniformPredictor:
         return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
 
 
-class ClassifierPredictor:
-    """An encoder with a head for ten classes (such as DistilBERT), fine-tuned on known lengths.
+class LightPredictor:
+    """Compares prompts by their words, their lengths, and the lengths of the data's answers.
 
-    It reads the prompt's text, with a known length in front. A missing head, or one of another
-    size, is initialised at random.
+    Words are tokens and pairs of neighbouring tokens; rare words count more. Learning from hundreds
+    of answers takes some seconds on a CPU.
     """
-
-    epochs = 4
-    batch_size = 16
-    learning_rate = 5e-5
-
-    def __init__(self, name_or_path: str, target_tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
-        self.name_or_path = name_or_path
-        self.target_tokenizer = target_tokenizer
-        self.device = device
-        if not Path(name_or_path).is_dir():
-            use_hub()
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"distill.predictor is {name_or_path!r}; it must be none, light, or a sequence-classification "
-                f"model of transformers, whose tokenizer can't be loaded ({error})"
-            ) from error
-        self._model = self._fresh()
-        self.read_tokens = most_read_tokens(self._model, self.tokenizer)
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(SEED)
-            self._model = self._fresh().train()
-            labels = soft_labels(buckets).to(self.device)
-            optimizer = torch.optim.AdamW(self._model.parameters(), lr=self.learning_rate, weight_decay=0.01)
-            for _ in range(self.epochs):
-                for rows in torch.randperm(len(requests)).split(self.batch_size):
-                    logits = self._model(**self._encode([requests[row] for row in rows.tolist()])).logits
-                    loss = nn.functional.cross_entropy(logits.float(), labels[rows.to(self.device)])
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-            self._model.eval()
+        # These imports take a second, and only this predictor needs them.
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.feature_extraction.text import TfidfVectorizer
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import ConstantKernel, DotProduct, WhiteKernel
 
-    @torch.no_grad()
+        selected = torch.linspace(0, len(requests) - 1, min(len(requests), MAX_EXAMPLES)).long()
+        requests = [requests[index] for index in selected.tolist()]
+        # 1. Fit the features: how rare each word is, and mean and deviation of the lengths.
+        prompts = [request.prompt_ids.tolist() for request in requests]
+        self._words: list[Any] = [
+            TfidfVectorizer(analyzer=partial(_words, count=count), sublinear_tf=True, min_df=2, max_features=MAX_WORDS).fit(
+                prompts
+            )
+            for count in READ_TOKENS
+        ]
+        lengths = np.ma.masked_invalid(_lengths(requests))
+        self._means, self._deviations = lengths.mean(0).filled(0), lengths.std(0).filled(0).clip(LEAST_DEVIATION)
+        # 2. Fit the regression: kernel weight and noise maximise the likelihood of the examples.
+        scores = torch.special.ndtri((buckets[selected].double() + 0.5) / NUM_BUCKETS)
+        noise = WhiteKernel(noise_level_bounds=(LEAST_NOISE, 10.0))
+        kernel = ConstantKernel() * DotProduct(sigma_0_bounds="fixed") + noise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # raised for a weight at its bound
+            self._regression: Any = GaussianProcessRegressor(kernel).fit(self._features(requests), scores.numpy())
+
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        batches = [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
-        return torch.cat([self._model(**self._encode(batch)).logits.float().softmax(1).cpu() for batch in batches])
+        probs = []
+        for start in range(0, len(requests), MAX_EXAMPLES):
+            mean, deviation = self._regression.predict(self._features(requests[start : start + MAX_EXAMPLES]), return_std=True)
+            below = torch.special.ndtr((EDGES - torch.from_numpy(mean)[:, None]) / torch.from_numpy(deviation)[:, None])
+            bounds = torch.nn.functional.pad(below, (1, 1))
+            bounds[:, -1] = 1
+            probs.append(bounds.diff(dim=1).float())
+        return torch.cat(probs)
 
-    def _fresh(self) -> PreTrainedModel:
-        """Load the model as stored; missing weights get the same random values every time."""
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(SEED)
-                model = AutoModelForSequenceClassification.from_pretrained(
-                    self.name_or_path,
-                    num_labels=NUM_BUCKETS,
-                    ignore_mismatched_sizes=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"distill.predictor is {self.name_or_path!r}, which can't be loaded as a sequence-classification model in "
-                f"safetensors ({error}); choose none, light, or another model"
-            ) from error
-        if not any("ForSequenceClassification" in name for name in model.config.architectures or []):
-            _warn_of_new_head(self.name_or_path)
-        loaded: PreTrainedModel = model.to(self.device).eval()
-        return loaded
-
-    def _encode(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
-        texts = [self.target_tokenizer.decode(request.prompt_ids, skip_special_tokens=True) for request in requests]
-        known = [request.num_known_tokens for request in requests]
-        texts = [text if length is None else f"{length} {text}" for text, length in zip(texts, known, strict=True)]
-        encoded = self.tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=self.read_tokens,
-            # A prompt may contain one; T5 and BART fail at a second end-of-text token.
-            split_special_tokens=True,
-            return_tensors="pt",
-        )
-        return {name: values.to(self.device) for name, values in encoded.items()}
+    def _features(self, requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return a row of features per request; an unknown length becomes the mean."""
+        prompts = [request.prompt_ids.tolist() for request in requests]
+        lengths = np.nan_to_num((_lengths(requests) - self._means) / self._deviations)
+        return np.hstack([*(words.transform(prompts).toarray() for words in self._words), lengths])
 
 
-@cache  # a new predictor is built for every round
-def _warn_of_new_head(name_or_path: str) -> None:
-    logger.warning("distill.predictor %s is not a sequence-classification model: it gets an untrained head", name_or_path)
+def _words(ids: list[int], count: int | None) -> list[tuple[int, ...]]:
+    """Return tokens and pairs of the first `count` tokens, and a word that all have."""
+    ids = ids[:count]
+    return [(), *((token,) for token in ids), *pairwise(ids)]
 
 
-def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the most tokens, special ones included, that model and tokenizer accept.
-
-    DEFAULT_READ_TOKENS if neither has a limit. A position table with a row for padding (as in
-    RoBERTa) counts from the row after it. The rows up to there are no positions, although the
-    configuration counts them.
-    """
-    limits = []
-    if tokenizer.model_max_length < VERY_LARGE_INTEGER:  # the value of tokenizers without a limit
-        limits.append(tokenizer.model_max_length)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and positions > 0:  # XLNet has -1: unlimited
-        limits.append(positions)
-    for name, table in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            limits.append(table.num_embeddings - table.padding_idx - 1)
-    return min(limits, default=DEFAULT_READ_TOKENS)
+def _lengths(requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return logarithms of the lengths of prompts and of the data's answers, or NaN."""
+    known = [math.nan if request.num_known_tokens is None else math.log1p(request.num_known_tokens) for request in requests]
+    return np.array([[math.log1p(len(request.prompt_ids)), length] for request, length in zip(requests, known, strict=True)])
 
 
-def soft_labels(buckets: Int[torch.Tensor, " request"]) -> Float[torch.Tensor, "request bucket"]:
-    """Spread each label over neighbouring buckets, as a bell curve."""
-    distance = (torch.arange(NUM_BUCKETS) - buckets[:, None]) / NEIGHBOUR_SPREAD
-    return (-(distance**2) / 2).softmax(1)
+PREDICTORS: dict[str, Callable[[], LengthPredictor]] = {"none": UniformPredictor, "light": LightPredictor}
+"""The predictors by their names in `distill.predictor`."""

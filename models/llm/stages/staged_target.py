@@ -246,9 +246,7 @@ class StagedTarget(HFTarget):
 
     # --- what needs the layers or their cache in this process
 
-    def resume(
-        self, prompts: Prompts | None, texts: Sequence[Any], *, capacity: int, moving: Any = None
-    ) -> TargetOutput | None:
+    def resume(self, prompts: Prompts | None, texts: Sequence[Any], *, capacity: int) -> TargetOutput | None:
         raise self._needs_layers()
 
     def release_cache(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
 MAX_NEW_TOKENS = 40

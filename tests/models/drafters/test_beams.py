@@ -19,7 +19,8 @@ from outrider.models.drafters.beams import (
     pack_separately,
     pack_survivors,
 )
-from outrider.models.drafters.redrafter import Redrafter, RedrafterConfig
+from outrider.models.drafters.options import RedrafterConfig
+from outrider.models.drafters.redrafter import Redrafter
 
 VOCAB = 7
 

@@ -17,8 +17,8 @@ from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, p
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.saved.build import DrafterSpec
-from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts

@@ -18,8 +18,8 @@ from outrider.models.drafters.calibration import BIN_BOUNDS, Cell, Prior, ScoreC
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.scored_tree import MAX_CHILDREN
-from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 

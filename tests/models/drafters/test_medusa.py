@@ -17,8 +17,9 @@ from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.losses import LossKind
-from outrider.models.drafters.medusa import Medusa, MedusaConfig, likeliest_paths
+from outrider.models.drafters.medusa import Medusa, likeliest_paths
 from outrider.models.drafters.objective import HIT_RANKS, Loss, Objective
+from outrider.models.drafters.options import MedusaConfig
 
 from ..recorder import ReplayingRecorder
 

@@ -14,8 +14,8 @@ from outrider.models.drafters import DRAFTERS, TRAINING_FREE, NullDrafter, build
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.oracle import OracleDrafter
-from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 

@@ -29,9 +29,9 @@ from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, 
 from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.scored_tree import MAX_CHILDREN
-from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.drafters.streaming import streaming_drafter
 from outrider.models.drafters.streaming_merge import MAX_NODES
 from outrider.models.drafters.streaming_models import LEAST_PROB, MAX_RECURRENT_DEPTH

@@ -1,6 +1,5 @@
 """Attention with its log-sum-exp along CUDA's code path, with kernels that check what CUDA's check."""
 
-import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +10,8 @@ from outrider.distill.label import branch_attention
 from outrider.models.drafters.branches.attention import Entries, Slots, attend_densely
 from outrider.models.llm import attention_kernels
 
-from ...conftest import REPOSITORY
+from . import efficient_attention
 
-EMULATED = runpy.run_path(str(REPOSITORY / "scripts" / "gpu" / "efficient_attention.py"))
 BATCH, HEADS, SEQ, BRANCHES, WIDTH = 2, 4, 13, 5, 8
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 """Largest relative error of a whole tensor."""
@@ -21,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 @pytest.fixture
 def cuda_path() -> Iterator[None]:
-    with EMULATED["on_cpu"]():
+    with efficient_attention.on_cpu():
         yield
 
 
@@ -48,7 +46,7 @@ def test_branches_in_training_get_the_outputs_and_gradients_of_one_softmax(dtype
     wide_text, *wide_own = list(zip(wide[1::2], wide[2::2], strict=True))
     expected = attend_densely(wide[0], wide_text, wide_own, seen, 0.3)
     expected_gradients = gradients_of(expected, wide)
-    with EMULATED["on_cpu"]():
+    with efficient_attention.on_cpu():
         actual = Entries(text, own).attend(query, seen, 0.3)
         gradients = gradients_of(actual, leaves)
     for ours, theirs in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
@@ -110,7 +108,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_plain_operations(
 
 def test_the_imitated_kernel_refuses_what_the_real_one_refuses() -> None:
     query, key = randn(1, 2, 3, WIDTH), randn(1, 2, 5, WIDTH)
-    forward = EMULATED["forward"]
+    forward = efficient_attention.forward
     with pytest.raises(AssertionError, match="attn_bias is not correctly aligned"):
         forward(query, key, key, torch.zeros(1, 1, 3, 5).expand(1, 2, 3, 5), True)
     with pytest.raises(AssertionError, match="no grouped heads"):

@@ -6,7 +6,6 @@ A fake clock decides which number of parts is fastest.
 import itertools
 import json
 import math
-import runpy
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -24,10 +23,9 @@ from outrider.models.llm.attention_speeds import NUM_ROUNDS, choose
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.split_attention import PARTS
 
-from ...conftest import REPOSITORY
 from ..recorder import PoolRecorder
+from . import efficient_attention
 
-EMULATED = runpy.run_path(str(REPOSITORY / "scripts" / "gpu" / "efficient_attention.py"))
 STEP, NUM_LAYERS = 256, 2
 """Extents in these tests, and the fewest keys that are split; layers of the target."""
 LONG, ROOM = [7 * number % 300 for number in range(STEP - 8)], 24
@@ -105,7 +103,7 @@ class Process:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Process]:
-    with EMULATED["on_cpu"]():
+    with efficient_attention.on_cpu():
         yield Process(monkeypatch, tmp_path / "cache")
 
 

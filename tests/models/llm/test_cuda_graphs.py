@@ -24,7 +24,7 @@ from outrider.models.drafters import graphed as graphed_drafters
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedCachedDrafter, GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm import cuda_graphs as graphs
 from outrider.models.llm import tree_cache
 from outrider.models.llm.config import TargetConfig

@@ -9,8 +9,8 @@ from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, gene
 from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
-from outrider.models.drafters.redrafter import NUM_BUCKETS, RedrafterConfig
-from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.drafters.options import DraftModelConfig, RedrafterConfig
+from outrider.models.drafters.redrafter import NUM_BUCKETS
 from outrider.models.llm import tree_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 

@@ -1,6 +1,5 @@
 """Attention with keys in parts, against one softmax in float64: both kernels, all types, hidden parts."""
 
-import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,9 @@ from outrider.models.llm.split_attention import PARTS, attend_split, can_split, 
 from outrider.models.llm.tree_attention import IMPLEMENTATION, tree_attention_mask
 from outrider.models.llm.tree_cache import ACCELERATOR_EXTENT_STEP
 
-from ...conftest import REPOSITORY
 from ..recorder import ReplayingRecorder
+from . import efficient_attention
 
-EMULATED = runpy.run_path(str(REPOSITORY / "scripts" / "gpu" / "efficient_attention.py"))
 KV_HEADS, HEAD_DIM, COLUMNS = 2, 16, 256
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -29,7 +27,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "cpu":
         yield "cpu"
     else:
-        with EMULATED["on_cpu"]():
+        with efficient_attention.on_cpu():
             yield "cuda"
 
 
@@ -100,7 +98,7 @@ def test_hidden_parts_change_no_bit_of_the_others(kernel):
 
 
 def test_widths_of_keys_and_values_may_differ():
-    with EMULATED["on_cpu"]():
+    with efficient_attention.on_cpu():
         query, key, _ = tensors(torch.float32, batch=2, groups=2, num_queries=3)
         value = torch.randn(2, KV_HEADS, COLUMNS, 8)
         actual = attend_split(query, key, value, split_mask(tree_mask(torch.float32, [200, 100], 3), 4), None)

@@ -1,20 +1,20 @@
 """Padded batches by predicted length: answers equal those of requests alone."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from outrider.distill.regenerate.engine import Limits, Request
-from outrider.distill.regenerate.engines.batch import BatchEngine
+from outrider.distill.regenerate.engines import batch as module
+from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
-from outrider.distill.regenerate.lengths.buckets import Experience, Lesson
-from outrider.distill.regenerate.lengths.light import LightPredictor
-from outrider.distill.regenerate.lengths.policies import POLICIES
-from outrider.distill.regenerate.lengths.schedule import ScheduleStatistics, kv_bytes_per_token
+from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.schedule import POLICIES, Decoded, Waiting
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.config import TargetConfig
@@ -47,7 +47,6 @@ def make_engine(target: HFTarget, sampling: Sampling, limits: Limits, *, tokens:
         sampling=sampling,
         limits=limits,
         kv_budget_bytes=tokens * kv_bytes_per_token(target),
-        experience=Experience(LightPredictor),
     )
 
 
@@ -57,89 +56,80 @@ def texts(engine: BatchEngine | DecoderEngine, requests: list[Request]) -> dict[
     return answers
 
 
-def counts(engine: BatchEngine) -> list[ScheduleStatistics]:
-    return [replace(it, seconds=0.0, moving_seconds=0.0, learning_seconds=0.0) for it in engine.statistics]
+Batches = list[list[tuple[Waiting, Decoded]]]
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    """Record the batches of all calls."""
+    seen: Batches = []
+    supervise = module.supervise
+
+    def record(*args: Any, **kwargs: Any) -> Iterator[list[tuple[Waiting, Decoded]]]:
+        for batch in supervise(*args, **kwargs):
+            seen.append(batch)
+            yield batch
+
+    monkeypatch.setattr(module, "supervise", record)
+    return seen
+
+
+def num_evicted(batches: Batches) -> int:
+    return sum(not decoded.ended for batch in batches for _, decoded in batch)
+
+
+class CountingPredictor(LightPredictor):
+    """Predictor that counts its predictions."""
+
+    num_predicted = 0
+
+    def predict(self, requests: Sequence[Request]) -> torch.Tensor:
+        type(self).num_predicted += len(requests)
+        return super().predict(requests)
 
 
 @pytest.mark.parametrize(
     "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "sampled"]
 )
 def test_evicted_rows_get_the_answers_of_requests_alone(
-    exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling
+    exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling, batches: Batches
 ) -> None:
     alone = DecoderEngine(exact_target, NullDrafter(), sampling=sampling, limits=limits, batch_size=1)
-    engine = make_engine(exact_target, sampling, limits)
+    engine = replace(make_engine(exact_target, sampling, limits), make_predictor=CountingPredictor)
     actual = texts(engine, many)
     assert actual == texts(alone, many)
     assert {cut for _, cut in actual.values()} == {True, False}
-    (statistics,) = engine.statistics
-    assert statistics.num_evictions > 20
-    assert statistics.num_predicted > 20
-    assert statistics.num_answers == len(many)
-    assert statistics.num_tokens == sum(len(tokens) for tokens, _ in actual.values())
+    assert num_evicted(batches) > 20
+    assert CountingPredictor.num_predicted > 20
+    assert sum(decoded.num_new for batch in batches for _, decoded in batch) == sum(
+        len(tokens) for tokens, _ in actual.values()
+    )
 
 
 @pytest.mark.slow
-def test_batches_do_not_depend_on_earlier_calls(target: HFTarget, many: list[Request], limits: Limits) -> None:
+def test_batches_do_not_depend_on_earlier_calls(
+    target: HFTarget, many: list[Request], limits: Limits, batches: Batches
+) -> None:
     first, second = make_engine(target, SAMPLINGS[1], limits), make_engine(target, SAMPLINGS[1], limits)
     expected = [(answer.id, answer.tokens.tolist()) for answer in first.answer(many)]
+    expected_batches = batches.copy()
     list(second.answer(many[30:]))
-    second.statistics.clear()
+    batches.clear()
     torch.manual_seed(3)
     assert [(answer.id, answer.tokens.tolist()) for answer in second.answer(many)] == expected
-    assert counts(first) == counts(second)
+    assert batches == expected_batches
 
 
-def test_the_schedule_s3_gives_the_same_answers_in_other_batches(target: HFTarget, many: list[Request], limits: Limits) -> None:
-    shortest = make_engine(target, SAMPLINGS[1], limits)
-    s3 = replace(shortest, schedule=POLICIES["s3"], statistics=[])
-    assert texts(s3, many[:22]) == texts(shortest, many[:22])
-    (ours,), (theirs,) = shortest.statistics, s3.statistics
-    assert ours.num_tokens == theirs.num_tokens
-    assert ours.num_steps != theirs.num_steps
-    assert 0 < theirs.num_evictions < ours.num_evictions  # S3 reserves more, and keeps a batch's last rows
-    assert ours.mean_rows == ours.num_tokens / ours.num_steps
-
-
-def test_seconds_are_split_into_generation_moving_and_learning(target: HFTarget, many: list[Request], limits: Limits) -> None:
-    engine = make_engine(target, SAMPLINGS[0], limits)
-    list(engine.answer(many[:44]))
-    (statistics,) = engine.statistics
-    assert statistics.num_predicted > 0
-    assert statistics.num_moved_tokens > statistics.num_evictions > 0
-    parts = (statistics.generation_seconds, statistics.moving_seconds, statistics.learning_seconds)
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(statistics.seconds)
-    assert all(word in str(statistics) for word in ("rows in a step", "s of generation", "s of moving", "s of learning"))
-    assert {"generation_seconds", "moving_seconds", "learning_seconds", "mean_rows"} <= statistics.record().keys()
-
-
-class CountingPredictor(LightPredictor):
-    """Predictor that counts how often it learns."""
-
-    num_learnt = 0
-
-    def learn(self, requests: Sequence[Request], buckets: torch.Tensor) -> None:
-        type(self).num_learnt += 1
-        super().learn(requests, buckets)
-
-
-def test_calls_that_share_lessons_learn_them_once_and_do_not_change_them(
-    target: HFTarget, many: list[Request], limits: Limits, monkeypatch: pytest.MonkeyPatch
+def test_the_schedule_s3_gives_the_same_answers_in_other_batches(
+    target: HFTarget, many: list[Request], limits: Limits, batches: Batches
 ) -> None:
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.buckets.LEARN_FIRST", 10)
-    lessons = [Lesson(request=request, num_tokens=1 + 5 * (index % 4)) for index, request in enumerate(many[:10])]
-    engines = [
-        replace(make_engine(target, SAMPLINGS[0], limits), experience=Experience(CountingPredictor, lessons)) for _ in "ab"
-    ]
-    list(engines[0].answer(many[:6]))
-    assert engines[0].statistics[0].num_predicted == 6  # from the first answer on
-    list(engines[0].answer(many[20:31]))  # the number of answers doubles, so the call learns again
-    assert CountingPredictor.num_learnt == 2
-    list(engines[0].answer(many[:6]))
-    list(engines[1].answer(many[:6]))
-    assert CountingPredictor.num_learnt == 3  # by the second engine
-    assert counts(engines[0])[2] == counts(engines[0])[0] == counts(engines[1])[0]
+    shortest = make_engine(target, SAMPLINGS[1], limits)
+    expected = texts(shortest, many[:22])
+    ours = batches.copy()
+    batches.clear()
+    assert texts(replace(shortest, policy=POLICIES["s3"]), many[:22]) == expected
+    assert ours != batches
+    assert 0 < num_evicted(batches) < num_evicted(ours)  # S3 reserves more, and keeps a batch's last rows
 
 
 def test_the_kv_cache_never_exceeds_the_budget(
@@ -194,3 +184,13 @@ def test_logits_that_are_not_numbers_name_the_request(
     changed = [damaged if request.id == damaged.id else request for request in requests]
     with pytest.raises(ValueError, match=f"not numbers \\(NaN\\) at token {token} of the answer to {damaged.id}: "):
         texts(engine, changed)
+
+
+def test_kv_bytes_per_token_follow_from_the_configuration(target: HFTarget) -> None:
+    config = target.model.config
+    expected = (
+        config.num_hidden_layers * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 4
+    )
+    assert kv_bytes_per_token(target) == expected
+    target.model.to(torch.float16)
+    assert kv_bytes_per_token(target) == expected / 2

@@ -8,7 +8,6 @@ import torch
 
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Answer, Limits, Request
-from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling
@@ -124,17 +123,6 @@ def test_a_trained_drafter_from_a_folder_changes_no_token(
         open_engine(DistillConfig(mode="regenerate", drafter="elsewhere"), target, limits),
     ):
         pass
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_auto_is_the_decoder_on_every_device(
-    device: str, target: HFTarget, limits: Limits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HFTarget, "device", torch.device(device))
-    with open_engine(DistillConfig(mode="regenerate"), target, limits) as engine:
-        assert isinstance(engine, DecoderEngine)
-    with open_engine(DistillConfig(mode="regenerate", engine="continuous"), target, limits) as engine:
-        assert isinstance(engine, ContinuousEngine)
 
 
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:

@@ -1,35 +1,17 @@
 """Buckets of lengths, predictors, and the reservations that follow from them."""
 
-import copy
 import random
 import statistics
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
-from transformers import (
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    T5Config,
-    T5ForSequenceClassification,
-)
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from outrider.distill.config import PREDICTORS as NAMES
 from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
-from outrider.distill.regenerate.lengths.light import LightPredictor
-from outrider.distill.regenerate.lengths.policies import shortest_text_first
-from outrider.distill.regenerate.lengths.predictors import (
-    DEFAULT_READ_TOKENS,
-    ClassifierPredictor,
-    make_predictor,
-    soft_labels,
-)
-from outrider.distill.regenerate.lengths.schedule import Decoded, Policy, Rectangle, supervise
+from outrider.distill.regenerate.lengths.predictors import PREDICTORS, LightPredictor
+from outrider.distill.regenerate.lengths.schedule import POLICIES, Decoded, supervise
 
 SHORT, LONG = 70, 200
 """First tokens of prompts with short and with long answers."""
@@ -48,17 +30,6 @@ def make_requests(count: int, *, known: bool = False) -> list[Request]:
 def lengths_of(count: int) -> list[int]:
     draw = random.Random(-count)
     return [draw.randint(1, 10) if index % 2 else draw.randint(60, 100) for index in range(count)]
-
-
-@pytest.fixture
-def classifier_dir(tmp_path: Path, tiny_tokenizer) -> Path:
-    config = DistilBertConfig(
-        vocab_size=300, dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64, pad_token_id=0, num_labels=3
-    )
-    torch.manual_seed(0)
-    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    tiny_tokenizer.save_pretrained(tmp_path / "classifier")
-    return tmp_path / "classifier"
 
 
 def test_buckets_are_deciles_and_the_last_is_open():
@@ -84,19 +55,8 @@ def test_quantiles_are_correct_with_empty_buckets():
     assert buckets.index([7, 8]).tolist() == [0, 9]
 
 
-def test_labels_are_spread_over_neighbours_and_sum_to_one():
-    labels = soft_labels(torch.tensor([0, 5]))
-    assert torch.allclose(labels.sum(1), torch.ones(2))
-    assert labels.argmax(1).tolist() == [0, 5]
-    assert labels[1, 4] == labels[1, 6] > labels[1, 3]
-
-
-@pytest.mark.parametrize("name", ["light", "classifier"])
-def test_every_predictor_learns_lengths_from_prompts(name, target, classifier_dir, monkeypatch):
-    if name == "classifier":
-        monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.learning_rate", 3e-3)
-        monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.epochs", 12)
-    predictor = make_predictor(str(classifier_dir) if name == "classifier" else name, target)
+def test_the_light_predictor_learns_lengths_from_prompts():
+    predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
     probs = predictor.predict(make_requests(40))
@@ -106,10 +66,9 @@ def test_every_predictor_learns_lengths_from_prompts(name, target, classifier_di
     assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
 
 
-@pytest.mark.parametrize("name", ["light", "classifier"])
-def test_predictions_depend_only_on_the_last_training_data(name, target, classifier_dir):
-    name = str(classifier_dir) if name == "classifier" else name
-    first, second = make_predictor(name, target), make_predictor(name, target)
+@pytest.mark.parametrize("name", PREDICTORS)
+def test_predictions_depend_only_on_the_last_training_data(name):
+    first, second = PREDICTORS[name](), PREDICTORS[name]()
     second.learn(make_requests(32), torch.zeros(32, dtype=torch.long))
     second.predict(make_requests(8))
     before = torch.get_rng_state()
@@ -117,6 +76,10 @@ def test_predictions_depend_only_on_the_last_training_data(name, target, classif
         predictor.learn(make_requests(40), torch.arange(40) % 10)
     assert torch.equal(first.predict(make_requests(8)), second.predict(make_requests(8)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_option_has_a_predictor():
+    assert tuple(PREDICTORS) == NAMES
 
 
 def test_the_length_of_the_old_answer_is_used_as_a_feature():
@@ -138,85 +101,12 @@ def test_prompts_without_common_words_are_predicted_by_their_lengths():
 
 
 def test_the_light_predictor_limits_its_training_data(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MAX_EXAMPLES", 20)
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.MAX_EXAMPLES", 20)
     predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
     assert len(predictor._regression.X_train_) == 20
     assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
-
-
-def test_an_unknown_predictor_is_an_error_with_the_choices(target, tmp_path):
-    with pytest.raises(ValueError, match="must be none, light, or a sequence-classification model"):
-        make_predictor(str(tmp_path), target)
-
-
-def tiny_roberta() -> PreTrainedModel:
-    return RobertaForSequenceClassification(
-        RobertaConfig(
-            vocab_size=300,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=66,
-            pad_token_id=1,
-        )
-    )
-
-
-def tiny_t5() -> PreTrainedModel:
-    return T5ForSequenceClassification(
-        T5Config(
-            vocab_size=300,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            pad_token_id=0,
-            eos_token_id=3,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "named", "read_tokens"),
-    [
-        (tiny_roberta, None, 64),  # the first position is 2
-        (tiny_roberta, 512, 64),
-        (tiny_roberta, 50, 50),
-        (tiny_t5, None, DEFAULT_READ_TOKENS),
-        (tiny_t5, 50, 50),
-    ],
-)
-def test_a_long_prompt_is_truncated_to_the_classifiers_context(make, named, read_tokens, target, tiny_tokenizer, tmp_path):
-    make().save_pretrained(tmp_path)
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    end = tokenizer.eos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
-    )
-    tokenizer.model_max_length = named or VERY_LARGE_INTEGER
-    tokenizer.save_pretrained(tmp_path)
-    predictor = make_predictor(str(tmp_path), target)
-    assert isinstance(predictor, ClassifierPredictor)
-    assert predictor.read_tokens == read_tokens
-    spelled = tokenizer(f"what does {end} mean", split_special_tokens=True).input_ids[:-1]
-    assert tokenizer.eos_token_id not in spelled
-    prompts = [torch.tensor(spelled), *(torch.full((length,), LONG) for length in (read_tokens - 1, 3 * read_tokens))]
-    requests = [Request(id=str(len(prompt)), prompt_ids=prompt, seed=0) for prompt in prompts]
-    predictor.learn(requests, torch.tensor([0, 5, 9]))
-    assert predictor.predict(requests).shape == (3, NUM_BUCKETS)
-
-
-def test_pickled_weights_are_not_read(target, classifier_dir):
-    model = DistilBertForSequenceClassification.from_pretrained(classifier_dir)
-    (classifier_dir / "model.safetensors").unlink()
-    torch.save(model.state_dict(), classifier_dir / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="safetensors"):
-        make_predictor(str(classifier_dir), target)
 
 
 class Recorder:
@@ -281,8 +171,8 @@ def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
         new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
         return [Decoded(num_new=n, ended=row.num_written + n == lengths[row.index]) for n, row in zip(new, batch, strict=True)]
 
-    policy = Policy(reservation=predictor, order=shortest_text_first, memory=Rectangle(), may_overtake=True)
-    list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, decode, budget=8000))
+    policy = replace(POLICIES["shortest"], least_share=0.0, held_budgets=None)
+    list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, predictor, decode, budget=8000))
     assert predictor.buckets is not None
     error = (predictor.buckets.ends - Buckets.of(lengths).ends).abs()
     assert float(error[:8].max()) < 20  # at the last learning, the longest answers are unfinished
@@ -305,10 +195,8 @@ def test_a_part_is_reserved_and_a_mistake_is_twice_the_predicted_length():
     assert len(recorder.lessons[-1]) == LEARN_FIRST + 16
 
 
-def test_predictions_are_compared_with_lengths_of_later_requests_only():
+def test_later_requests_are_predicted_by_the_learned_buckets():
     predicted = Predicted(Recorder(), make_requests(43), share=1.0, unknown=17)
     predicted.reserve(range(43))
-    lengths = [10 * (index + 1) for index in range(40)]
-    assert predicted.observe(dict(enumerate(lengths)), {})
+    assert predicted.observe({index: 10 * (index + 1) for index in range(40)}, {})
     assert predicted.reserve([40, 41, 42]) == [40, 40, 40]  # the first decile of 10, 20, ... 400
-    assert predicted.compare([*lengths, 1, 1, 400]) == ([0, 0, 0], [0, 0, 9])

@@ -4,30 +4,19 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from outrider.distill.regenerate.lengths.policies import longest_answer_first, shortest_text_first
+from outrider.distill.config import SCHEDULES
 from outrider.distill.regenerate.lengths.schedule import (
+    POLICIES,
     Decoded,
     Policy,
-    Rectangle,
     Waiting,
     evict,
-    kv_bytes_per_token,
+    longest_answer_first,
     next_batch,
-    summarise,
+    shortest_text_first,
     supervise,
 )
-
-
-class Sum:
-    """Memory whose size is the sum of the rows, without padding."""
-
-    def entries(self, batch: Sequence[Waiting]) -> int:
-        return sum(row.num_read + row.num_reserved for row in batch)
-
-    def limits(self, batch: Sequence[Waiting]) -> list[int]:
-        return [row.num_reserved for row in batch]
 
 
 class Known:
@@ -47,21 +36,24 @@ def rows(*sizes: tuple[int, int]) -> list[Waiting]:
     return [Waiting(index=index, num_read=read, num_reserved=reserved) for index, (read, reserved) in enumerate(sizes)]
 
 
-def all_batches(ordered: list[Waiting], budget: int, *, may_overtake: bool) -> list[list[int]]:
+def all_batches(ordered: list[Waiting], budget: int) -> list[list[tuple[int, int]]]:
     batches = []
     while ordered:
-        batch = next_batch(ordered, budget, Sum(), may_overtake=may_overtake)
-        batches.append([row.num_reserved for row in batch])
+        batch = next_batch(ordered, budget)
+        batches.append([(row.num_read, row.num_reserved) for row in batch])
         ordered = [row for row in ordered if row not in batch]
     return batches
 
 
-def first_fit_decreasing(sizes: list[int], budget: int) -> list[list[int]]:
-    """Put every item into the first bin with enough space, the largest items first."""
-    bins: list[list[int]] = []
-    for size in sorted(sizes, reverse=True):
+def first_fit_decreasing(sizes: list[tuple[int, int]], budget: int) -> list[list[tuple[int, int]]]:
+    """Put every row into the first batch with enough memory, the largest reservations first.
+
+    All rows of a batch are as wide as its widest row.
+    """
+    bins: list[list[tuple[int, int]]] = []
+    for size in sorted(sizes, key=lambda size: -size[1]):
         for content in bins:
-            if sum(content) + size <= budget:
+            if (len(content) + 1) * max(sum(row) for row in [*content, size]) <= budget:
                 content.append(size)
                 break
         else:
@@ -71,16 +63,18 @@ def first_fit_decreasing(sizes: list[int], budget: int) -> list[list[int]]:
 
 def test_filling_batch_after_batch_is_decreasing_first_fit():
     draw = random.Random(0)
+    num_overtaking = 0
     for _ in range(50):
-        sizes = [draw.randint(1, 40) for _ in range(30)]
-        ordered = longest_answer_first(rows(*((0, size) for size in sizes)))
-        assert all_batches(ordered, 50, may_overtake=True) == first_fit_decreasing(sizes, 50)
+        sizes = [(draw.randint(1, 40), draw.randint(1, 40)) for _ in range(30)]
+        batches = all_batches(longest_answer_first(rows(*sizes)), 160)
+        assert batches == first_fit_decreasing(sizes, 160)
+        num_overtaking += [size for batch in batches for size in batch] != sorted(sizes, key=lambda size: -size[1])
+    assert num_overtaking > 20  # requests that don't fit let later ones overtake
 
 
-def test_without_overtaking_a_batch_ends_at_the_first_request_that_does_not_fit():
-    waiting = rows((0, 6), (0, 5), (0, 4), (0, 4), (0, 1))
-    assert all_batches(waiting, 10, may_overtake=False) == [[6], [5, 4], [4, 1]]
-    assert all_batches(waiting, 10, may_overtake=True) == [[6, 4], [5, 4, 1]]
+def test_the_widest_row_of_a_batch_counts_for_all():
+    waiting = rows((4, 6), (1, 4), (1, 3), (1, 3), (0, 1))
+    assert all_batches(waiting, 20) == [[(4, 6), (1, 4)], [(1, 3), (1, 3), (0, 1)]]
 
 
 def test_the_order_of_equal_requests_is_stable():
@@ -88,10 +82,15 @@ def test_the_order_of_equal_requests_is_stable():
     assert [row.index for row in shortest_text_first(waiting[::-1])] == [3, 0, 1, 2]
 
 
-def test_a_rectangle_counts_padding_and_lets_short_texts_use_it():
-    batch = rows((10, 5), (2, 6))
-    assert Rectangle().entries(batch) == 2 * 15
-    assert Rectangle().limits(batch) == [5, 13]
+def test_a_short_text_may_use_the_padding_of_its_batch():
+    seen: list[list[int]] = []
+
+    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+        seen.append(list(limits))
+        return [Decoded(num_new=1, ended=True) for _ in batch]
+
+    list(supervise([10, 2], [20, 20], Policy(order=list), Known([5, 6]), decode, budget=30))
+    assert seen == [[5, 13]]
 
 
 def test_an_evicted_row_keeps_its_tokens_and_doubles_its_reservation():
@@ -130,47 +129,23 @@ class Script:
         return decoded
 
 
-@pytest.mark.parametrize(
-    ("order", "most_held"), [(longest_answer_first, None), (shortest_text_first, None), (shortest_text_first, 200)]
-)
-def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(order, most_held):
+@pytest.mark.parametrize("policy", [*POLICIES.values(), Policy(order=shortest_text_first, held_budgets=2 / 3)])
+def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(policy):
     draw = random.Random(1)
     prompts = [draw.randint(1, 20) for _ in range(60)]
     lengths = [draw.randint(1, 64) for _ in range(60)]
     script = Script(prompts, lengths, budget=300)
-    policy = Policy(
-        reservation=Known([draw.randint(1, 64) for _ in lengths]),
-        order=order,
-        memory=Rectangle(),
-        may_overtake=True,
-        most_held=most_held,
-    )
-    reports = list(supervise(prompts, [64] * 60, policy, script, budget=300))
+    reservation = Known([draw.randint(1, 64) for _ in lengths])
+    batches = list(supervise(prompts, [64] * 60, policy, reservation, script, budget=300))
     assert script.written == lengths
-    statistics = summarise(reports, [], [], seconds=2.0)
-    assert statistics.num_answers == 60
-    assert statistics.sequences_per_second == 30
-    assert statistics.num_tokens == sum(lengths)
-    assert statistics.num_evictions == sum(map(len, script.batches)) - 60 > 0
-    assert statistics.bucket_accuracy is None
-    assert statistics.mean_rows == sum(lengths) / statistics.num_steps
-    ended = [max(index for index, report in enumerate(reports) if row in [r.index for r in report.rows]) for row in range(60)]
-    moved = [
-        row.num_read + decoded.num_new
-        for index, report in enumerate(reports)
-        for row, decoded in report.pairs
-        if index < ended[row.index]
-    ]
-    assert statistics.num_moved_tokens == sum(moved) > 0
+    decoded = [result for batch in batches for _, result in batch]
+    assert sum(result.ended for result in decoded) == 60
+    assert sum(result.num_new for result in decoded) == sum(lengths)
+    assert len(decoded) > 60  # some rows were evicted
 
 
-def test_padding_and_unused_memory_equal_their_definitions():
-    script = Script([2, 4], [3, 5], budget=100)
-    policy = Policy(reservation=Known([6, 6]), order=list, memory=Rectangle(), may_overtake=False)
-    statistics = summarise(list(supervise([2, 4], [6, 6], policy, script, budget=100)), [1, 4], [1, 7], seconds=1.0)
-    assert statistics.padding_share == 1 - 8 / 10  # two rows, five steps
-    assert statistics.unused_share == 1 - (2 + 3 + 4 + 5) / (2 * 10)
-    assert (statistics.bucket_accuracy, statistics.mean_bucket_distance) == (0.5, 1.5)
+def test_every_option_has_a_policy() -> None:
+    assert tuple(POLICIES) == SCHEDULES
 
 
 def test_the_last_rows_are_evicted_early_only_if_others_wait():
@@ -180,8 +155,7 @@ def test_the_last_rows_are_evicted_early_only_if_others_wait():
         seen.append((len(batch), least))
         return [Decoded(num_new=1, ended=True) for _ in batch]
 
-    policy = Policy(reservation=Known([10] * 5), order=list, memory=Rectangle(), may_overtake=True, least_share=0.75)
-    list(supervise([1] * 5, [10] * 5, policy, decode, budget=34))
+    list(supervise([1] * 5, [10] * 5, Policy(order=list, least_share=0.75), Known([10] * 5), decode, budget=34))
     assert seen == [(3, 3), (2, 0)]
 
 
@@ -196,27 +170,15 @@ def test_no_request_starts_while_too_much_is_held_on_the_host():
                 held.append(waiting)
             return super().__call__(batch, limits, least)
 
-    def run(most_held: int | None) -> int:
+    def run(held_budgets: float | None) -> int:
         held.clear()
-        order = shortest_text_first
-        policy = Policy(reservation=Known([8] * 40), order=order, memory=Rectangle(), may_overtake=True, most_held=most_held)
-        list(supervise(prompts, [64] * 40, policy, Watched(prompts, lengths, 100), budget=100))
+        policy = Policy(order=shortest_text_first, held_budgets=held_budgets)
+        list(supervise(prompts, [64] * 40, policy, Known([8] * 40), Watched(prompts, lengths, 100), budget=100))
         return max(held)
 
-    assert run(150) <= 150 < run(None)
+    assert run(1.5) <= 150 < run(None)
 
 
 def test_a_request_that_may_exceed_the_budget_is_an_error_before_any_work():
-    policy = Policy(reservation=Known([2, 2]), order=list, memory=Rectangle(), may_overtake=False)
     with pytest.raises(ValueError, match="holds 20 tokens, and a request may take 25.*kv_budget_gib"):
-        next(supervise([3, 9], [16, 16], policy, Script([], [], 0), budget=20))
-
-
-def test_kv_bytes_per_token_follow_from_the_configuration(target):
-    config = target.model.config
-    expected = (
-        config.num_hidden_layers * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 4
-    )
-    assert kv_bytes_per_token(target) == expected
-    target.model.to(torch.float16)
-    assert kv_bytes_per_token(target) == expected / 2
+        next(supervise([3, 9], [16, 16], Policy(order=list), Known([2, 2]), Script([], [], 0), budget=20))

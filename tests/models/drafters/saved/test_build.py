@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.redrafter import RedrafterConfig
+from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.registry import DRAFTERS
 from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.llm.hf_target import HFTarget

@@ -1,0 +1,433 @@
+"""Options of the drafters that are trained, by kind. Importing this module loads no torch."""
+
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field, NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of, raise_problems
+
+MAX_SEARCH_NODES = 2**14
+"""Most nodes of a search: far more than any target gains from, and far less than memory holds."""
+MAX_CANDIDATES = 2**18
+"""Most candidates that a search may rank, width x width at each depth.
+
+Ten times the candidates of the paper's widest search, which has 70 beams of 5 tokens."""
+MAX_RANK = 2**13
+MAX_PAIRS = 2**22
+"""Most pairs of candidates in neighbouring slots: 16 MiB of logits for each row of a batch."""
+MAX_TREE_NODES = 2**12
+"""Far more than any target gains from."""
+TREE_PADDINGS = ("exact", "bucket", "full")
+DRAFT_PACES = ("confidence", "expected", "fixed")
+FORM_TYPES = ("llama", "qwen2", "qwen3")
+"""Types of the decoder layer that a drafter may have, by the names of transformers' models."""
+FORM_OPTIONS = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "rope_parameters",
+    }
+)
+"""Options of a form besides its `model_type`, by the names of transformers' configurations."""
+
+
+def check_form(form: dict[str, Any]) -> dict[str, Any]:
+    """Return `drafter.layer`. Raises ValueError if it is no known form."""
+    if not isinstance(form.get("model_type"), str) or form["model_type"] not in FORM_TYPES:
+        raise ValueError(
+            f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORM_TYPES)}, or drafter.layer "
+            "null for a layer of the target's kind"
+        )
+    if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
+        raise ValueError(f"there is no option {', '.join(unknown)}; there are: {', '.join(sorted(FORM_OPTIONS))}")
+    return form
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class TreeOptions:
+    """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
+
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
+    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
+    or qwen3), and the options that differ from the target's configuration, under transformers'
+    names. Serving engines draft with Llama's layer, whatever the target's layers are."""
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
+    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
+    4). `static`: always expand the same ranks (EAGLE-1)."""
+    depth: PositiveInt = 6
+    """Number of draft tokens on the longest path."""
+    top_k: PositiveInt = 8
+    """Nodes expanded at each depth, and children of each expanded node."""
+    tree_nodes: PositiveInt = 48
+    """Nodes of the tree: the most probable nodes of the search."""
+    temperature: NonNegativeFloat = 0.0
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
+
+    def __post_init__(self) -> None:
+        if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
+            raise ValueError(
+                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
+            )
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class RedrafterConfig:
+    """Options of a ReDrafter: its shape, and how it drafts by default."""
+
+    rnn: bool = True
+    """Recurrent state as in the paper; off, the state is the sum of the embeddings (the ablation of
+    Apple's release)."""
+    initial_state: Annotated[str, one_of("embedding", "zero")] = "embedding"
+    """`embedding`: s_1 = e_1, as in the paper. `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as in
+    Apple's release."""
+    num_blocks: NonNegativeInt = 2
+    """Residual blocks between [h ; s] and the head."""
+    exit_width: PositiveInt | None = None
+    """Width of the blocks and of the head's input; None is twice the target's hidden size. A
+    smaller width makes a cheaper head."""
+    head_rank: PositiveInt | None = None
+    """Rank of the head's factorisation; None is a full matrix."""
+    head_init: Annotated[str, one_of("random", "target")] = "random"
+    """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
+    hidden size."""
+    draft_vocab_size: PositiveInt | None = None
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
+    beam_width: PositiveInt = 4
+    """Beams of the beam search. May be changed when the drafter is loaded."""
+    beam_length: PositiveInt = 5
+    """Draft tokens per beam, without the token that the target has already chosen. May be changed
+    when it is loaded."""
+    top_k: PositiveInt | None = None
+    """Tokens that each beam may continue with: only the `top_k` most probable ones, whose
+    probabilities then sum to 1. None is all tokens, the paper's search. Apple's release keeps 50. May
+    be changed when the drafter is loaded."""
+
+    tree_nodes: PositiveInt | None = None
+    """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
+    tree, the final beams. May be changed when the drafter is loaded."""
+    share_prefixes: bool = True
+    """Whether the target reads a prefix that beams share only once (section 3.3). Off, it reads
+    every beam in full. The answers are the same, but slower: this only measures what sharing saves.
+    May be changed when the drafter is loaded."""
+
+    tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
+    """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
+    share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
+    multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
+    largest possible number, without a wait; the target reads the padding. None is `bucket` if the
+    target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
+    loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"beam_width", "beam_length", "top_k", "tree_nodes", "share_prefixes", "tree_padding"}
+    )
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
+            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start with it; set random")
+        if not self.share_prefixes and self.tree_nodes is not None:
+            problems.append(
+                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of a given size shares its prefixes: "
+                "set tree_nodes to null"
+            )
+        num_nodes = self.beam_width * self.beam_length
+        if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
+            problems.append(
+                f"beam_width is {self.beam_width} and beam_length {self.beam_length}; a search of more than {MAX_SEARCH_NODES} "
+                f"nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a mistake: lower one"
+            )
+        raise_problems(problems)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class MedusaConfig:
+    """Options of Medusa: the heads, their training, and the draft tree."""
+
+    num_heads: PositiveInt = 4
+    """Number of heads, which is the longest path of a draft tree. Distil with a horizon of at least
+    one more."""
+    num_layers: PositiveInt = 1
+    """Blocks of each head."""
+    heads: Annotated[str, one_of("residual", "ffn")] = "residual"
+    """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
+    in blockwise parallel decoding. Both start as the identity."""
+    share_head: bool = False
+    """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
+    output layer that starts as a copy of the target's."""
+    head_rank: PositiveInt | None = None
+    """Rank of one trained output layer that all heads share; it starts as the best approximation of
+    the target's. None: no shared layer."""
+    head_decay: Share = 0.8
+    """Factor of the loss from head to head: head k counts head_decay^k (section 2.2.1, up to a
+    common factor)."""
+    one_head_per_step: bool = False
+    """Train one head per batch, drawn at random. Its loss counts num_heads times, so the mean
+    gradient is that of all heads (arXiv 1811.03115, section 6)."""
+    tree_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 24
+    """Nodes of the draft tree, chosen by how often each head was right at each rank at the end of
+    training. May be changed when the drafter is loaded."""
+    tree_paths: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)] | None = None
+    """The draft tree as paths of ranks, such as [[0], [1], [0, 0]]; it overrides `tree_nodes`. None
+    is the chosen tree. May be changed when the drafter is loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree_nodes", "tree_paths"})
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.share_head and self.head_rank is not None:
+            problems.append("share_head leaves no head for head_rank to factorise; leave one of them out")
+        paths = self.tree_paths or []
+        for index, path in enumerate(paths):
+            if len(path) > self.num_heads:
+                problems.append(f"tree_paths has {path}, which has more ranks than the {self.num_heads} heads; shorten it")
+            elif path in paths[:index]:
+                problems.append(f"tree_paths has {path} twice; list each path once")
+            elif len(path) > 1 and path[:-1] not in paths:
+                problems.append(f"tree_paths has {path} but not its parent {path[:-1]}; add the parent")
+        raise_problems(problems)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class EagleConfig(TreeOptions):
+    """Options of an EAGLE-1 or EAGLE-2 drafter: its training, and how it drafts by default."""
+
+    bias: bool = False
+    """Whether `fc` has a bias."""
+    init: Annotated[str, one_of("random", "target")] = "target"
+    """`target`: the layer starts with the weights of the target's last layer, but its output
+    projections start at zero, so the feature passes through unchanged. `random`: random weights, as
+    in the paper."""
+    regression_weight: NonNegativeFloat = 1.0
+    """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
+    classification_weight: NonNegativeFloat = 0.1
+    """Weight of the objective on tokens."""
+    feature_noise: NonNegativeFloat = 0.1
+    """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
+    unroll: PositiveInt = 1
+    """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
+    as in drafting."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.regression_weight and not self.classification_weight:
+            raise ValueError("regression_weight and classification_weight are both 0; nothing would be learned")
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class Eagle3Config(TreeOptions):
+    """Options of an EAGLE-3 drafter: its shape, its training, and how it drafts by default."""
+
+    feature_layers: Distinct[NonNegativeInt] | None = None
+    """Layers of the target whose inputs the drafter reads. None: an early, a middle and a late
+    layer, with the numbers 2, half of the number of layers, and the last but two (fewer if these
+    coincide)."""
+    draft_vocab_size: PositiveInt | None = None
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
+    init: Annotated[str, one_of("random", "target")] = "target"
+    """`target`: layer, norm and head start with the weights of the target's last ones, but the
+    layer's output projections start at zero, so the latest feature passes through unchanged.
+    `random`: random weights, as in the paper."""
+    fc_norm: bool = False
+    """Whether each layer's features are normed before `fc` (EAGLE-3.1)."""
+    norm_before_fc: bool = False
+    """Whether the features of all layers are normed as one vector before `fc`, as speculators 0.9
+    does by default. Not together with `fc_norm`."""
+    norm_output: bool = False
+    """Whether deeper steps read the layer's output after the final norm (EAGLE-3.1). False: before
+    it, as in the paper."""
+    loss_decay: Share = 0.8
+    """Factor of the loss from each depth to the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc are both true; set one of them to false")
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DraftModelConfig:
+    """Options of an independent draft model, and how it drafts by default."""
+
+    path: str | None = None
+    """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
+    the sizes below. It needs safetensors weights, and the target's tokenizer and vocabulary
+    size."""
+    tokenizer_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the tokenizer at `path`, as in the target's configuration."""
+    init: Annotated[str, one_of("random", "target_layers")] = "random"
+    """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
+    only `num_layers` may differ from the target's sizes."""
+    num_layers: PositiveInt = 2
+    """Decoder layers, at most the target's number."""
+    hidden_size: PositiveInt | None = None
+    """Hidden size; None is the target's."""
+    intermediate_size: PositiveInt | None = None
+    """Hidden size of the MLPs; None keeps the target's ratio to the hidden size."""
+    num_heads: PositiveInt | None = None
+    """Attention heads; None keeps the target's ratio to the hidden size."""
+    num_kv_heads: PositiveInt | None = None
+    """Heads of keys and values; None keeps the target's group size."""
+    architecture: dict[str, Any] | None = None
+    """transformers' configuration of the model, written when a drafter is saved. It replaces the
+    options above."""
+
+    length: PositiveInt = 4
+    """Number of draft tokens on the longest path. This and the next options may be changed when the
+    drafter is loaded."""
+    top_k: PositiveInt = 1
+    """Nodes expanded at each depth; 1 gives a chain."""
+    tree_nodes: PositiveInt | None = None
+    """Nodes of the tree: the most probable nodes of the search; None keeps all."""
+    temperature: NonNegativeFloat = 0.0
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
+    pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
+    """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
+    step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
+    bounds the nodes verified at a step (None: GROWN_NODES). `expected`: draft as long as the
+    expected gain exceeds its cost in time. `confidence`: draft until the surest branch is unlikely
+    (LLMCad, arXiv 2309.04255)."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
+
+    def __post_init__(self) -> None:
+        problems = []
+        sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
+        if self.init == "target_layers" and sizes:
+            problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
+        if self.temperature > 0 and self.pace != "fixed":
+            problems.append(
+                f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
+                "tree that isn't drawn works at every temperature of the target), or pace to fixed"
+            )
+        if self.length * self.top_k**2 > MAX_SEARCH_NODES:
+            problems.append(
+                f"length is {self.length} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
+            )
+        raise_problems(problems)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class BlockConfig:
+    """Options of a block drafter: its shape, its training, and how it drafts by default."""
+
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
+    """Form of the decoder layers; None is the target's kind. See the same option of EAGLE-3."""
+    num_layers: PositiveInt = 1
+    """Number of decoder layers. The released drafters of 8B targets have 5."""
+    feature_layers: Distinct[NonNegativeInt] | None = None
+    """Layers of the target whose inputs the drafter reads. None: five layers evenly spread from
+    layer 2 to the last but two, or EAGLE-3's three in targets of fewer than twelve layers."""
+    block: PositiveInt = 4
+    """Draft tokens on the longest path, all from one pass."""
+    num_slots: PositiveInt | None = None
+    """Slots that the layers read. None: one for each draft token. With fewer, the last slot's output
+    also serves the draft tokens after it, which then differ by the correction only. With one slot,
+    all draft tokens share its output, as ReDrafter's share the target's state. Labels must be at
+    least one token longer than the slots."""
+    correction: Annotated[str, one_of("none", "markov", "bilinear", "rnn")] = "rnn"
+    """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
+    (DSpark's), `bilinear` (the same with a factor of the slot's output), or `none` (DFlash)."""
+    rank: PositiveInt = 256
+    """Rank of the corrections `markov` and `bilinear`."""
+    inject: bool = True
+    """Whether slots start with the latest context, a residual path from the target's state to the
+    head. Published drafters don't have this path."""
+    mask_token_id: NonNegativeInt | None = None
+    """Token of the target whose embedding the slots after the first start with, as in published
+    drafters. None: each slot has a learned vector."""
+    draft_vocab_size: PositiveInt | None = None
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data;
+    its head is trained. None is the whole vocabulary."""
+    train_head: bool = False
+    """Whether the head of the whole vocabulary is trained too, as a copy of the target's (with `init:
+    target`). Off, it is the target's own, frozen, and adds no parameters."""
+    init: Annotated[str, one_of("random", "target")] = "target"
+    """`target`: each layer starts as the target's last one, but its output projections start at
+    zero, so the slots' inputs pass through unchanged. `random`: random weights."""
+    loss_decay: Share = 0.8
+    """Factor of the loss from each slot to the next."""
+    depth: PositiveInt | None = None
+    """Draft tokens on the longest path of a tree; None: `block`. With the correction `rnn` it may be
+    larger: the last slot's output then serves the tokens after it, too. May be changed when the
+    drafter is loaded."""
+    width: PositiveInt = 16
+    """Paths that the search keeps at each depth. May be changed when the drafter is loaded."""
+    candidates: PositiveInt = 128
+    """Candidates of each slot, which the search ranks (not with `rnn`, which ranks all tokens). With
+    few, tokens that the correction would choose are missing. May be changed when the drafter is
+    loaded."""
+    tree_nodes: PositiveInt = 48
+    """Nodes of the tree: the most probable nodes of the search. May be changed when the drafter is
+    loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "width", "candidates", "tree_nodes"})
+
+    @property
+    def search_depth(self) -> int:
+        """Draft tokens on the longest path of a tree."""
+        return self.depth or self.block
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.search_depth > self.block and self.correction != "rnn":
+            problems.append(
+                f"depth is {self.depth}, more than the {self.block} draft tokens of block, and correction {self.correction}; "
+                "lower depth, or choose the correction rnn"
+            )
+        if self.num_slots is not None and self.num_slots > self.block:
+            problems.append(f"num_slots is {self.num_slots}, more than the {self.block} draft tokens of block; lower num_slots")
+        if (self.num_slots or self.block) < self.block and self.correction == "none":
+            problems.append(
+                f"num_slots is {self.num_slots} and correction none, so all draft tokens from {self.num_slots} on would be "
+                "predicted alike; choose a correction, or set num_slots to null"
+            )
+        is_ranked = self.correction != "rnn"
+        num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates if is_ranked else 0)
+        depth = f"block {self.block}" if self.depth is None else f"depth {self.depth}"
+        if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
+            problems.append(
+                f"width is {self.width}{f', candidates {self.candidates}' if is_ranked else ''} and {depth}; a search of more "
+                f"than {MAX_SEARCH_NODES} nodes (width x depth) or {MAX_CANDIDATES} candidates (width x depth x "
+                f"{'the larger of width and candidates' if is_ranked else 'width'}) is a mistake: lower one of them"
+            )
+        if self.rank > MAX_RANK:
+            problems.append(f"rank is {self.rank}; a correction of rank above {MAX_RANK} is a mistake: lower it")
+        num_pairs = (self.block - 1) * self.candidates**2
+        if is_ranked and num_pairs > MAX_PAIRS:
+            problems.append(
+                f"candidates is {self.candidates} and block {self.block}; more than {MAX_PAIRS} pairs of candidates "
+                "((block - 1) x candidates x candidates) don't fit in memory: lower one of them"
+            )
+        raise_problems(problems)
+
+
+DRAFTER_OPTIONS: dict[str, type[Any]] = {
+    "block": BlockConfig,
+    "draft_model": DraftModelConfig,
+    "eagle": EagleConfig,
+    "eagle3": Eagle3Config,
+    "medusa": MedusaConfig,
+    "redrafter": RedrafterConfig,
+}
+"""The options of each kind. RUNTIME_FIELDS may be changed when a trained drafter is loaded."""
