@@ -7,13 +7,15 @@ architecture and a drafter can't do together fails here, and not after hours of 
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from statistics import median
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from jaxtyping import Int
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
 from ..data.collate import text_continuations
@@ -23,7 +25,8 @@ from ..distill.config import DistillConfig
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
-from ..models.decoding.types import NO_NODE, Step
+from ..models.decoding.protocols import Drafter
+from ..models.decoding.types import NO_NODE
 from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
@@ -43,9 +46,10 @@ LENGTHS = (11, 8)
 """Tokens of the made texts: of different lengths, as in any batch."""
 PROMPT_TOKENS = 4
 NEW_TOKENS = 4
-TIMED_TOKENS = 8
-HIT_RATE = 0.75
-"""Share of the drafts of each depth that a good drafter has right, for the warning about slow drafts."""
+HIT_RATE = 0.6
+"""Share of drafts that a good drafter has right at each depth, for the warning about slow drafts."""
+LEAST_LINEAR = 0.5
+"""Share of a target's weights in linear layers below which its work isn't known by them."""
 FIRST_TOKEN = 3
 RAW_ERRORS = (TypeError, AttributeError, LookupError, NotImplementedError, ArithmeticError, AssertionError, RuntimeError)
 """Errors that name no remedy. A ValueError is a message of the project, and passes unchanged."""
@@ -161,53 +165,58 @@ def rehearse_loss(
 def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> str | None:
     """Decode a few tokens of two prompts, in the target's type, as in an evaluation.
 
-    Returns a warning if a draft takes more time than its tokens could save; None if it doesn't. The
-    time of a draft doesn't depend on the weights.
+    Returns a warning if a step with drafts reads more weights than its tokens could save; None if
+    it doesn't.
     """
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
-    for _ in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
-        pass
-    if target.stream is not None:  # reading the weights takes longer than any draft
-        return None
-    # A step of each, after a prompt of one row.
-    times = [seconds_per_step(target, proposer, prompts[:1]) for proposer in (NullDrafter(), drafter)]
-    plain, drafted = (seconds for seconds, _ in times)
-    return describe_cost(drafted / plain, depth=times[1][1]) if plain and drafted else None
+    plain, _ = reads_per_step(target, NullDrafter(), prompts)
+    drafted, depth = reads_per_step(target, drafter, prompts)
+    is_known = plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
+    return describe_cost(drafted / plain, depth) if is_known else None
 
 
-def seconds_per_step(
-    target: HFTarget, drafter: NullDrafter | TrainableDrafter, prompts: Sequence[Int[torch.Tensor, " _"]]
-) -> tuple[float, int]:
-    """Return the median time of a decode step, 0 if there is none, and the depth of its deepest tree."""
-    steps = generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=TIMED_TOKENS, timed=True)
-    verified = [step for step in steps if step.seconds is not None and step.links is not None]
-    seconds = [step.seconds.draft + step.seconds.verify + step.seconds.accept for step in verified if step.seconds is not None]
-    return median(seconds) if seconds else 0.0, max((deepest(step) for step in verified), default=0)
+def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[Int[torch.Tensor, " _"]]) -> tuple[int, int]:
+    """Decode a few tokens. Returns the parameters that a step reads, and the depth of its tree.
+
+    They are those of linear layers, counted as often as a layer is called.
+    """
+    num_reads, reads, depth = 0, 0, 0
+
+    def count(module: nn.Module, _: object) -> None:
+        nonlocal num_reads
+        num_reads += module.weight.numel() if isinstance(module, nn.Linear) else 0
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(count).remove)
+        # `timed` makes steps with their trees.
+        for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS, timed=True):
+            if step.links is not None:
+                reads, depth = max(reads, num_reads), max(depth, longest_path(step.links[1][0].tolist()))
+            num_reads = 0
+    return reads, depth
 
 
-def deepest(step: Step) -> int:
-    """Return the number of draft tokens on the longest path of a step's tree."""
-    if step.links is None or not step.links[0].numel():
-        return 0
+def longest_path(parents: Sequence[int]) -> int:
+    """Return the number of nodes on the longest path of a tree (see `DraftTree`)."""
     depths: list[int] = []
-    for parent in step.links[1][0].tolist():
+    for parent in parents:
         depths.append(1 if parent == NO_NODE else depths[parent] + 1)
-    return max(depths)
+    return max(depths, default=0)
 
 
-def describe_cost(steps: float, *, depth: int) -> str | None:
-    """Describe drafts whose step takes as long as so many plain `steps`; None if they can gain time.
+def describe_cost(steps: float, depth: int) -> str | None:
+    """Describe drafts whose step reads as many weights as so many plain `steps`.
 
-    They can if a drafter that has HIT_RATE of its drafts right at each depth gains some.
+    Returns None if a drafter that has HIT_RATE of its drafts right at each depth saves more.
     """
     good = sum(HIT_RATE**index for index in range(depth + 1))
     if steps <= good:
         return None
     return (
-        f"a step with drafts takes {steps:.1f} times as long as plain decoding here, and even a good drafter makes about "
-        f"{good:.1f} tokens in a step of {depth} drafts, so it will be slower than plain decoding. Make the drafter smaller "
-        "(`outrider options KIND`: widths, rank, draft_vocab_size), or its tree (eval.settings)"
+        f"a step with drafts reads as many weights as {steps:.1f} steps of plain decoding, so it is slower below {steps:.1f} "
+        f"tokens per step, and a drafter with {100 * HIT_RATE:.0f} % of its drafts right at each of {depth} depths makes "
+        f"{good:.1f}. Make it smaller (drafter.draft_vocab_size, and its widths), or draft fewer tokens (eval.settings)"
     )
 
 

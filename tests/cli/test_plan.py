@@ -15,6 +15,7 @@ from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, Answers, cut, cut_labelled, grow
 from outrider.data.types import DistilledExample, Example
+from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
 
@@ -68,8 +69,9 @@ def seconds_of(printed: str) -> int:
     ],
 )
 def test_portions_grow_while_the_clock_leaves_time(
-    seconds_per_token: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    seconds_per_token: float, sizes: list[int], tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
     now, asked = [0.0], list[int]()
 
     def step(size: int) -> int:
@@ -78,7 +80,7 @@ def test_portions_grow_while_the_clock_leaves_time(
         return size
 
     monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    results = grow(step, 100, SimpleNamespace(device=torch.device("cpu"), tensor_parallel=False))  # type: ignore[arg-type]
+    results = grow(step, 100, target)
     assert asked == sizes
     assert sizes[0] == FIRST_SIZE
     assert results == ([100] * REPEATS if sizes[-1] == 100 else sizes[-1:])
