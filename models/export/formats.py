@@ -169,8 +169,8 @@ def require_own_folder(directory: Path, name: str) -> None:
         raise ValueError(f"{directory} holds other files already; write into another folder")
     if note.format != name:
         raise ValueError(
-            f"{directory} holds an export in the format {note.format}, and a folder has one format; write {name} into a folder of "
-            f"its own, such as {directory.with_name(f'{directory.name}-{name}')}"
+            f"{directory} holds an export in the format {note.format}, and a folder has one format; write {name} into a folder "
+            f"of its own, such as {directory.with_name(f'{directory.name}-{name}')}"
         )
 
 
