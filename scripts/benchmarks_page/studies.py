@@ -2,10 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any
 
-from outrider.eval.records.method_names import setting_words
 from outrider.eval.results.marks import is_error, marks
 
 from .pace import growth_rules
@@ -13,42 +12,6 @@ from .sampling import SAMPLING
 from .scheduling import SCHEDULING
 from .suffix import suffix_index
 from .tables import Records, count, method_name, number, table, with_interval
-
-
-def tuning(records: Records, name: str) -> str:
-    """Return what tuning chose for each batch size, beside the best of a measured grid."""
-    record = records.read(name)
-    rows = []
-    for size, choice in record["choices"].items():
-        setting = (
-            "off: plain decoding"
-            if choice["setting"] is None
-            else setting_words("redrafter", choice["setting"], choice["setting"])
-        )
-        errors = _speedup_errors(record["predictions"], record["checked"], int(size))
-        rows.append(
-            [
-                size,
-                setting,
-                number(choice["tokens_per_second"] / choice["plain_tokens_per_second"], 2, "x"),
-                f"{record['regrets'][size]:.1%}",
-                f"{record['predicted_regrets'][size]:.1%}",
-                f"{median(errors):.0%} / {max(errors):.0%}",
-            ]
-        )
-    columns = ["batch size", "chosen", "speedup, decoding", "slower than the best of the grid"]
-    columns += ["the same, had predictions alone decided", "predicted speedups off by, median / most"]
-    return table(columns, rows)
-
-
-def _speedup_errors(predicted: list[dict[str, Any]], measured: list[dict[str, Any]], size: int) -> list[float]:
-    """Relative errors of the predicted speedups at one batch size."""
-    speedups = []
-    for rows in (predicted, measured):
-        speeds = {str(row["setting"]): row["tokens_per_second"] for row in rows if row["batch_size"] == size}
-        plain = speeds.pop("None")
-        speedups.append({setting: speed / plain for setting, speed in speeds.items()})
-    return [abs(speedups[0][setting] / speedup - 1) for setting, speedup in speedups[1].items()]
 
 
 def losses(records: Records, name: str) -> str:
@@ -353,7 +316,6 @@ STUDIES: dict[str, Callable[..., str]] = {
     **{
         function.__name__: function
         for function in (
-            tuning,
             losses,
             labelling,
             stored_states,

@@ -102,7 +102,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
 
 def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate, "NUM_TEXTS", 64)
-    result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--limit", "2", "--decode", "pipelined"])
+    result = CliRunner().invoke(app, ["certify", *command, "--limit", "2", "--decode", "pipelined"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out").read_text())
     assert written["stage_layers"] == [1, 1]

@@ -6,7 +6,7 @@ emits some of them. Complete every emission with the target's own conditional pr
 result is J for every text before the step, then any number of steps gives J too, by induction: the
 next step starts from a text that was sampled from J.
 
-Other code can import this module. `step_distributions` accepts any rule that takes its decisions
+`step_distributions` accepts any rule that takes its decisions
 from the `generator`, with any number of calls of `sampling.draw` and `sampling.flip`. A rule
 without such calls has one outcome.
 """
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
-from ...models.decoding.protocols import AcceptanceRule
-from ...models.decoding.sampling import Sampling, draw, warp
-from ...models.decoding.types import Acceptance, TargetOutput
+from outrider.models.decoding.protocols import AcceptanceRule
+from outrider.models.decoding.sampling import Sampling, draw, warp
+from outrider.models.decoding.types import Acceptance, TargetOutput
+
 from .toy_models import (
     Tables,
     TreeShape,
@@ -187,7 +188,7 @@ def complete_emissions(emitted: Sequence[torch.Tensor], target: Tables, sampling
     return result
 
 
-# --- the certificate of the rules
+# --- all shapes, drawings and samplings
 
 
 SHAPES = {

@@ -1,6 +1,6 @@
 """Toy models, so small that every text, tree and outcome can be enumerated.
 
-Acceptance rules are certified on them.
+Acceptance rules are enumerated on them.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
-from ...models.decoding.sampling import Randomness, Sampling, draw, draw_several, warp
-from ...models.decoding.tree import DraftTree, Drawn
-from ...models.decoding.types import NO_NODE
+from outrider.models.decoding.sampling import Randomness, Sampling, draw, draw_several, warp
+from outrider.models.decoding.tree import DraftTree, Drawn
+from outrider.models.decoding.types import NO_NODE
 
 Tables = list[Float[torch.Tensor, "..."]]
 """Logits of a toy model in float64. Entry k, of shape [vocab] * (k + 1), has the logits after every
