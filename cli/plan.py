@@ -6,7 +6,7 @@ is counted; sizes of memory and disk follow from shapes.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,31 +19,29 @@ from rich.console import Console
 from ..data.chat import encode_prompt
 from ..data.decontamination import PromptOverlap
 from ..data.manifest import MANIFEST_FILE
-from ..data.shards import label_store, read_shard
-from ..data.sources import describe_drops, load_conversations
+from ..data.shards import label_store
+from ..data.sources import load_conversations
 from ..data.suites import PromptSet
-from ..data.types import DistilledExample, Example, Turn
+from ..data.types import Conversation, DistilledExample, Example, Turn
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
+from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
 from ..distill.regenerate.run import count_turns, missing_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.run import cpu_threads
 from ..models.drafters.chunks import max_chunk
-from ..models.drafters.saved.folder import WEIGHTS_FILE
-from ..models.export.registry import holds_kind
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
-from .samples import PlainDecoding, sample_answers, sample_decoding, sample_labels, sample_training
+from .samples import PlainDecoding, sample_decoding, sample_labels, sample_training
 
 BUSY = 0.5
 """Load of the machine per core, before anything is measured, above which the times are called rough."""
-SAMPLED_TEXTS = 64
 SAMPLED_PROMPTS = 8
 """Prompts whose answers show how long answers are."""
 DRAFTED_SPEEDUP = 1.5
@@ -53,23 +51,14 @@ FLOAT_BYTES, STATE_COPIES, CHECKPOINT_COPIES = 4, 4, 3
 checkpoint has no gradients."""
 LONG_SECONDS = 86_400
 """Time of a run from which the plan shows how to try a part of it."""
+FIRST_TRY = "data.limit=100 train.steps=20 train.warmup_steps=0 eval.max_new_tokens=32 output_dir=outputs/try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """Estimate for one stage; `lines` explain it."""
+class Texts:
+    """The texts of a run: some of them with labels, and the means of all."""
 
-    name: str
-    seconds: float = 0.0
-    num_bytes: int = 0
-    lines: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """Labelled texts: some of them, and the means of all."""
-
-    examples: Sequence[DistilledExample]
+    labelled: Sequence[DistilledExample]
     tokens_per_text: float
     positions_per_text: float
 
@@ -80,113 +69,108 @@ class Planner:
     def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
         self.config, self.target, self.folder, self.accelerator = config, target, folder, accelerator
         self.num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
-        self.stages: list[StagePlan] = []
+        self.seconds, self.num_bytes = 0.0, 0
         self.console = Console(highlight=False, quiet=not accelerator.is_main_process)
-        self.load = os.getloadavg()[0]
 
     def print(self, overlap: PromptOverlap | None, suites: Sequence[PromptSet] | None) -> None:
         """Measure and print each stage, and last the whole run.
 
         `suites` is None if the evaluation's prompts can't be read: then the evaluation isn't planned.
         """
+        stages, load = self.config.stages, os.getloadavg()[0]
         self._say(f"Each stage runs for some seconds, with {torch.get_num_threads()} CPU thread(s) per process.")
-        stages = self.config.stages
-        labels = self._distill(overlap) if "distill" in stages else None
-        drafter_bytes = self._train(labels, overlap) if "train" in stages else {}
+        trainings = self._unfinished_trainings() if "train" in stages else []
+        is_labelled = self._is_labelled()
+        if "distill" in stages and is_labelled:
+            self._say(f"distill: finished in {self.folder}")
+        if trainings or ("distill" in stages and not is_labelled):
+            texts = self._labels(overlap, only_sample="distill" not in stages or is_labelled)
+            for run, steps_done in trainings:
+                self._training(run, steps_done, texts)
+        if "train" in stages and not trainings:
+            self._say(f"train: finished in {self.folder}")
         if "eval" in stages and suites is not None and self.accelerator.is_main_process:
-            self._eval(suites)
-        if "export" in stages:
-            self._export(drafter_bytes)
-        self._print_whole()
+            if trainings or not (self.folder / "eval" / SUMMARY_FILE).is_file():
+                self._evaluation(suites)
+            else:
+                self._say(f"eval: finished in {self.folder}")
+        self._whole(load)
         self.accelerator.wait_for_everyone()
 
     # --- the stages
 
-    def _distill(self, overlap: PromptOverlap | None) -> Labels | None:
-        """Plan the unfinished part of the distillation. Returns labelled texts for the training."""
+    def _labels(self, overlap: PromptOverlap | None, *, only_sample: bool) -> Texts:
+        """Plan the answers and labels that are missing. Labels parts of some texts for the training, too."""
+        # 1. The texts. Regenerated ones have the prompts of the data, and answers of a sampled length.
         data, options, target = self.config.data, self.config.distill, self.target
-        if options.mode == "regenerate":
-            return self._regenerate(overlap)
-        texts, dropped = load_examples(data, target.tokenizer, overlap)
-        texts = missing_examples(options, data, target, texts, self.folder / "distill")
-        if not texts:
-            self._print_finished("distill")
-            return None
+        texts, _ = load_examples(data, target.tokenizer, overlap)
         num_tokens, num_positions = count(texts)
-        return self._label(texts, len(texts), num_tokens, num_positions, f"dropped: {describe_drops(dropped)}")
-
-    def _regenerate(self, overlap: PromptOverlap | None) -> Labels | None:
-        """Plan the answers, and the labels of texts with answers of the sampled length."""
-        data, options, target = self.config.data, self.config.distill, self.target
-        conversations, dropped = load_conversations(data, overlap)
-        missing = missing_conversations(options, data, target, conversations, self.folder / "answers")
-        if not missing:
-            self._print_finished("answers")
-            return None
-        self._say("answers: the target answers some prompts ...")
-        answers, seconds = sample_answers(options, data, target, Random(0).sample(missing, len(missing)))
-        num_turns, length = count_turns(missing), answers.mean_tokens(options.max_new_tokens)
-        self._add(
-            StagePlan(
-                name="answers",
-                seconds=num_turns * seconds * share(len(missing), options.shard_examples, self.num_workers),
-                lines=[
-                    f"{num_turns:,} answers to {len(missing):,} conversations (dropped: {describe_drops(dropped)})",
-                    f"about {length:,.0f} tokens and {seconds:.3g} s each",
-                ],
-            )
-        )
-        num_tokens, num_positions = count(answers.examples)
-        prompt_tokens = (num_tokens - num_positions) / len(answers.examples)
-        per_text, turns = prompt_tokens + length, num_turns / len(missing)
-        num_texts = len(missing)
-        return self._label(
-            answers.examples, num_texts, round(num_turns * per_text), round(num_turns * length), f"{turns:.1f} answers each"
-        )
-
-    def _label(self, texts: Sequence[Example], num_texts: int, num_tokens: int, num_positions: int, note: str) -> Labels:
-        options, target = self.config.distill, self.target
+        missing, is_regenerated = texts, options.mode == "regenerate"
+        if is_regenerated:
+            conversations, _ = load_conversations(data, overlap)
+            answers = count_turns(conversations) * self._answer_tokens(conversations, texts, only_sample=only_sample)
+            num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
+        elif not only_sample:  # raises ValueError if the folder is another run's
+            missing = missing_examples(options, data, target, texts, self.folder / "distill")
         require_branch_attention(target, max(len(text.input_ids) for text in texts) + max(options.horizon - 2, 0))
         self.accelerator.wait_for_everyone()
+        # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")
-        work, labelled = sample_labels(options, target, Random(0).sample(list(texts), len(texts)))
-        read_per_position = work.num_branch_tokens / max(1, work.num_positions)
+        work, labelled = sample_labels(options, target, Random(0).sample(texts, len(texts)))
+        # The target's own greedy answers need no further passes.
+        per_position = 0.0 if options.is_greedy else work.num_branch_tokens / max(1, work.num_positions)
         seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
-        num_read = num_tokens + num_positions * read_per_position
+        num_read = num_tokens + num_positions * per_position
+        sample = Texts(
+            labelled=labelled, tokens_per_text=num_tokens / len(texts), positions_per_text=num_positions / len(texts)
+        )
+        if only_sample:
+            return sample
+        # 3. Scale up to the texts without labels.
+        rest, num_shards = len(missing) / len(texts), math.ceil(len(missing) / options.shard_examples)
+        share = math.ceil(num_shards / self.num_workers) / num_shards  # of the process with the most shards
         per_token = bytes_per_token(options, target.hidden_size, labelled=num_positions / num_tokens)
         self._add(
-            StagePlan(
-                name="labels",
-                seconds=num_read * seconds_per_read * share(num_texts, options.shard_examples, self.num_workers),
-                num_bytes=int(num_tokens * per_token),
-                lines=[
-                    f"{num_texts:,} texts of {num_tokens:,} tokens ({note})",
-                    f"{num_positions:,} positions get labels; the target agrees with {100 * work.agreement:.0f} % of the text",
-                    f"it reads {num_read / num_tokens:.2f} tokens for each token of text, {1 / seconds_per_read:,.0f} a second",
-                ],
-            )
+            "labels",
+            seconds=num_read * seconds_per_read * rest * share,
+            num_bytes=int(num_tokens * rest * per_token),
+            lines=[
+                f"{len(missing):,} texts of about {num_tokens * rest:,.0f} tokens, {num_positions * rest:,.0f} with a label",
+                f"the target agrees with {100 * work.agreement:.0f} % of the text",
+                f"it reads {num_read / num_tokens:.2f} tokens for each token of text, {1 / seconds_per_read:,.0f} a second",
+            ],
         )
-        return Labels(examples=labelled, tokens_per_text=num_tokens / num_texts, positions_per_text=num_positions / num_texts)
+        return sample
 
-    def _train(self, labels: Labels | None, overlap: PromptOverlap | None) -> dict[Path, int]:
-        """Plan each unfinished training. Returns the bytes of the drafters, by folder."""
-        unfinished = self._unfinished()
-        sizes = {run.drafter_dir: file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in self.config.drafter_runs()}
-        if not unfinished:
-            self._print_finished("train")
-            return sizes
-        labels = self._stored_labels() or labels or self._labelled_now(overlap)
-        for run, steps_done in unfinished:
-            sizes[run.drafter_dir] = self._train_drafter(run, steps_done, labels)
-        return sizes
+    def _answer_tokens(self, conversations: Sequence[Conversation], texts: Sequence[Example], *, only_sample: bool) -> float:
+        """Plan the answers that are missing. Returns the mean length of an answer."""
+        options, data = self.config.distill, self.config.data
+        missing = missing_conversations(options, data, self.target, list(conversations), self.folder / "answers")
+        size, limit = options.decode_batch_size or DEFAULT_BATCH_SIZE, min(options.max_new_tokens, data.max_length)
+        self._say("answers: the target answers some prompts by plain decoding ...")
+        decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)
+        mean = decoded.mean_tokens(limit)
+        if missing and not only_sample:
+            # A batch ends with its longest answer.
+            num_batches = math.ceil(count_turns(missing) / size / self.num_workers)
+            self._add(
+                "answers",
+                seconds=num_batches * decoded.batch_seconds(min(limit, 2 * mean)),
+                lines=[f"{count_turns(missing):,} answers of about {mean:,.0f} tokens, in batches of {size}"],
+            )
+        return mean
 
-    def _unfinished(self) -> list[tuple[DrafterRun, int]]:
+    def _is_labelled(self) -> bool:
+        shards = self.folder / "distill"
+        return (shards / MANIFEST_FILE).is_file() and label_store(shards).load().complete
+
+    def _unfinished_trainings(self) -> list[tuple[DrafterRun, int]]:
         """Return the unfinished trainings, each with the steps of its last checkpoint."""
-        unfinished, shards = [], self.folder / "distill"
-        manifest = label_store(shards).load() if (shards / MANIFEST_FILE).is_file() else None
+        unfinished = []
+        manifest = label_store(self.folder / "distill").load() if self._is_labelled() else None
         for run in self.config.drafter_runs():
             steps_done = 0
-            if manifest is not None and manifest.complete:
+            if manifest is not None:
                 options = with_accumulation(run.train, self.accelerator.num_processes)
                 described = describe_run(options, run.drafter, manifest, self.accelerator)
                 if is_trained(options, described, run.train_dir, run.drafter_dir):
@@ -196,126 +180,79 @@ class Planner:
             unfinished.append((run, steps_done))
         return unfinished
 
-    def _stored_labels(self) -> Labels | None:
-        """Return labelled texts of a complete distillation; None if there is none."""
-        shards = self.folder / "distill"
-        if not (shards / MANIFEST_FILE).is_file() or not (manifest := label_store(shards).load()).complete:
-            return None
-        num_texts = sum(len(entry.ids) for entry in manifest.shards)
-        return Labels(
-            examples=read_shard(shards, manifest.shards[0])[:SAMPLED_TEXTS],
-            tokens_per_text=manifest.num_tokens / num_texts,
-            positions_per_text=manifest.num_labels / num_texts,
-        )
-
-    def _labelled_now(self, overlap: PromptOverlap | None) -> Labels:
-        texts, _ = load_examples(self.config.data, self.target.tokenizer, overlap)
-        self._say("labels: the target labels parts of some texts, for the training ...")
-        _, labelled = sample_labels(self.config.distill, self.target, Random(0).sample(texts, len(texts)))
-        num_tokens, num_positions = count(texts)
-        return Labels(examples=labelled, tokens_per_text=num_tokens / len(texts), positions_per_text=num_positions / len(texts))
-
-    def _train_drafter(self, run: DrafterRun, steps_done: int, labels: Labels) -> int:
-        """Plan one training. Returns the bytes of the drafter."""
+    def _training(self, run: DrafterRun, steps_done: int, texts: Texts) -> None:
         # 1. The steps that are left.
         target, options = self.target, with_accumulation(run.train, self.accelerator.num_processes)
         name = f"train {run.drafter_dir.parent.name}" if self.config.variants else "train"
-        self._say(f"{name}: a fresh {run.drafter.kind} is trained on parts of some texts ...")
-        sample = sample_training(
-            options,
-            run.drafter,
-            target,
-            labels.examples,
-            self.accelerator,
-            tokens_per_text=labels.tokens_per_text,
-            positions_per_text=labels.positions_per_text,
+        self._say(f"{name}: a fresh {run.drafter.kind} learns from these labels ...")
+        means = {"tokens_per_text": texts.tokens_per_text, "positions_per_text": texts.positions_per_text}
+        seconds_per_step, num_parameters = sample_training(
+            options, run.drafter, target, texts.labelled, self.accelerator, **means
         )
         num_steps = options.steps - steps_done
         num_texts = options.batch_size * options.gradient_accumulation * self.accelerator.num_processes
-        seconds, lines = num_steps * sample.seconds_per_step, list[str]()
-        # 2. Measurements on held-out texts: plain decoding answers the prompts once, the drafter each time.
+        seconds, lines, num_tokens = num_steps * seconds_per_step, list[str](), num_texts * texts.tokens_per_text
+        # 2. Measurements on held-out texts: plain decoding answers them once, the drafter each time.
         if options.validation_texts:
-            decoding = self._validation(options.batch_size, options.validation_tokens, labels)
+            prompts = [prompt_of(example.example) for example in texts.labelled[: options.batch_size]]
+            decoded = sample_decoding(target, prompts, options.validation_tokens)
             times = math.ceil(options.steps / (options.validate_every or options.steps)) + 1
             num_batches = math.ceil(options.validation_texts / self.num_workers / options.batch_size)
-            validation = times * num_batches * decoding.batch_seconds(options.validation_tokens)
-            lines.append(f"validation: {format_seconds(validation)}, at the speed of plain decoding")
+            validation = times * num_batches * decoded.batch_seconds(options.validation_tokens)
+            lines.append(f"validation: {format_time(validation)}, at the speed of plain decoding")
             seconds += validation
         # 3. Memory and disk, from shapes.
-        drafter_bytes, num_tokens = sample.num_parameters * FLOAT_BYTES, num_texts * labels.tokens_per_text
-        state_bytes = STATE_COPIES * drafter_bytes
-        logits = min(
-            max_chunk(target.device),
-            math.ceil(options.batch_size * labels.positions_per_text) * self.config.distill.horizon * target.vocab_size,
-        )
+        drafter_bytes = num_parameters * FLOAT_BYTES
+        num_labels = math.ceil(options.batch_size * texts.positions_per_text) * self.config.distill.horizon
+        logits = FLOAT_BYTES * min(max_chunk(target.device), num_labels * target.vocab_size)
+        sizes = {"target": target.weight_bytes, "drafter and AdamW": STATE_COPIES * drafter_bytes, "a tensor of logits": logits}
+        memory = [f"{what} {format_size(num_bytes)}" for what, num_bytes in sizes.items()]
         num_copies = CHECKPOINT_COPIES * (options.keep_checkpoints + 1) + 2  # one more checkpoint while it is written
         self._add(
-            StagePlan(
-                name=name,
-                seconds=seconds,
-                num_bytes=drafter_bytes * num_copies,
-                lines=[
-                    f"{run.drafter.kind} of {sample.num_parameters:,} parameters",
-                    f"{num_steps:,} steps of {sample.seconds_per_step:.3g} s, {num_texts:,} texts and {num_tokens:,.0f} tokens",
-                    *lines,
-                    f"memory: {format_size(target.weight_bytes)} target, {format_size(state_bytes)} drafter with AdamW,",
-                    f"  at most {format_size(logits * FLOAT_BYTES)} a tensor of logits; activations come on top",
-                ],
-            )
+            name,
+            seconds=seconds,
+            num_bytes=drafter_bytes * num_copies,
+            lines=[
+                f"{run.drafter.kind} of {num_parameters:,} parameters",
+                f"{num_steps:,} steps of {seconds_per_step:.3g} s, {num_texts:,} texts and {num_tokens:,.0f} tokens",
+                *lines,
+                f"memory: {', '.join(memory)}; activations come on top",
+            ],
         )
-        return drafter_bytes
 
-    def _validation(self, batch_size: int, num_tokens: int, labels: Labels) -> PlainDecoding:
-        prompts = []
-        for example in labels.examples[:batch_size]:
-            wanted = example.example.wanted.nonzero()
-            prompts.append(example.example.input_ids[: int(wanted[0]) + 1 if len(wanted) else None])
-        return sample_decoding(self.target, prompts, num_tokens)
-
-    def _eval(self, suites: Sequence[PromptSet]) -> None:
+    def _evaluation(self, suites: Sequence[PromptSet]) -> None:
         """Plan the evaluation from the times and the lengths of some plain answers."""
-        config, target = self.config.eval, self.target
-        if not any(stage.name.startswith("train") for stage in self.stages) and (self.folder / "eval" / SUMMARY_FILE).is_file():
-            self._print_finished("eval")
-            return
         # 1. Time plain decoding at each batch size.
+        config, target = self.config.eval, self.target
         self._say("eval: plain decoding answers some prompts ...")
         texts = [prompt.turns[0] for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
-        prompts = [
-            encode_prompt([Turn(role="user", content=text)], target.tokenizer)[0] for text in texts[: 4 * SAMPLED_PROMPTS]
-        ]
+        most = max(SAMPLED_PROMPTS, *config.batch_sizes)
+        prompts = [encode_prompt([Turn(role="user", content=text)], target.tokenizer)[0] for text in texts[:most]]
         with cpu_threads(config.num_threads):
             target.choose_linears()
-            sample = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).answers
-            length = sample.mean_tokens(config.max_new_tokens)
-            by_size = {size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes}
+            mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
+            by_size: dict[int, PlainDecoding] = {
+                size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes
+            }
         # 2. Each method answers all turns. Some prompts are answered once more, with phases timed.
         num_drafted = self._num_drafted()
-        plain_methods = len(config.temperatures) * (1 + num_drafted / DRAFTED_SPEEDUP)
-        num_turns = sum(len(prompt.turns) for suite in suites for prompt in suite.prompts)
+        methods = len(config.temperatures) * (1 + num_drafted / DRAFTED_SPEEDUP)
+        turns = [sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites]
         profiled = sum(
-            math.ceil(config.profile_prompts) * sum(len(prompt.turns) for prompt in suite.prompts) / len(suite.prompts)
-            for suite in suites
+            number * config.profile_prompts / len(suite.prompts) for number, suite in zip(turns, suites, strict=True)
         )
-        seconds = sum(
-            (num_turns * config.repeats + profiled) / size * plain_methods * timed.batch_seconds(length)
-            for size, timed in by_size.items()
-        )
-        speeds = ", ".join(
-            f"{size * length / timed.batch_seconds(length):,.3g} tokens a second in batches of {size}"
-            for size, timed in by_size.items()
-        )
-        num_answers = num_turns * config.repeats * len(config.temperatures) * len(config.batch_sizes) * (1 + num_drafted)
+        num_batched = sum(turns) * config.repeats + profiled
+        seconds = sum(num_batched / size * methods * decoded.batch_seconds(mean) for size, decoded in by_size.items())
+        speeds = [f"{size * mean / decoded.batch_seconds(mean):,.3g} in batches of {size}" for size, decoded in by_size.items()]
+        num_answers = sum(turns) * config.repeats * len(config.temperatures) * len(by_size) * (1 + num_drafted)
         self._add(
-            StagePlan(
-                name="eval",
-                seconds=seconds,
-                lines=[
-                    f"{num_answers:,} answers by {1 + num_drafted} methods, of about {length:,.0f} tokens",
-                    f"plain decoding: {speeds}",
-                    f"drafts are assumed to make it {DRAFTED_SPEEDUP:g}x as fast",
-                ],
-            )
+            "eval",
+            seconds=seconds,
+            lines=[
+                f"{num_answers:,} answers by {1 + num_drafted} methods, of about {mean:,.0f} tokens",
+                f"plain decoding, tokens a second: {', '.join(speeds)}",
+                f"drafts are assumed to make it {DRAFTED_SPEEDUP:g}x as fast",
+            ],
         )
 
     def _num_drafted(self) -> int:
@@ -325,53 +262,38 @@ class Planner:
         num_drafted = len(config.baselines) + sum(len(run.settings) for run in runs) + merged
         return num_drafted + (len(config.baselines) + len(runs) + merged if config.decode == BOTH else 0)
 
-    def _export(self, drafter_bytes: Mapping[Path, int]) -> None:
-        num_bytes = sum(
-            (drafter_bytes.get(run.drafter_dir) or file_bytes(run.drafter_dir / WEIGHTS_FILE))
-            * (1 + sum(holds_kind(name, run.drafter.kind) for name in self.config.export.formats))
-            for run in self.config.drafter_runs()
-        )
-        self._add(StagePlan(name="export", num_bytes=num_bytes))
-
     # --- the terminal
 
     def _say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False)
 
-    def _print_finished(self, name: str) -> None:
-        self._say(f"{name}: finished in {self.folder}")
-
-    def _add(self, stage: StagePlan) -> None:
-        """Keep the estimate of a stage, and print it."""
-        self.stages.append(stage)
-        disk = f", {format_size(stage.num_bytes)} on disk" if stage.num_bytes else ""
-        self.console.print(f"[bold]{stage.name}: {format_time(stage.seconds)}{disk}[/]")
-        for line in stage.lines:
+    def _add(self, name: str, *, seconds: float, num_bytes: int = 0, lines: Sequence[str]) -> None:
+        """Add a stage to the whole, and print it."""
+        self.seconds, self.num_bytes = self.seconds + seconds, self.num_bytes + num_bytes
+        disk = f", {format_size(num_bytes)} on disk" if num_bytes else ""
+        self.console.print(f"[bold]{name}: {format_time(seconds)}{disk}[/]", soft_wrap=True)
+        for line in lines:
             self._say(f"  {line}")
 
-    def _print_whole(self) -> None:
-        if self.load > BUSY * (os.cpu_count() or 1):
+    def _whole(self, load: float) -> None:
+        """Print the sums, and what makes them doubtful."""
+        if load > BUSY * (os.cpu_count() or 1):
             self._say(
-                f"Other programs were running (load {self.load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be "
+                f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be "
                 "several times longer or shorter. Plan again when the machine is idle."
             )
-        needed, free = sum(stage.num_bytes for stage in self.stages), free_bytes(self.folder)
-        seconds = sum(stage.seconds for stage in self.stages)
-        short = " [bold red]NOT ENOUGH[/]" if needed > free else ""
-        self.console.print(
-            f"[bold]Whole run: {format_time(seconds)}, {format_size(needed)} on disk[/] ({format_size(free)} are free){short}",
-            soft_wrap=True,
-        )
-        if seconds > LONG_SECONDS:
-            self._say(
-                "For a first try of some minutes, add: data.limit=50 train.steps=20 train.warmup_steps=0 output_dir=outputs/try"
-            )
+        free = free_bytes(self.folder)
+        short = " [bold red]NOT ENOUGH[/]" if self.num_bytes > free else ""
+        sums = f"Whole run: {format_time(self.seconds)}, {format_size(self.num_bytes)} on disk"
+        self.console.print(f"[bold]{sums}[/] ({format_size(free)} are free){short}", soft_wrap=True)
+        if self.seconds > LONG_SECONDS:
+            self._say(f"For a first try of some minutes, add: {FIRST_TRY}")
 
 
-def share(num_items: int, shard_items: int, num_workers: int) -> float:
-    """Return the share of the work of the process with the most shards, which ends last."""
-    num_shards = math.ceil(num_items / shard_items)
-    return math.ceil(num_shards / num_workers) / num_shards
+def prompt_of(text: Example) -> torch.Tensor:
+    """Return the tokens before the first answer, or the whole text if it has none."""
+    wanted = text.wanted.nonzero()
+    return text.input_ids[: int(wanted[0]) + 1] if len(wanted) else text.input_ids
 
 
 def count(texts: Sequence[Example]) -> tuple[int, int]:
@@ -379,17 +301,9 @@ def count(texts: Sequence[Example]) -> tuple[int, int]:
     return sum(len(text.input_ids) for text in texts), sum(int(text.wanted.sum()) for text in texts)
 
 
-def file_bytes(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
 def format_time(seconds: float) -> str:
     """Format an estimated time, such as `about 1:02:03`."""
     return f"about {timedelta(seconds=round(seconds))}"
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else format_time(seconds)
 
 
 def format_size(num_bytes: int) -> str:

@@ -14,14 +14,10 @@ from jaxtyping import Int
 from tqdm import tqdm
 
 from ..data.collate import collate
-from ..data.config import DataConfig
-from ..data.types import UNKNOWN, Conversation, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens, Turn
+from ..data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads
 from ..distill.config import DistillConfig
 from ..distill.label.run import LabellingStats, label_shard
 from ..distill.plan import total
-from ..distill.regenerate.engine import Limits
-from ..distill.regenerate.engines.registry import open_engine
-from ..distill.regenerate.run import answer_conversations, answer_limits
 from ..eval.measure.timing import time_generation
 from ..models.decoding import GreedyAcceptance
 from ..models.decoding.stopping import Finish
@@ -42,8 +38,6 @@ FIRST_SIZE = 16
 """Tokens of the first portion: it ends within seconds on a slow machine, too."""
 REPEATS = 5
 """Most portions of the largest size."""
-CONVERSATIONS = 16
-"""Conversations that are answered together."""
 
 T = TypeVar("T")
 
@@ -70,174 +64,76 @@ def grow(step: Callable[[int], T], largest: int, target: HFTarget) -> list[T]:
             size, results = min(2 * size, largest), []
 
 
-# --- answers
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """A sample of answers, cut where the time of the measurement ended."""
+class PlainDecoding:
+    """Times and lengths of a batch of plain answers, cut where the measurement ended."""
 
-    seconds: float
-    num_answers: int
+    prefill_seconds: float
+    decode_seconds: float
+    num_steps: int
+    """Steps after the prefill. Each one decodes a token of each answer."""
     num_tokens: int
     num_ended: int
     """Answers that the target ended, not a limit."""
-    examples: Sequence[Example] = ()
 
     def mean_tokens(self, most: int) -> float:
         """Return the mean length of answers of at most `most` tokens.
 
-        As if each token were the last one with equal probability: so answers that were cut count, too.
+        It takes every token to be the last one with the same probability, so answers that were cut
+        count, too.
         """
         probability = self.num_ended / self.num_tokens
         return (1 - (1 - probability) ** most) / probability if probability else float(most)
 
-
-def sample_answers(
-    config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation]
-) -> tuple[Answers, float]:
-    """Answer the first questions of some conversations by the run's engine, up to a growing length.
-
-    Also returns the estimated seconds of one of these answers in full length.
-    """
-    # 1. Two lengths give the time of the prompts, and that of each further token.
-    limits, timed = answer_limits(config, data, target), list[tuple[int, Answers]]()
-    chosen = [replace(conversation, turns=first_exchange(conversation)) for conversation in conversations[:CONVERSATIONS]]
-
-    def answer(size: int) -> Answers:
-        short = Limits(max_new_tokens=size, max_tokens=limits.max_tokens)
-        with open_engine(config, target, short) as engine, tqdm(disable=True) as progress:
-            begin = time.perf_counter()
-            answered, counts = answer_conversations(chosen, target, engine, limits=short, seed=config.seed, progress=progress)
-            seconds = time.perf_counter() - begin
-        if not counts.num_answers:
-            raise ValueError(f"none of the target's answers to {len(chosen)} conversations can be used")
-        answers = Answers(
-            seconds=seconds,
-            num_answers=counts.num_answers,
-            num_tokens=counts.num_tokens,
-            num_ended=counts.num_answers - counts.num_cut,
-            examples=[example.to_example() for example in answered],
-        )
-        timed.append((size, answers))
-        return answers
-
-    last = grow(answer, limits.max_new_tokens, target)[-1]
-    # 2. A batch ends with its longest answer: about twice as long as the mean.
-    length, longest = timed[-1][0], min(limits.max_new_tokens, 2 * last.mean_tokens(limits.max_new_tokens))
-    shorter = [(size, answers.seconds) for size, answers in timed if size < length]
-    per_token = (last.seconds - shorter[-1][1]) / (length - shorter[-1][0]) if shorter else last.seconds / length
-    seconds = last.seconds + max(0.0, per_token) * max(0.0, longest - length)
-    return last, seconds / last.num_answers
-
-
-def first_exchange(conversation: Conversation) -> tuple[Turn, ...]:
-    """Return the turns up to the first answer."""
-    roles = [turn.role for turn in conversation.turns]
-    return conversation.turns[: roles.index("assistant") + 1] if "assistant" in roles else conversation.turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainDecoding:
-    """Times of a batch of plain decoding."""
-
-    prefill_seconds: float
-    seconds_per_token: float
-    """Seconds of a step, which decodes a token of each answer."""
-    answers: Answers
-
     def batch_seconds(self, num_tokens: float) -> float:
-        """Return the seconds of a batch of answers of `num_tokens` tokens."""
-        return self.prefill_seconds + self.seconds_per_token * max(0.0, num_tokens - 1)
+        """Return the seconds of a batch whose longest answer has so many tokens."""
+        return self.prefill_seconds + self.decode_seconds / max(1, self.num_steps) * (num_tokens - 1)
 
 
 def sample_decoding(target: HFTarget, prompts: Sequence[Int[torch.Tensor, " _"]], max_new_tokens: int) -> PlainDecoding:
     """Answer a batch of prompts by plain decoding, up to a growing length."""
-    room = target.context_length - max_new_tokens
+    room = max(1, target.context_length - max_new_tokens)
     on_device = [prompt[:room].long().to(target.device) for prompt in prompts]
 
     def decode(size: int) -> PlainDecoding:
-        generation = time_generation(
-            target,
-            NullDrafter(),
-            GreedyAcceptance(),
-            on_device,
-            max_new_tokens=size,
-            stop_ids=target.stop_ids,
-            seeds=[0] * len(on_device),
-        )
-        finishes = [finish for step in generation.steps for finish in step.finishes]
-        answers = Answers(
-            seconds=generation.prefill_seconds + generation.decode_seconds,
-            num_answers=len(on_device),
-            num_tokens=sum(len(tokens) for step in generation.steps for tokens in step.tokens),
-            num_ended=finishes.count(Finish.STOP_TOKEN),
-        )
+        options = {"max_new_tokens": size, "stop_ids": target.stop_ids, "seeds": [0] * len(on_device)}
+        generation = time_generation(target, NullDrafter(), GreedyAcceptance(), on_device, **options)
         return PlainDecoding(
             prefill_seconds=generation.prefill_seconds,
-            seconds_per_token=generation.decode_seconds / max(1, len(generation.steps) - 1),
-            answers=answers,
+            decode_seconds=generation.decode_seconds,
+            num_steps=len(generation.steps) - 1,
+            num_tokens=sum(len(tokens) for step in generation.steps for tokens in step.tokens),
+            num_ended=[finish for step in generation.steps for finish in step.finishes].count(Finish.STOP_TOKEN),
         )
 
     decoded = grow(decode, max_new_tokens, target)
     target.release_cache()
-    return min(decoded, key=lambda timed: timed.answers.seconds)
-
-
-# --- labels
+    return min(decoded, key=lambda answers: answers.decode_seconds)
 
 
 def sample_labels(
     config: DistillConfig, target: HFTarget, texts: Sequence[Example]
 ) -> tuple[LabellingStats, list[DistilledExample]]:
-    """Label parts of texts. Returns the work of the largest batches, and all labelled parts."""
-    source, labelled = cycle(texts), list[DistilledExample]()
+    """Label parts of texts. Returns the work of the largest batches, and the examples of one of them."""
+    source = cycle(texts)
 
-    def label(size: int) -> LabellingStats:
+    def label(size: int) -> tuple[list[DistilledExample], LabellingStats]:
         parts, num_tokens = list[Example](), 0
         while num_tokens < size:
             parts.append(cut(next(source), size - num_tokens))
             num_tokens += len(parts[-1].input_ids)
-        examples, stats = label_shard(config, target, parts, tqdm(disable=True))
-        labelled.extend(examples)
-        return stats
+        return label_shard(config, target, parts, tqdm(disable=True))
 
-    most = min(config.batch_tokens, sum(len(text.input_ids) for text in texts))
-    return total(LabellingStats, grow(label, most, target)), labelled
+    labelled = grow(label, min(config.batch_tokens, sum(len(text.input_ids) for text in texts)), target)
+    return total(LabellingStats, [stats for _, stats in labelled]), labelled[0][0]
 
 
 def cut(text: Example, size: int) -> Example:
     """Return `size` tokens of a text, around the start of its answer."""
-    part = around_answer(text, size)
-    return replace(text, input_ids=text.input_ids[part], loss_mask=text.loss_mask[part])
-
-
-def around_answer(text: Example, size: int) -> slice:
-    """Return where `size` tokens of a text begin and end: half of them in its first answer."""
     wanted = text.wanted.nonzero()
     middle = int(wanted[0]) if len(wanted) else 0
     start = max(0, min(middle - size // 2, len(text.input_ids) - size))
-    return slice(start, start + size)
-
-
-# --- training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedBatch:
-    """A micro-batch of a training, and the optimizer's step after it."""
-
-    num_tokens: int
-    batch_seconds: float
-    update_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
-    """Times of a training with a fresh drafter, and the drafter's size."""
-
-    seconds_per_step: float
-    num_parameters: int
+    return replace(text, input_ids=text.input_ids[start : start + size], loss_mask=text.loss_mask[start : start + size])
 
 
 def sample_training(
@@ -249,10 +145,11 @@ def sample_training(
     *,
     tokens_per_text: float,
     positions_per_text: float,
-) -> TrainingSample:
-    """Train a fresh drafter on parts of labelled texts. Each process measures its own steps.
+) -> tuple[float, int]:
+    """Train a fresh drafter on a micro-batch of labelled texts. Each process measures its own steps.
 
-    The exchange of gradients, the reading of shards and the writing of checkpoints aren't measured.
+    Returns the seconds of an optimizer step, and the drafter's number of parameters. The exchange of
+    gradients, the reading of shards and the writing of checkpoints aren't measured.
     """
     # 1. The drafter and what it learns from, as in a training.
     if config.num_threads is not None:
@@ -267,51 +164,34 @@ def sample_training(
     objective = make_objective(config, target)
     other = None if config.missed_by is None else open_other(config.missed_by, target)
     model, reads = LossModule(drafter, objective), target_reads(drafter, objective, other)
-    tokens_per_batch = config.batch_size * tokens_per_text
+    # 2. A micro-batch with its share of the positions: the texts may be parts.
+    chosen, tokens_per_batch = examples[: config.batch_size], config.batch_size * tokens_per_text
+    num_tokens = sum(len(example.example.input_ids) for example in chosen)
     positions = min(config.max_positions or tokens_per_batch, config.batch_size * positions_per_text)
-    source = cycle(examples)
+    thinned = max(1, round(positions * num_tokens / tokens_per_batch))
+    config = replace(config, max_positions=thinned, on_policy_every=None, on_policy_share=None)
 
-    def train(size: int) -> TrainedBatch:
-        # 2. A micro-batch: collation, the target's states, forward and backward.
+    def train(_: int) -> tuple[float, float]:
+        # 3. Collation, the target's states, forward and backward.
         begin = time.perf_counter()
-        parts = [cut_labelled(next(source), size) for _ in range(config.batch_size)]
-        num_tokens = sum(len(part.example.input_ids) for part in parts)
-        thinned = replace(config, max_positions=max(1, round(positions * num_tokens / tokens_per_batch)))
-        batch = with_hidden_states(draw_batch(thinned, parts, reads), target, reads, other)
+        batch = with_hidden_states(draw_batch(config, chosen, reads), target, reads, other)
         with accelerator.autocast(), tensor_float32(accelerator.device):
             sums, *_ = model(batch, make_anchor(accelerator))
         sums.sum().backward()
         synchronize(target.device)
-        # 3. The optimizer's step, as after the last micro-batch.
+        # 4. The optimizer's step, as after the last micro-batch.
         middle = time.perf_counter()
         if config.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         synchronize(target.device)
-        update_seconds = time.perf_counter() - middle
-        return TrainedBatch(num_tokens=num_tokens, batch_seconds=middle - begin, update_seconds=update_seconds)
+        return middle - begin, time.perf_counter() - middle
 
-    # 4. A step of full size. Another program's burst doesn't count in a median.
-    trained = grow(train, max(len(example.example.input_ids) for example in examples), target)
-    per_token = median(batch.batch_seconds / batch.num_tokens for batch in trained)
-    return TrainingSample(
-        seconds_per_step=per_token * tokens_per_batch * config.gradient_accumulation
-        + median(batch.update_seconds for batch in trained),
-        num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-    )
-
-
-def cut_labelled(example: DistilledExample, size: int) -> DistilledExample:
-    """Return `size` tokens of a labelled text, around the start of its answer."""
-    part, top = around_answer(example.example, size), example.top
-    return DistilledExample(
-        example=cut(example.example, size),
-        continuations=example.continuations[part],
-        hidden_states=None if example.hidden_states is None else example.hidden_states.tokens(part.start, part.stop),
-        layers={layer: states.tokens(part.start, part.stop) for layer, states in example.layers.items()},
-        top=None if top is None else TopTokens(tokens=top.tokens[part], log_probs=top.log_probs[part]),
-    )
+    # 5. A step of full size. Another program's burst doesn't count in a median.
+    batch_seconds, update_seconds = map(median, zip(*grow(train, 1, target), strict=True))
+    num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    return batch_seconds * tokens_per_batch / num_tokens * config.gradient_accumulation + update_seconds, num_parameters
 
 
 def draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads: TargetReads) -> DrafterBatch:

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_module
 from outrider.cli import plan, samples
 from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
-from outrider.cli.samples import FIRST_SIZE, REPEATS, Answers, cut, cut_labelled, grow
-from outrider.data.types import DistilledExample, Example
+from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
+from outrider.data.types import Example
 from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
@@ -86,20 +86,20 @@ def test_portions_grow_while_the_clock_leaves_time(
     assert results == ([100] * REPEATS if sizes[-1] == 100 else sizes[-1:])
 
 
-def test_a_part_of_a_text_has_its_labels() -> None:
-    ids, mask = torch.arange(40), torch.arange(40) >= 20
-    text = Example(id="a", input_ids=ids, loss_mask=mask)
-    labels = ids[:, None] + torch.arange(1, 4)
-    part = cut_labelled(DistilledExample(example=text, continuations=labels), 10)
-    assert part.example.input_ids.tolist() == [*range(14, 24)]
-    assert torch.equal(part.continuations[:, 0], part.example.input_ids + 1)
-    assert part.example.wanted.any()
-    assert cut(text, 100).input_ids.tolist() == ids.tolist()
+def test_a_part_of_a_text_is_around_the_start_of_its_answer() -> None:
+    text = Example(id="a", input_ids=torch.arange(40), loss_mask=torch.arange(40) >= 20)
+    part = cut(text, 10)
+    assert part.input_ids.tolist() == [*range(14, 24)]
+    assert part.wanted.sum() == 4
+    assert cut(text, 100).input_ids.tolist() == [*range(40)]
 
 
 def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
     def mean(num_tokens: int, num_ended: int) -> float:
-        return Answers(seconds=1.0, num_answers=4, num_tokens=num_tokens, num_ended=num_ended).mean_tokens(200)
+        times = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "num_steps": 9}
+        answers = PlainDecoding(num_tokens=num_tokens, num_ended=num_ended, **times)
+        assert answers.batch_seconds(5) == pytest.approx(1 + 4)
+        return answers.mean_tokens(200)
 
     assert mean(400, 0) == 200
     assert mean(64, 2) == pytest.approx(32, rel=0.01)
@@ -114,7 +114,7 @@ def test_a_plan_has_every_stage_and_writes_nothing(
 ) -> None:
     run_here("conf=demo", *overrides, "plan=true")
     printed = capsys.readouterr().out
-    assert titles(printed) == ["labels", "train", "eval", "export"]
+    assert titles(printed) == ["labels", "train", "eval"]
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
     assert "3 steps of" in printed
     assert ", 2 texts and" in printed
@@ -130,8 +130,8 @@ def test_the_planned_counts_are_those_of_the_run(
     printed = capsys.readouterr().out
     run_here("conf=demo", *overrides, "stages=[distill]")
     statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
-    assert f"{statistics['num_examples']} texts of {statistics['num_text_tokens']:,} tokens" in printed
-    assert f"{statistics['num_positions']:,} positions get labels" in printed
+    counts = f"of about {statistics['num_text_tokens']:,} tokens, {statistics['num_positions']:,} with a label"
+    assert f"{statistics['num_examples']} texts {counts}" in printed
 
 
 @pytest.mark.parametrize(("unit", "stage"), [("labels", "distill"), ("train", "train")])
@@ -175,13 +175,7 @@ def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: p
     run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={mode: regenerate, max_new_tokens: 24}")
     printed = capsys.readouterr().out
     assert titles(printed) == ["answers", "labels"]
-    assert "5 answers to 5 conversations" in printed
-
-
-def test_the_process_with_the_most_shards_decides_the_time() -> None:
-    assert plan.share(50, 10, 1) == 1
-    assert plan.share(50, 10, 2) == pytest.approx(3 / 5)
-    assert plan.share(3, 10, 4) == 1
+    assert "5 answers of about" in printed
 
 
 def test_a_too_small_disk_and_a_long_run_are_shown(
@@ -212,7 +206,7 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
 ) -> None:
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
-    assert titles(capsys.readouterr().out) == ["labels", "train", "export"]
+    assert titles(capsys.readouterr().out) == ["labels", "train"]
     messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
     (line,) = [message for message in messages if "the plan has no evaluation" in message]
     assert "eval.suites=[{name: gsm8k, path: FILE}]" in line
