@@ -26,7 +26,6 @@ from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
 from ..models.decoding.protocols import Drafter
-from ..models.decoding.types import NO_NODE
 from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
@@ -46,8 +45,9 @@ LENGTHS = (11, 8)
 """Tokens of the made texts: of different lengths, as in any batch."""
 PROMPT_TOKENS = 4
 NEW_TOKENS = 4
-HIT_RATE = 0.6
-"""Share of drafts that a good drafter has right at each depth, for the warning about slow drafts."""
+GOOD_TOKENS = 2.5
+"""Tokens per step of a good drafter, for the warning about slow drafts: six in ten drafts are right at
+each depth."""
 LEAST_LINEAR = 0.5
 """Share of a target's weights in linear layers below which its work isn't known by them."""
 FIRST_TOKEN = 3
@@ -170,18 +170,24 @@ def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExa
     """
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
-    plain, _ = reads_per_step(target, NullDrafter(), prompts)
-    drafted, depth = reads_per_step(target, drafter, prompts)
+    plain, drafted = (reads_per_step(target, proposer, prompts) for proposer in (NullDrafter(), drafter))
     is_known = plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
-    return describe_cost(drafted / plain, depth) if is_known else None
+    if not is_known or drafted <= GOOD_TOKENS * plain:
+        return None
+    steps = drafted / plain
+    return (
+        f"a step with drafts reads as many weights as {steps:.1f} steps of plain decoding, so it is slower below {steps:.1f} "
+        f"tokens per step, and a good drafter makes about {GOOD_TOKENS}. Make it smaller (drafter.draft_vocab_size, and its "
+        "widths), or draft fewer tokens (eval.settings)"
+    )
 
 
-def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[Int[torch.Tensor, " _"]]) -> tuple[int, int]:
-    """Decode a few tokens. Returns the parameters that a step reads, and the depth of its tree.
+def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[Int[torch.Tensor, " _"]]) -> int:
+    """Decode a few tokens. Returns the parameters that a step reads.
 
     They are those of linear layers, counted as often as a layer is called.
     """
-    num_reads, reads, depth = 0, 0, 0
+    num_reads, most = 0, 0
 
     def count(module: nn.Module, _: object) -> None:
         nonlocal num_reads
@@ -189,35 +195,10 @@ def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequen
 
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(count).remove)
-        # `timed` makes steps with their trees.
-        for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS, timed=True):
-            if step.links is not None:
-                reads, depth = max(reads, num_reads), max(depth, longest_path(step.links[1][0].tolist()))
+        for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
+            most = most if step.is_prefill else max(most, num_reads)
             num_reads = 0
-    return reads, depth
-
-
-def longest_path(parents: Sequence[int]) -> int:
-    """Return the number of nodes on the longest path of a tree (see `DraftTree`)."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == NO_NODE else depths[parent] + 1)
-    return max(depths, default=0)
-
-
-def describe_cost(steps: float, depth: int) -> str | None:
-    """Describe drafts whose step reads as many weights as so many plain `steps`.
-
-    Returns None if a drafter that has HIT_RATE of its drafts right at each depth saves more.
-    """
-    good = sum(HIT_RATE**index for index in range(depth + 1))
-    if steps <= good:
-        return None
-    return (
-        f"a step with drafts reads as many weights as {steps:.1f} steps of plain decoding, so it is slower below {steps:.1f} "
-        f"tokens per step, and a drafter with {100 * HIT_RATE:.0f} % of its drafts right at each of {depth} depths makes "
-        f"{good:.1f}. Make it smaller (drafter.draft_vocab_size, and its widths), or draft fewer tokens (eval.settings)"
-    )
+    return most
 
 
 def _lacks_states(batch: DrafterBatch, hidden_states: bool, layers: Sequence[int]) -> bool:

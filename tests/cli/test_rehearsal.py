@@ -115,13 +115,6 @@ def test_drafts_that_read_more_weights_than_they_can_save_are_a_warning(options,
     assert "trying the recipe on 19 tokens: labels, and the training and drafts of redrafter" in caplog.text
 
 
-def test_the_longest_path_of_a_tree_decides_what_its_drafts_can_save() -> None:
-    assert [rehearsal.longest_path(parents) for parents in ([], [-1, -1], [-1, 0, 0, 2])] == [0, 1, 3]
-    assert rehearsal.describe_cost(1.1, 1) is None
-    assert rehearsal.describe_cost(1.7, 1) is not None
-    assert rehearsal.describe_cost(1.7, 3) is None
-
-
 # --- a whole run
 
 
