@@ -171,7 +171,8 @@ def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExa
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
     plain, drafted = (reads_per_step(target, proposer, prompts) for proposer in (NullDrafter(), drafter))
-    is_known = plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
+    # Reading weights from files takes longer than any draft.
+    is_known = target.stream is None and plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
     if not is_known or drafted <= GOOD_TOKENS * plain:
         return None
     steps = drafted / plain
