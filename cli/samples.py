@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -96,7 +96,7 @@ def sample_decoding(target: HFTarget, prompts: Sequence[Int[torch.Tensor, " _"]]
     on_device = [prompt[:room].long().to(target.device) for prompt in prompts]
 
     def decode(size: int) -> PlainDecoding:
-        options = {"max_new_tokens": size, "stop_ids": target.stop_ids, "seeds": [0] * len(on_device)}
+        options: dict[str, Any] = {"max_new_tokens": size, "stop_ids": target.stop_ids, "seeds": [0] * len(on_device)}
         generation = time_generation(target, NullDrafter(), GreedyAcceptance(), on_device, **options)
         return PlainDecoding(
             prefill_seconds=generation.prefill_seconds,
