@@ -25,8 +25,9 @@ REDUCED_VOCABULARIES = (32_000, 16_000, 8_000, 4_000)
 """Sizes of a reduced vocabulary. The first one is that of EAGLE-3's release."""
 LARGE_VOCABULARY = 64_000
 """From this size, the vocabulary is reduced in any case."""
-DEEP_TARGET = 24
-"""Targets of at least so many layers get a block drafter of five layers, as the released ones have."""
+DEEP_TARGET, BLOCK_LAYERS, BLOCK_SHARE = 24, 5, 0.13
+"""Targets of at least DEEP_TARGET layers get a block drafter of five layers, as the released ones have,
+if its one pass reads at most BLOCK_SHARE of the target's parameters, as theirs of 8B targets do."""
 PUBLISHED_LAYERS, MIN_EAGLE3_LAYERS = 7, 3
 """Fewest layers of a target whose published three layers (2, half, all - 3) differ, and that has
 three layers at all."""
@@ -132,10 +133,12 @@ def max_length(target: "TargetFacts") -> int:
 def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
     """Return the sizes of all kinds of drafters by which one pass reads at most MAX_SHARE of the target."""
     hidden, layer, vocabulary = target.hidden_size, target.layer_parameters, target.vocab_size
-    room = MAX_SHARE * (target.num_layers * layer + hidden * vocabulary)
+    num_parameters = target.num_layers * layer + hidden * vocabulary
+    room = MAX_SHARE * num_parameters
     # 1. EAGLE-3 and block drafters: layers, then a head of a reduced vocabulary.
-    num_layers = 5 if target.num_layers >= DEEP_TARGET and 5 * layer < room / 2 else 1
-    reduced = reduced_vocabulary(vocabulary, int(max(0, room - max(num_layers, 2) * layer) // hidden))
+    is_deep = target.num_layers >= DEEP_TARGET and BLOCK_LAYERS * layer < BLOCK_SHARE * num_parameters
+    num_layers = BLOCK_LAYERS if is_deep else 1
+    reduced = reduced_vocabulary(vocabulary, int(max(0, room - 2 * layer) // hidden))  # EAGLE-3's layer is wider
     layers, reason, formats = eagle3_layers(target.num_layers)
     # 2. A ReDrafter: the head's width. The recurrence and the blocks have matrices of the target's width.
     widths = [width for width in (2 * hidden, hidden, hidden // 2) if width * (vocabulary + 2 * width + 2 * hidden) < room]

@@ -155,7 +155,7 @@ class Planner:
             num_batches = math.ceil(count_turns(missing) / size / self.num_workers)
             self._add(
                 "answers",
-                seconds=num_batches * decoded.batch_seconds(min(limit, 2 * mean)),
+                seconds=num_batches * decoded.batch_seconds(float(min(limit, 2 * mean))),
                 lines=[f"{count_turns(missing):,} answers of about {mean:,.0f} tokens, in batches of {size}"],
             )
         return mean
@@ -198,7 +198,7 @@ class Planner:
             decoded = sample_decoding(target, prompts, options.validation_tokens)
             times = math.ceil(options.steps / (options.validate_every or options.steps)) + 1
             num_batches = math.ceil(options.validation_texts / self.num_workers / options.batch_size)
-            validation = times * num_batches * decoded.batch_seconds(options.validation_tokens)
+            validation = times * num_batches * decoded.batch_seconds(float(options.validation_tokens))
             lines.append(f"validation: {format_time(validation)}, at the speed of plain decoding")
             seconds += validation
         # 3. Memory and disk, from shapes.

@@ -98,7 +98,7 @@ def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
     def mean(num_tokens: int, num_ended: int) -> float:
         times = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "num_steps": 9}
         answers = PlainDecoding(num_tokens=num_tokens, num_ended=num_ended, **times)
-        assert answers.batch_seconds(5) == pytest.approx(1 + 4)
+        assert answers.batch_seconds(5.0) == pytest.approx(1 + 4)
         return answers.mean_tokens(200)
 
     assert mean(400, 0) == 200
