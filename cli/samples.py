@@ -32,10 +32,11 @@ from ..train.missed_by import open_other
 from ..train.parallel import make_anchor, tensor_float32
 from ..train.setup import LossModule, make_objective, make_optimizer
 
-SECONDS = 8.0
-"""About the time of one measurement."""
-FIRST_SIZE = 16
-"""Tokens of the first portion: it ends within seconds on a slow machine, too."""
+SECONDS = 12.0
+"""Longest time of a measurement, after its first portion."""
+FIRST_SIZE, GROWTH = 16, 4
+"""Tokens of the first portion, which ends within seconds on a slow machine, too; and the size of each
+portion over that of the one before."""
 REPEATS = 5
 """Most portions of the largest size."""
 
@@ -43,25 +44,23 @@ T = TypeVar("T")
 
 
 def grow(step: Callable[[int], T], largest: int, target: HFTarget) -> list[T]:
-    """Run a step of growing size for about SECONDS, and return the results of the largest size.
+    """Run a step on portions of growing size, and return the results of the largest size.
 
-    The first size is FIRST_SIZE, and each further one twice as large, while the clock leaves time
-    for it. A step of size `largest` is repeated. The first step of all isn't measured: it allocates
-    memory and chooses kernels.
+    A portion is GROWTH times as large as the one before, if the clock leaves time for it: many
+    tokens take less time each than few. A portion of size `largest` is repeated.
     """
     size, results, started = min(FIRST_SIZE, largest), list[T](), time.perf_counter()
-    step(size)
     while True:
         begin = time.perf_counter()
         results.append(step(size))
         synchronize(target.device)
         now = time.perf_counter()
-        growth = 1 if size == largest else 2
+        growth = 1 if size == largest else GROWTH
         ends = now + growth * (now - begin) > started + SECONDS or len(results) == REPEATS
         if agreed(ends, target.device) if target.tensor_parallel else ends:
             return results
-        if growth == 2:
-            size, results = min(2 * size, largest), []
+        if growth > 1:
+            size, results = min(growth * size, largest), []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

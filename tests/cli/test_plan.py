@@ -63,9 +63,9 @@ def seconds_of(printed: str) -> int:
 @pytest.mark.parametrize(
     ("seconds_per_token", "sizes"),
     [
-        (1.0, [16, 16]),  # slow: a small portion ends the measurement
-        (0.05, [16, 16, 32, 64]),  # another portion, twice as large, would end too late
-        (0.001, [16, 16, 32, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
+        (1.0, [16]),  # slow: the first portion ends the measurement
+        (0.05, [16, 64]),  # another portion, four times as large, would end too late
+        (0.001, [16, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
     ],
 )
 def test_portions_grow_while_the_clock_leaves_time(
