@@ -227,7 +227,7 @@ def test_a_busy_machine_is_named(
     run_here("conf=demo", *overrides, *changes)
     printed = capsys.readouterr().out
     assert "load 100.0" in printed
-    assert "validation " in printed
+    assert "validation: about" in printed
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     run_here("conf=demo", *overrides, *changes)
     assert "load" not in capsys.readouterr().out
