@@ -8,20 +8,17 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .errors import starts_again
 from .launch import launch_stages
 from .options import chosen_suite, config_from, load_chosen_target, take_paths, target_config
 
 if TYPE_CHECKING:
-    import torch
-
     from ..eval.certify.certificate import CertificateLine
     from ..eval.config import EvalConfig
 
 
 def certify_command(
-    target: Annotated[str | None, typer.Option(help="The target, a directory or a Hub id. Needs --drafter.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help=f"{shared.DRAFTER_HELP} Repeat for several.")] = None,
+    target: shared.Target,
+    drafter: Annotated[list[str], typer.Option(help=f"{shared.DRAFTER_HELP} Repeat for several.")],
     suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
@@ -40,49 +37,29 @@ def certify_command(
     device_map: shared.DeviceMap = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
-    rules: Annotated[bool, typer.Option(help="Also certify the acceptance rules (takes a few minutes).")] = True,
     output: Annotated[Path, typer.Option(help="The certificate's file.")] = Path("certificate.json"),
 ) -> None:
-    """Certify that decoding is lossless.
+    """Certify that a target decodes losslessly with some drafters.
 
-    Enumerates the acceptance rules exactly. With --target and --drafter, also decodes real prompts
-    and compares the answers. Exits with status 1 if anything fails.
+    Decodes real prompts, and compares the answers with plain decoding's and the samples with the
+    target's probabilities. Exits with status 1 if anything differs. An interrupted certificate
+    resumes.
     """
-    # 1. Check the options before anything slow is imported.
+    # torch and the modules that use it load too slowly for --help
     options = take_paths({**locals()})
     suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
-    if not rules and target is None:
-        raise ValueError("nothing to certify: give --target and --drafter, or remove --no-rules")
-    if (target is None) != (not drafter):
-        raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    is_of_stages = stage_layers or launch or decode != "synchronous"
-    if target is None and (compiled or cuda_graphs or quantization or memory_budget_gib or device_map or is_of_stages):
-        raise ValueError(
-            "--compiled, --cuda-graphs, --quantization, --memory-budget-gib, --device-map, --stage-layers, --launch and "
-            "--decode need a target, and there is none; give --target and --drafter"
-        )
-    import torch  # torch and the modules that use it load too slowly for --help
-
     from ..data.files import guarded
-    from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
+    from ..eval.certify.certificate import certificate_table, false_alarm_rate, passes, unfinished_file, write_certificate
     from ..eval.config import EvalConfig
-    from ..eval.measure.environment import describe_environment
 
-    # 2. Certify decoding with the drafters, then the rules.
-    used_device = torch.device(device or "cpu")  # the rules alone are certified on a CPU
-    lines: list[CertificateLine] = []
-    subject: dict[str, Any] = {}
-    with starts_again("certificate"):
-        if drafter:
-            config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
-            lines, subject, used_device = _certify_decoding(config, drafter, options)
-        if rules:
-            lines += certify_rules()
-    subject["environment"] = asdict(describe_environment(used_device))
-
-    # 3. Write the certificate and print it.
+    # 1. Run the checks.
+    config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
     with guarded(output):
+        lines, subject = _certify(config, drafter, options, unfinished_file(output))
+
+        # 2. Write the certificate and print it.
         write_certificate(lines, subject, output)
+        unfinished_file(output).unlink()
     (console := Console()).print(certificate_table(lines))
     verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
     console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
@@ -90,19 +67,20 @@ def certify_command(
         raise typer.Exit(1)
 
 
-def _certify_decoding(
-    config: "EvalConfig", drafter: list[str], options: dict[str, Any]
-) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
+def _certify(
+    config: "EvalConfig", drafter: list[str], options: dict[str, Any], unfinished: Path
+) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Certify decoding with each drafter.
 
-    Returns the certificate's lines, the description of what they certify, and the target's device.
+    Returns the certificate's lines, and the description of what they certify. Until all are there,
+    the file `unfinished` keeps the lines.
     """
     from ..data.fields import raise_problems
-    from ..eval.certify.certificate import certify_decoding
+    from ..eval.certify.certificate import decoding_checks, run_checks
     from ..eval.config import stage_problems
+    from ..eval.measure.environment import describe_environment
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.measure.pipelined import recorded_stages
-    from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters.saved.parts import parse_drafter_name
 
@@ -117,14 +95,12 @@ def _certify_decoding(
 
     # 2. Name each method as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, all_parts)
-    facts = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
-    names = dict(zip(specs, map(str, method_names(facts)), strict=True))
     (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
-    named = [replace(method, name=names[method.name]) for method in methods if method.name in names]
+    named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
-    lines = certify_decoding(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
-    # 3. Describe what was certified: the target, its form, and the drafters' weights.
+    # 3. Describe what is certified (the target, its form, and the drafters' weights), and run the checks.
     subject = {
         "target": target.identity.name,
         "weights_sha256": target.identity.weights_sha256,
@@ -133,6 +109,8 @@ def _certify_decoding(
         "quantization": target.identity.quantization,
         "form": target.form,
         **recorded_stages(target),
-        "drafters": {names[key]: spec.parts.weights for key, spec in specs.items()},
+        "drafters": {spec.label: spec.parts.weights for spec in specs.values()},
+        "environment": asdict(describe_environment(target.device)),
     }
-    return lines, subject, target.device
+    prompts = {"suite_revision": suites[0].revision, "max_new_tokens": config.max_new_tokens}
+    return run_checks(checks, unfinished, {**subject, **prompts, "methods": recorded_methods(specs)}), subject

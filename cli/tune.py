@@ -1,9 +1,7 @@
 """`outrider tune`: find a drafter's fastest settings on this machine."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,15 +15,13 @@ from .errors import starts_again
 from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths, target_config
 
 if TYPE_CHECKING:
+    from ..eval.tune.halving import Speed
     from ..eval.tune.run import Tuning
-    from ..eval.tune.search import Prediction, Speed
     from ..models.drafters.saved.parts import DrafterParts
 
 Settings = Annotated[list[str] | None, typer.Option(help="Try only this setting: '{depth: 5, top_k: 8}'. Repeat for several.")]
 NameOf = Callable[[dict[str, Any] | None], str]
 """A function that names a setting in words; None is plain decoding."""
-SHOWN = 5
-"""Minimum number of settings in the table of each batch size."""
 
 
 def tune_command(
@@ -39,9 +35,8 @@ def tune_command(
     setting: Settings = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_new_tokens: shared.MaxNewTokens = 128,
-    check: Annotated[bool, typer.Option(help="Also decode with every setting, to check the choice.")] = False,
     write: Annotated[bool, typer.Option(help="Write the choice to the drafter's directory, for eval --tuned.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder for the predictions of all settings.")] = Path("outputs/tune"),
+    output: Annotated[Path, typer.Option(help="Folder for the measured speeds.")] = Path("outputs/tune"),
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
     quantization: shared.Quantization = None,
@@ -59,10 +54,10 @@ def tune_command(
 ) -> None:
     """Find the setting in which a drafter decodes fastest on this machine, per batch size.
 
-    The target answers some prompts once. Every setting drafts for these answers, and the target's
-    step is timed for each batch and tree size. The settings with the best predicted speed then
-    decode, and are measured. This takes minutes; measuring every setting takes hours. Merged and
-    training-free drafters have few settings: all of them decode, and expected gain is one of them.
+    About thirty settings decode a few prompts, in turns with plain decoding. The faster half decodes
+    twice as many, and so on, until a few finalists decode all prompts. This takes minutes. Merged
+    and training-free drafters have few settings: all of them are finalists, and expected gain is one
+    of them.
     """
     # 1. Check the options.
     options = take_paths({**locals()})
@@ -97,13 +92,13 @@ def tune_command(
     written = [output] if directory is None else [output, directory]
     with guarded(*written, folders=[output]), starts_again("tuning"):
         loaded = load_chosen_target(options)
-        tuning = tune(config, loaded, parts, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+        tuning = tune(config, loaded, parts, output, settings=settings or None, batch_sizes=sizes, write=write)
     _print_tuning(tuning, setting_namer(parts), directory, output)
 
 
 def setting_namer(drafter: "Path | DrafterParts") -> NameOf:
     """Return a function that names settings of this drafter in words."""
-    from ..eval.records.method_names import PLAIN_DECODING, setting_words
+    from ..eval.records.labels import PLAIN_DECODING, setting_words
     from ..models.drafters.saved.parts import parse_drafter_name
 
     parts = parse_drafter_name(drafter)
@@ -122,89 +117,45 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
         console.print(tuning_table(tuning, size, name_of))
         console.print(escape(verdict(tuning, size, name_of)))
     if tuning.left_out:
-        names = "; ".join(f"{name_of(speed.setting)} (batches of {speed.batch_size})" for speed in tuning.left_out)
+        names = "; ".join(f"{name_of(entry.setting)} (batches of {entry.batch_size})" for entry in tuning.left_out)
         console.print(escape(f"Not measured, because memory ran out: {names}"), soft_wrap=True)
     written = "" if written_to is None else f"; the choice to {written_to / 'tuned.json'}"
-    console.print(
-        escape(f"All {'predictions' if tuning.predictions else 'speeds'} were written to {output / 'tuning.json'}{written}"),
-        soft_wrap=True,
-    )
+    console.print(escape(f"The speeds were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
 
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
-    """Return a table of the fastest settings for a batch size, and of plain decoding.
-
-    It has predicted speeds, if there are any, and measured speeds of the settings that were
-    measured.
-    """
-    of_prediction = ("nodes", "drafter ms", "predicted") if tuning.predictions else ()
-    note = "; drafter ms is a step's time without the target" if of_prediction else ""
-    table = Table(title=f"Batches of {batch_size}: decoded tokens/s{note}")
+    """Return a table of plain decoding and the finalists at a batch size, the fastest first."""
+    plain, *finalists = _finals(tuning, batch_size)
+    table = Table(title=f"Batches of {batch_size}: tokens/s")
     table.add_column("setting", overflow="fold", min_width=15)
-    for column in ("tok/step", *of_prediction, "measured", "speedup"):
+    for column in ("tok/step", "tok/s", "speedup"):
         table.add_column(column, justify="right")
-
-    # 1. Plain decoding first, then measured settings by speed, then predicted ones by speed.
-    predicted = {_key(speed): speed for speed in tuning.predictions if speed.batch_size == batch_size}
-    measured = {_key(speed): speed for speed in tuning.finals if speed.batch_size == batch_size}
-    order = sorted(
-        {**measured, **predicted}.items(),
-        key=lambda item: (
-            item[1].setting is not None,
-            -(measured[item[0]].tokens_per_second if item[0] in measured else 0),
-            -item[1].tokens_per_second,
-        ),
-    )
-    plain = measured[order[0][0]].tokens_per_second
-
-    # 2. A row for each.
-    for key, either in order[: 1 + max(SHOWN, len(measured) - 1)]:
-        speed = measured[key].tokens_per_second if key in measured else None
-        table.add_row(
-            name_of(either.setting),
-            f"{either.tokens_per_step:.2f}",
-            *(_predicted_cells(predicted.get(key)) if of_prediction else ()),
-            *(["-", "-"] if speed is None else [f"{speed:,.1f}", f"{speed / plain:.2f}x"]),
-        )
-    if len(order) > table.row_count:
-        table.caption = f"{len(order) - table.row_count} more settings are predicted to be slower"
+    for speed in [plain, *sorted(finalists, key=lambda speed: -speed.speedup)]:
+        numbers = (f"{speed.tokens_per_step:.2f}", f"{speed.tokens_per_second:,.1f}", f"{speed.speedup:.2f}x")
+        table.add_row(name_of(speed.setting), *numbers)
+    failed = sum(entry.setting is not None and entry.batch_size == batch_size for entry in tuning.left_out)
+    if slower := tuning.num_settings - len(finalists) - failed:
+        table.caption = f"{slower} more settings were slower on some of the prompts"
     return table
 
 
-def _predicted_cells(prediction: "Prediction | None") -> list[str]:
-    """Format what only a prediction knows: nodes, the drafter's milliseconds, and the speed."""
-    if prediction is None:
-        return ["-", "-", "-"]
-    return [f"{prediction.num_nodes:.1f}", f"{1000 * prediction.own_seconds:.1f}", f"{prediction.tokens_per_second:,.1f}"]
-
-
 def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """Return a sentence on the choice for a batch size, and one on its check if there was one."""
+    """Return a sentence on the choice for a batch size."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
-        tried = [speed for speed in tuning.finals if speed.batch_size == batch_size and speed.setting is not None]
-        best = max(tried, key=lambda speed: speed.tokens_per_second, default=None)
+        best = max(_finals(tuning, batch_size)[1:], key=lambda speed: speed.speedup, default=None)
         reason = "no setting fits into memory"
         if best is not None:
-            loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
-            reason = f"the best setting ({name_of(best.setting)}) loses {100 * loss:.0f} %"
+            reason = f"the best setting ({name_of(best.setting)}) loses {100 * (1 - best.speedup):.0f} %"
         summary = f"speculation is off: {reason}"
     else:
-        summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding (without the prefill)"
-    summary += _check_of_pace(tuning, batch_size, name_of)
-    if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
-        errors = sorted(map(abs, tuning.errors(batch_size)))
-        summary += (
-            f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (best predicted setting: "
-            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); error of predicted speedups: {100 * median(errors):.0f} % "
-            f"(median), {100 * errors[-1]:.0f} % (maximum)"
-        )
-    return f"Batches of {batch_size}: {summary}"
+        summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding"
+    return f"Batches of {batch_size}: {summary}{_check_of_pace(tuning, batch_size, name_of)}"
 
 
 def _check_of_pace(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """Compare drafting by expected gain with the best fixed setting, if both were measured."""
-    drafting = [speed for speed in tuning.finals if speed.batch_size == batch_size and speed.setting is not None]
+    """Compare drafting by expected gain with the best fixed setting, if both are finalists."""
+    drafting = _finals(tuning, batch_size)[1:]
     paced = [speed for speed in drafting if speed.setting and speed.setting.get("pace") == "expected"]
     fixed = [speed for speed in drafting if speed not in paced]
     if not paced or not fixed:
@@ -214,5 +165,6 @@ def _check_of_pace(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
     return f". Drafting by expected gain has {ratio:.2f}x the speed of the best fixed setting ({name_of(best_fixed.setting)})"
 
 
-def _key(speed: "Speed") -> str:
-    return json.dumps(speed.setting, sort_keys=True)
+def _finals(tuning: "Tuning", batch_size: int) -> "list[Speed]":
+    """List the speeds of a batch size's last round, plain decoding first."""
+    return [speed for speed in tuning.finals if speed.batch_size == batch_size]

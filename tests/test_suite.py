@@ -41,7 +41,7 @@ COMMANDS = {
     "tune": "tests/eval/tune/test_tune.py::test_the_command_prints_a_table_and_a_verdict",
 }
 OTHERS = [
-    "tests/conformance/test_certificate.py::test_every_mutant_of_the_sampler_is_caught",
+    "tests/conformance/test_rules.py::test_every_mutant_of_the_sampler_is_caught",
     "tests/train/test_resume.py::test_a_run_killed_at_any_moment_resumes_to_equal_bits",
     "tests/train/test_processes.py::test_two_processes_train_like_one_on_the_same_texts_per_step",
 ]

@@ -90,7 +90,7 @@ class BatchStream:
         origin_step, origin = self._origin
         return origin + (step - origin_step) * self.step_size
 
-    def go_on(self, step: int, position: int) -> None:
+    def start_at(self, step: int, position: int) -> None:
         """Let `step` begin at `position`."""
         self._origin, self._next = (step, position), None
 

@@ -17,7 +17,6 @@ WANDB_MODES = ("online", "offline", "disabled")
 DEFAULT_SHARE = 0.25
 """`on_policy_share` where it is null."""
 EXPORTS = ("best", "last")
-ON_SPIKE = ("warn", "stop")
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -30,8 +29,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "checkpoint_every",
         "keep_checkpoints",
         "checkpoint_in_background",
-        "spike_threshold",
-        "on_spike",
         "tracker",
         "wandb_mode",
         "project",
@@ -157,13 +154,6 @@ class TrainConfig:
     """Write checkpoints in a thread, from a copy of the state, while training continues. The copy
     takes host memory of the size of weights and optimizer. With DeepSpeed and FSDP, and with false,
     training waits until the checkpoint is written."""
-    spike_threshold: PositiveFloat | None = 10.0
-    """A step's loss is a spike if it exceeds the median of the losses before it by more than this
-    many of their deviations (see `SpikeWatch`). The log names the step and the ids of its texts.
-    null: no check."""
-    on_spike: Annotated[str, one_of(*ON_SPIKE)] = "warn"
-    """What happens at a spike: `warn` logs it and continues; `stop` ends the training, and keeps
-    the last checkpoint before the spike."""
 
     tracker: Annotated[str, one_of(*TRACKERS)] = "none"
     """Service that gets the records too: `wandb` (Weights & Biases), `tensorboard` (event files in

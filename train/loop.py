@@ -11,15 +11,14 @@ from ..data.bundles import to_device
 from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
 from .batches import label_counts, with_hidden_states
-from .metrics import LOSS_FIELDS, add_losses
+from .checkpoint import latest_checkpoint
+from .metrics import LOSS_FIELDS, add_losses, summarize
 from .on_policy import choose_on_policy
-from .parallel import backward, finish_step, make_anchor, micro_batch
-from .precision import tensor_float32
+from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
 from .processes import SIGTERM_EXIT_CODE, Sigterm, StepPatience
+from .records import Progress, Tracker
 from .resume import save_step
-from .tracking import Tracker
-from .training import Training
-from .watch import is_measured, make_progress, require_sound, validate_now
+from .setup import Training
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def fit(training: Training, *, start: int) -> None:
     """
     config, accelerator, meter = training.config, training.accelerator, training.meter
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
-    progress = make_progress(training, start)
+    progress = Progress(num_steps=config.steps, start=start, active=accelerator.is_main_process)
     peaked = training.best.has_peaked(config.patience)
     patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
     with patience, sigterm, training.checkpoints, tracker, progress:
@@ -45,11 +44,12 @@ def fit(training: Training, *, start: int) -> None:
             training.scheduler.step()
             patience.shorten()
             meter.add_step(step, loss, grad_norm, seen)
-            training.spikes.add_step(step, loss)
 
             # 3. Records, measurement and checkpoint, where they are due.
             done = step + 1
             progress.step()
+            if step == start:  # the bar has a loss from its first step on
+                progress.show(summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
             stop = sigterm.stops(done, host_waits=log)
@@ -65,8 +65,7 @@ def fit(training: Training, *, start: int) -> None:
                 }
                 tracker.log(record)
                 peaked = measure and validate_now(training, tracker, done)
-                measured = training.best.latest
-                progress.show(done, record, measured, measurement_seconds=meter.pause_seconds, ended=peaked)
+                progress.show(record, training.best.latest)
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
@@ -111,3 +110,44 @@ def _count(batches: Sequence[DrafterBatch], num_on_policy: int, device: torch.de
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
     assert loss is not None, "a step has at least one micro batch"
     return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
+
+
+def is_measured(training: Training, done: int) -> bool:
+    """Whether decoding is measured after so many steps: every `validate_every`, and at the end."""
+    config = training.config
+    due = done == config.steps or (config.validate_every is not None and done % config.validate_every == 0)
+    return due and training.validator is not None
+
+
+def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
+    """Measure tokens per step, and keep the best drafter; return whether they have peaked."""
+    assert training.validator is not None
+    with training.meter.paused(), training.whole_drafter() as drafter:
+        validation = training.validator(drafter)
+        training.best.add(step, validation.record())
+        if training.accelerator.is_main_process:
+            training.best.keep(drafter)
+    tracker.log({"step": step, **validation.record()})
+    if validation.tokens_per_step is not None:
+        num_texts = training.config.validation_texts
+        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, validation.tokens_per_step, num_texts)
+    return training.best.has_peaked(training.config.patience)
+
+
+def require_sound(training: Training) -> None:
+    """Raise ValueError where a loss or its gradient is not finite. Waits for the device."""
+    step = training.meter.first_bad_step()
+    if step is None:
+        return
+    problem = (
+        f"the loss or its gradient is not finite at step {step + 1}, whose texts are {', '.join(training.stream.ids(step))}"
+    )
+    try:
+        training.checkpoints.finish()
+    except OSError as error:  # the message names both problems
+        problem += f". Besides, {error.strerror}"
+    kept = latest_checkpoint(training.checkpoints.directory)
+    raise ValueError(
+        f"{problem}. Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "
+        "train.learning_rate, set train.max_grad_norm or lengthen train.warmup_steps, and train into an empty folder"
+    )

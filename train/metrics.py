@@ -81,8 +81,6 @@ class Meter:
         self._seconds = 0.0
         self._started = time.perf_counter()
         self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run at the last record
-        self.pause_seconds = 0.0
-        """Length of the last pause."""
         self.latest: dict[str, Any] | None = None
         """The last record of the run, as its file has it."""
 
@@ -98,8 +96,7 @@ class Meter:
         try:
             yield
         finally:
-            self.pause_seconds = time.perf_counter() - started
-            self._started += self.pause_seconds
+            self._started += time.perf_counter() - started
 
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 3"]) -> None:
         """Add one optimizer step: its loss, and its positions, tokens and on-policy positions.
@@ -158,8 +155,7 @@ class Meter:
         """Restore a `state_dict`."""
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
-        # An earlier version counted no on-policy positions.
-        self._seen = torch.tensor([*state["seen"], 0][:3], device=device)
+        self._seen = torch.tensor(state["seen"], device=device)
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)
         self.latest = state["latest"]

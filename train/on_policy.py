@@ -27,7 +27,7 @@ from ..data.types import UNKNOWN, DrafterBatch
 from .batches import derived_seed, with_hidden_states
 from .config import TrainConfig
 from .missed_by import TrainedCounter
-from .training import Training
+from .setup import Training
 
 WALK_STEPS = 2
 """Steps of a walk. Walks from different starts soon meet, and then go on as decoding does."""

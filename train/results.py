@@ -22,7 +22,6 @@ from ..models.drafters.saved.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TrainingFacts,
-    read_training_facts,
     require_recorded_weights,
     write_training_facts,
 )
@@ -33,7 +32,6 @@ from .config import MAY_CHANGE_ON_RESUME, TrainConfig
 from .division import DIVISION_KEYS, Division
 from .missed_by import describe_other
 from .parallel import sharding
-from .tracking import METRICS_FILE, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -122,17 +120,7 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
             )
         return False
     # If options of the end changed, the last checkpoint and the best drafter give the new results.
-    is_there = summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
-    return is_there and (checkpoint is None or _facts_are_those_of(summary, drafter_dir))
-
-
-def _facts_are_those_of(summary: Summary, drafter_dir: Path) -> bool:
-    """Whether `training.json`, if it is there, has the figures of the summary."""
-    try:
-        facts = read_training_facts(drafter_dir)
-    except ValueError:
-        return False
-    return facts is None or all(getattr(summary, name) == value for name, value in asdict(facts).items())
+    return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
@@ -160,16 +148,14 @@ def save_results(
     hardware: str,
     config: TrainConfig,
     best: Best,
-    latest: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any],
 ) -> None:
     """Save the drafter that `config.export` names, and then the summary.
 
     The summary shows that the drafter is complete. `drafter` is the drafter after the last step,
-    and `latest` the last record of the loss. All facts are those of that record, so that a finished
-    training that is resumed writes the same files. Raises ValueError where the records of the training
-    are missing, or end in another one.
+    and `metrics` the last record of the loss. All facts are those of that record, so that a finished
+    training that is resumed writes the same files. Raises ValueError for weights that aren't finite.
     """
-    metrics = _last_record(output_dir / METRICS_FILE, latest)
     if bad := [name for name, weight in drafter.state_dict().items() if not weight.isfinite().all()]:
         raise ValueError(
             f"the trained drafter's {bad[0]} isn't finite, so it isn't saved; delete the newest checkpoint in {output_dir} and "
@@ -198,7 +184,7 @@ def save_results(
         write_training_facts(folder, facts)
     summary = Summary(
         **asdict(facts),
-        metrics=metrics,
+        metrics=dict(metrics),
         drafter_step=metrics["step"] if kept is None else kept.step,
         validation=best.validation if kept is None else kept.validation,
         end=end_of(config),
@@ -206,21 +192,6 @@ def save_results(
         run=dict(run),
     )
     write_json(output_dir / SUMMARY_FILE, asdict(summary))
-
-
-def _last_record(path: Path, latest: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the last record of the loss, whose figures go into the summary.
-
-    Raises ValueError where the file has none, or another one than `latest`.
-    """
-    records = [record for record in read_records(path) if "loss" in record]
-    if not records:
-        problem = "holds no record of the training, so there is nothing to sum up"
-    elif records[-1] != latest:
-        problem = "was altered: its last record of the loss is not the one that the training wrote"
-    else:
-        return records[-1]
-    raise ValueError(f"{path} {problem}; restore it, or delete {path.parent} and train again")
 
 
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:

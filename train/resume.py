@@ -9,7 +9,7 @@ from .batches import derived_seed
 from .checkpoint import latest_checkpoint, remove_incomplete
 from .division import Division, describe_change
 from .results import steps_of
-from .training import Training
+from .setup import Training
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,6 @@ def save_step(training: Training, step: int) -> None:
         "examples_read": training.stream.position(step),
         "scheduler": training.scheduler.state_dict(),
         "meter": training.meter.state_dict(),
-        "spikes": training.spikes.state_dict(),
         "best": training.best.state_dict(),
         "run": training.run,
     }
@@ -42,10 +41,9 @@ def resume(training: Training) -> int:
     state, step = marker.state, marker.step
     training.scheduler.load_state_dict(state["scheduler"])
     training.meter.load_state_dict(state["meter"])
-    training.spikes.load_state_dict(state["spikes"])
     training.best.load_state_dict(state["best"])
     position = int(state["examples_read"])
-    training.stream.go_on(step, position)
+    training.stream.start_at(step, position)
     logger.info("resuming from %s", checkpoint)
     if steps_of(state["run"]) != training.config.steps:
         _take_over_steps(training, state["scheduler"], steps_of(state["run"]), step)

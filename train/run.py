@@ -14,10 +14,10 @@ from .division import with_accumulation
 from .loop import fit
 from .missed_by import require_other
 from .processes import require_supported_launch
+from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
 from .resume import resume
 from .setup import set_up
-from .tracking import require_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ def train(
     checkpoint, and then ends like an unbroken run: with the same bits on a CPU, and within rounding
     on a GPU, where the backward of attention and `index_add` have no fixed order of addition. Does
     nothing if the drafter is complete. Raises ValueError for shards that are incomplete, damaged or
-    of another target, for a folder of a run with other options, and for a loss that is not finite
-    (or has a spike, under `on_spike=stop`). Raises OSError if the disk is full.
+    of another target, for a folder of a run with other options, and for a loss that is not finite.
+    Raises OSError if the disk is full.
     """
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
@@ -66,6 +66,7 @@ def train(
             assert training.meter.measured is not None, "the last step is always measured"
             drafter.calibrate(training.meter.measured)
         if accelerator.is_main_process:
+            assert training.meter.latest is not None, "the last step always has a record"
             save_results(
                 drafter,
                 drafter_dir,
@@ -75,7 +76,7 @@ def train(
                 hardware=hardware(accelerator.device, accelerator.num_processes),
                 config=config,
                 best=training.best,
-                latest=training.meter.latest,
+                metrics=training.meter.latest,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
             if config.on_policy_every is not None:

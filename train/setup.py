@@ -1,19 +1,22 @@
-"""Building the parts of a training, in a fixed order, because some draw random numbers."""
+"""The parts of a training. They are built in a fixed order, because some draw random numbers."""
 
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from ..data.manifest import Manifest
-from ..data.types import TargetReads
+from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import DrafterSpec, build_drafter
@@ -23,12 +26,10 @@ from .batches import BatchStream, count_label_tokens, target_reads
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
-from .metrics import Meter
+from .metrics import LOSS_FIELDS, Meter
 from .missed_by import OtherDrafter, open_other
-from .parallel import needs_whole_copy, prepare
+from .parallel import gather_weights, needs_whole_copy, prepare
 from .results import CHECKPOINTS_DIR
-from .spikes import SpikeWatch
-from .training import LossModule, Training
 from .validation import HeldOut, Validator, hold_out
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,64 @@ logger = logging.getLogger(__name__)
 MEASURED_SHARE = 0.1
 """Share of the steps, at the end, whose losses `TrainableDrafter.calibrate` gets if no texts are
 held out."""
+
+
+class LossModule(nn.Module):
+    """Module whose forward is the loss, because data parallelism and autocast act on a forward.
+
+    It returns a tuple of tensors in the order of LOSS_FIELDS, since they don't support a dataclass.
+    """
+
+    def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.objective = objective
+
+    def forward(self, batch: DrafterBatch, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = self.drafter.loss(batch, self.objective)
+        loss = replace(loss, sums=loss.sums + anchor)
+        return tuple(getattr(loss, name) for name in LOSS_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The parts of one training.
+
+    `run` is the description of `describe_run`. `other` is the drafter that
+    `train.label_weights` names. `trained` is the drafter inside `model`. `copy` is a whole drafter on
+    the host, for launches in which `trained` can't decode; else None.
+    """
+
+    config: TrainConfig
+    run: dict[str, Any]
+    accelerator: Accelerator
+    target: HFTarget
+    stream: BatchStream
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    meter: Meter
+    validator: Validator | None
+    best: Best
+    checkpoints: Checkpoints
+    reads: TargetReads
+    other: OtherDrafter | None
+    output_dir: Path
+    trained: TrainableDrafter
+    copy: TrainableDrafter | None
+
+    @contextmanager
+    def whole_drafter(self) -> Iterator[TrainableDrafter]:
+        """The drafter with its current weights, ready to decode.
+
+        All processes must call this together.
+        """
+        if self.copy is None:
+            yield self.trained
+            return
+        gather_weights(self.accelerator, self.trained, self.copy.to(self.accelerator.device))
+        yield self.copy
+        self.copy.to("cpu")
 
 
 def set_up(
@@ -91,7 +150,6 @@ def set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
-        spikes=SpikeWatch(config.spike_threshold),
         validator=validator,
         best=Best(output_dir, target.identity),
         checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),

@@ -1,4 +1,1 @@
-"""Proof that decoding is lossless.
-
-It is exact for rules, and on real prompts for targets with drafters.
-"""
+"""Proof on real prompts that decoding with a target and drafters is lossless."""

@@ -1,10 +1,10 @@
-"""The losslessness certificate.
+"""The losslessness certificate of a target with drafters, on real prompts."""
 
-It covers the acceptance rules exactly, and a target with drafters on real prompts.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
-from ...data.files import write_json
+from ...data.differences import differences
+from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
 from ...data.types import Turn
-from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
+from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from ...models.decoding.loop import generate
 from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule, Drafter
@@ -34,100 +35,77 @@ from ..measure.pipelined import recorded_stages
 from ..measure.timing import Loop
 from ..measure.turns import Method
 from ..results.lossless import is_exact
-from .enumerate_rules import DRAWINGS, EXACT, SAMPLINGS, SHAPES, check_rule, sampled_tokens, sequence_counts
 from .gtest import g_test
-from .toy_models import TreeShape, joint, random_tables
+
+logger = logging.getLogger(__name__)
+
+Check = Callable[[], CertificateLine]
+"""A comparison, which returns its line of the certificate."""
 
 FALSE_ALARM_RATE = 1e-6
 """Probability that one G-test rejects a sound sampler."""
-NUM_SAMPLES = 100_000
-NUM_TEXTS, SAMPLED_TOKENS, SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 1024, 4, 64, 4
-"""Extent of the sampling test of a target with each drafter."""
-NUM_PLACES = 8
-"""Number of cells that the quantiles of sampled tokens are counted in."""
+NUM_TEXTS, TEXTS_PER_PROMPT, SAMPLED_TOKENS = 1024, 512, 4
+"""Extent of the sampling test of a target with each drafter. Few prompts have fewer texts."""
+SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 64, 4
+SAMPLED_PROMPT_TOKENS = 16
+"""Last tokens of a prompt that are read in the sampling test, where hundreds of rows repeat them."""
+TEXTS_PER_CELL = 16
+"""Sampled texts for each cell of the G-tests."""
 BATCH_SIZE = 4
-LARGE_VOCAB, LARGE_SHAPES = 6, ("chain of 4", "3 siblings")
-GREEDY = Sampling(temperature=0.0)
-
-MakeRule = Callable[[Sampling], AcceptanceRule]
 
 
-def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[CertificateLine]:
-    """Enumerate the rules exactly, and test the real sampler.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """Content of the file that keeps the lines of a certificate until it is finished."""
 
-    This takes a few minutes on a CPU.
-    """
-    jobs: list[Callable[[], CertificateLine]] = []
-    for drawing in DRAWINGS:
-        jobs += [
-            partial(_enumerate, "speculative sampling", _rule, drawing, vocab, seed),
-            partial(_enumerate, "speculative sampling", _rule, drawing, LARGE_VOCAB, seed),
-            partial(_enumerate, "greedy acceptance", _greedy_rule, drawing, vocab, seed, target_sampling=GREEDY),
-            partial(_enumerate, "typical acceptance", _typical_rule, drawing, vocab, seed, lossless=False),
-            partial(_test_sampler, drawing, vocab, seed),
-        ]
-    return sorted((job() for job in tqdm(jobs, desc="certify rules", unit="job")), key=lambda line: line.subject)
+    request: dict[str, Any]
+    """What the lines depend on."""
+    lines: list[CertificateLine]
 
 
-def _enumerate(
-    name: str,
-    make_rule: MakeRule,
-    drawing: str,
-    vocab: int,
-    seed: int,
-    *,
-    lossless: bool = True,
-    target_sampling: Sampling | None = None,
-) -> CertificateLine:
-    """Enumerate one rule on trees with one way of drawing.
-
-    For a rule that doesn't claim to be `lossless`, the line reports its distance from a lossless
-    one.
-    """
-    checks = list(
-        check_rule(
-            make_rule,
-            vocab=vocab,
-            seed=seed,
-            shapes=LARGE_SHAPES if vocab == LARGE_VOCAB else tuple(SHAPES),
-            drawings=[drawing],
-            samplings=("temperature 1",) if vocab == LARGE_VOCAB else tuple(SAMPLINGS),
-            target_sampling=target_sampling,
-        )
-    )
-    worst = f"total variation at most {max(check.total_variation for check in checks):.1e}"
-    return CertificateLine(
-        subject=f"{name}, {drawing} trees, {vocab} tokens",
-        method="every outcome enumerated",
-        num_cases=len(checks),
-        result=worst if lossless else f"not lossless: {worst}",
-        # NaN fails the comparison.
-        passed=all(check.total_variation < EXACT for check in checks) if lossless else None,
-    )
-
-
-def _test_sampler(drawing: str, vocab: int, seed: int) -> CertificateLine:
-    values = [_sampler_p_value(shape, drawing, name, vocab, seed) for shape in SHAPES for name in SAMPLINGS]
-    return CertificateLine(
-        subject=f"the sampler, {drawing} trees, {vocab} tokens",
-        method=f"G-tests of {NUM_SAMPLES} texts",
-        num_cases=len(values),
-        result=f"p at least {min(values):.2g}",
-        passed=all(value > FALSE_ALARM_RATE for value in values),
-        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
-    )
+def unfinished_file(certificate: Path) -> Path:
+    """Return the file that keeps the lines of this certificate until it is finished."""
+    return certificate.with_name(f"{certificate.name}.unfinished")
 
 
 @torch.inference_mode()
-def certify_decoding(
+def run_checks(checks: Sequence[Check], path: Path, request: Mapping[str, Any]) -> list[CertificateLine]:
+    """Run the checks in order, and keep each line in the file `path`.
+
+    Lines that the file already has are not computed again if they are of the same request. A
+    KeyboardInterrupt is raised again, with the number of comparisons that are kept.
+    """
+    request = json.loads(json.dumps(request))
+    lines = _kept_lines(path, request)
+    try:
+        for check in tqdm(checks[len(lines) :], desc="certify", unit="check", initial=len(lines), total=len(checks)):
+            lines.append(check())
+            write_json(path, asdict(Unfinished(request=request, lines=lines)))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{len(lines)} of {len(checks)} comparisons are kept in {path}.") from None
+    return lines
+
+
+def _kept_lines(path: Path, request: dict[str, Any]) -> list[CertificateLine]:
+    """Read the lines of an interrupted run; none if it had another request."""
+    if not path.is_file():
+        return []
+    unfinished = read_dataclass(Unfinished, path)
+    if changes := differences(unfinished.request, request):
+        logger.info("%s is replaced: it differs in %s", path, "; ".join(changes.values()))
+        return []
+    return unfinished.lines
+
+
+def decoding_checks(
     target: HFTarget,
     methods: Sequence[Method],
     tokenizer: PreTrainedTokenizerBase,
     suites: Sequence[PromptSet],
     *,
     max_new_tokens: int,
-) -> list[CertificateLine]:
-    """Compare each method's answers with plain decoding's, and its samples with the target.
+) -> list[Check]:
+    """List the checks of each method's answers against plain decoding's, and of its samples.
 
     Greedy answers are compared alone and in batches; with a target in stages, alone, and also those
     of an oracle in the pipelined loop. In float32 and
@@ -146,19 +124,19 @@ def certify_decoding(
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
 
-    # 2. Certify the target, then each method.
+    # 2. The checks of the target, then those of each method.
     most_rows = 1 if recorded_stages(target) else BATCH_SIZE
-    jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens, most_rows)]
+    checks: list[Check] = [partial(_certify_oracle, target, prompts, max_new_tokens, most_rows)]
     if recorded_stages(target):
-        jobs.append(partial(_certify_pipelined_oracle, target, prompts, max_new_tokens))
+        checks.append(partial(_certify_pipelined_oracle, target, prompts, max_new_tokens))
     for method in methods:
         label = f"{method.name}, {_decoded_in(target)}"
-        jobs += [
+        checks += [
             partial(_certify_greedy, label, target, method, prompts, max_new_tokens, batch_size)
             for batch_size in sorted({1, most_rows})
         ]
-        jobs.append(partial(_certify_sampling, label, target, method, prompts[:NUM_SAMPLED_PROMPTS]))
-    return [job() for job in tqdm(jobs, desc="certify decoding", unit="job")]
+        checks.append(partial(_certify_sampling, label, target, method, prompts[:NUM_SAMPLED_PROMPTS]))
+    return checks
 
 
 def _certify_greedy(
@@ -247,8 +225,10 @@ def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Seq
     # 1. Sample texts, and compute the quantile of each token.
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = rule_beside(target, SpeculativeSampling(sampling=sampling))
+    prompts = [prompt[:, -SAMPLED_PROMPT_TOKENS:] for prompt in prompts]
+    num_texts = min(NUM_TEXTS, TEXTS_PER_PROMPT * len(prompts))
     quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
-    for first_seed in tqdm(range(0, NUM_TEXTS, size), desc="certify samples", unit="batch", leave=False):
+    for first_seed in tqdm(range(0, num_texts, size), desc="certify samples", unit="batch", leave=False):
         texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
         seeds = RowSeeds(range(first_seed, first_seed + size))
         steps = list(method.loop(target, method.drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
@@ -262,9 +242,10 @@ def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Seq
         quantiles.append(greater.sum(-1) + share * equal.sum(-1))
 
     # 2. Test each pair of neighbours.
-    cell = (torch.cat(quantiles) * NUM_PLACES).long().clamp(max=NUM_PLACES - 1)  # [text, token]
-    pairs = (cell[:, :-1] * NUM_PLACES + cell[:, 1:]).unbind(1)
-    even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
+    num_places = math.isqrt(num_texts // TEXTS_PER_CELL)  # of one token; a pair has the square
+    cell = (torch.cat(quantiles) * num_places).long().clamp(max=num_places - 1)  # [text, token]
+    pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
+    even = torch.full((num_places**2,), num_places**-2, dtype=torch.float64)
     values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
     return CertificateLine(
         subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
@@ -277,8 +258,8 @@ def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Seq
 
 
 def passes(lines: Sequence[CertificateLine]) -> bool:
-    """Check that every line with a claim holds."""
-    return all(line.passed is not False for line in lines)
+    """Check that every line holds."""
+    return all(line.passed for line in lines)
 
 
 def false_alarm_rate(lines: Sequence[CertificateLine]) -> float:
@@ -301,9 +282,9 @@ def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any],
 def certificate_table(lines: Sequence[CertificateLine]) -> Table:
     """Format the certificate for a terminal."""
     table = Table("What", "How", "Cases", "Result", "Verdict")
-    verdicts = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "none claimed"}
     for line in lines:
-        table.add_row(line.subject, line.method, str(line.num_cases), line.result, verdicts[line.passed])
+        verdict = "[green]pass[/]" if line.passed else "[bold red]FAIL[/]"
+        table.add_row(line.subject, line.method, str(line.num_cases), line.result, verdict)
     return table
 
 
@@ -315,26 +296,6 @@ def _decoded_in(target: HFTarget) -> str:
 
 def _together(batch_size: int) -> str:
     return "" if batch_size == 1 else f", {batch_size} prompts at a time"
-
-
-def _rule(sampling: Sampling) -> AcceptanceRule:
-    return SpeculativeSampling(sampling=sampling)
-
-
-def _greedy_rule(sampling: Sampling) -> AcceptanceRule:
-    return GreedyAcceptance()
-
-
-def _typical_rule(sampling: Sampling) -> AcceptanceRule:
-    return TypicalAcceptance(sampling=sampling)
-
-
-def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: int, seed: int) -> float:
-    sampling, shape = SAMPLINGS[sampling_name], TreeShape(parents=SHAPES[shape_name], drawing=drawing)
-    target, drafter = random_tables(vocab, shape.depth + 1, seed), random_tables(vocab, shape.depth + 1, seed + 1)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = sampled_tokens(_rule(sampling), sampling, shape, target, drafter, num_samples=NUM_SAMPLES, generator=generator)
-    return g_test(sequence_counts(tokens, vocab), joint(target, sampling, shape.depth + 1).flatten())
 
 
 def _greedy(

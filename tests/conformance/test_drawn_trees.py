@@ -9,14 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.eval.certify.enumerate_rules import (
-    EXACT,
-    ScriptedChance,
-    add_emissions,
-    complete_emissions,
-    total_variation,
-)
-from outrider.eval.certify.toy_models import adversarial_drafters, joint, random_tables
 from outrider.models.decoding import Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.tree import DraftTree, Drawn
 from outrider.models.decoding.types import NO_NODE
@@ -24,6 +16,15 @@ from outrider.models.drafters.beams import likeliest_nodes, take
 from outrider.models.drafters.fixed_draft import draw_tree
 from outrider.models.drafters.group_search import GroupDrawing, GroupSearch
 from outrider.models.drafters.vocabulary import DraftVocabulary
+
+from ..rules.enumerate_rules import (
+    EXACT,
+    ScriptedChance,
+    add_emissions,
+    complete_emissions,
+    total_variation,
+)
+from ..rules.toy_models import adversarial_drafters, joint, random_tables
 
 VOCAB, LENGTH = 3, 4
 CAUGHT = 1e-4

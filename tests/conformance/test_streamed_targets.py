@@ -349,13 +349,14 @@ def test_training_on_a_streamed_target_gives_the_same_weights(both, labels, kind
     assert weights[0] == weights[1]
 
 
-def test_a_streamed_target_is_certified(both, monkeypatch):
+def test_a_streamed_target_is_certified(both, tmp_path, monkeypatch):
     _, streamed = both
     monkeypatch.setattr(certificate, "NUM_SAMPLED_PROMPTS", 1)
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
     methods = [Method(name="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))]
     suites = [PromptSet(name="two", revision="", prompts=prompts)]
-    lines = certificate.certify_decoding(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
+    checks = certificate.decoding_checks(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
+    lines = certificate.run_checks(checks, tmp_path / "unfinished", {})
     assert len(lines) == 4
     assert certificate.passes(lines), lines
     assert all("streamed" in line.subject for line in lines)

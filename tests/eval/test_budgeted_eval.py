@@ -68,7 +68,7 @@ def test_an_evaluation_counts_what_was_read_and_prints_the_plan(command: list[st
 
 
 def test_a_certificate_is_of_the_streamed_target(command: list[str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["certify", *command, "--no-rules", "--memory-budget-gib", gib(0.6)])
+    result = CliRunner().invoke(app, ["certify", *command, "--memory-budget-gib", gib(0.6)])
     assert result.exit_code == 0, result.output
     assert "LOSSLESS" in result.output
     assert json.loads((tmp_path / "out").read_text())["form"] == "streamed"

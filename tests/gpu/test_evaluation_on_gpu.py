@@ -98,7 +98,7 @@ def test_decoding_with_cuda_graphs_is_certified(
     if device.type != "cuda":
         pytest.skip("only CUDA has graphs")
     path = tmp_path / "certificate.json"
-    arguments = ["--target", str(tiny_target_dir), "--drafter", str(drafter_dir), "--output", str(path), "--no-rules"]
+    arguments = ["--target", str(tiny_target_dir), "--drafter", str(drafter_dir), "--output", str(path)]
     arguments += ["--suite", "words", "--suite-path", str(questions), "--max-new-tokens", "16", "--device", str(device)]
     result = CliRunner().invoke(app, [*arguments, *form])
     assert result.exit_code == 0, result.output

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 from ..conftest import REPOSITORY
 from .conftest import DRAFTER, TRAIN

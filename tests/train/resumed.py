@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 TIMING = frozenset({"seconds", "positions_per_second", "tokens_per_second"})
 """Fields of a record with times."""

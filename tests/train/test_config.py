@@ -51,7 +51,7 @@ def test_hydra_builds_the_train_config_and_rejects_unknown_keys() -> None:
 
 def test_the_options_that_may_change_on_resume_exist() -> None:
     known = OmegaConf.structured(TrainConfig).keys()
-    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 14
+    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 12
 
 
 def test_a_loss_is_given_by_name_and_a_wrong_name_lists_all() -> None:

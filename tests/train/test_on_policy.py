@@ -19,7 +19,7 @@ from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.missed_by import TrainedCounter
 from outrider.train.on_policy import fill_up, next_starts, sample, step_starts
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 from ..wrong_values import problems
 from .conftest import Run

@@ -18,7 +18,7 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.text_states import require_packing, states_of_texts
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 from .conftest import DRAFTER, Run
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.train import loop as loop_module
-from outrider.train.precision import tensor_float32
+from outrider.train.parallel import tensor_float32
 from outrider.train.validation import Validator
 
 from .conftest import Run

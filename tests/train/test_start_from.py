@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from outrider.models.drafters.saved.folder import record_weights
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 from .conftest import Run
 

@@ -19,7 +19,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 
 from .conftest import DRAFTER, Run, write_shards
 

@@ -20,8 +20,8 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream
 from outrider.train.config import TrainConfig
+from outrider.train.records import read_records
 from outrider.train.run import train
-from outrider.train.tracking import read_records
 from outrider.train.validation import HeldOut, Validator, hold_out
 
 from .conftest import HORIZON, Run

@@ -1,7 +1,6 @@
-"""Monitoring of training: the best drafter, patience, spikes, and changed divisions."""
+"""Monitoring of training: the best drafter, patience, and changed divisions."""
 
 import json
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -12,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.data.types import DrafterBatch
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import Loss
 from outrider.models.llm.hf_target import HFTarget
-from outrider.train import spikes as spikes_module
 from outrider.train.batches import BatchStream
 from outrider.train.checkpoint import complete_checkpoints, read_marker
-from outrider.train.tracking import read_records
+from outrider.train.records import read_records
 from outrider.train.validation import Validation, Validator
 
 from .conftest import Run, edit_marker
@@ -146,37 +143,6 @@ def test_a_new_run_ignores_the_best_drafter_of_the_run_before(run_train: RunTrai
     measure(1.0, 1.1, 1.2, 1.3, 1.4, 1.2)
     run = run_train(**MEASURED, seed=1)
     assert summary(run)["drafter_step"] == 10
-
-
-@pytest.fixture
-def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spikes_module, "LEAST", 5)
-
-
-def spiked(call: int, batch: DrafterBatch) -> float:
-    return 1000.0 if call == 8 else 0.0
-
-
-@pytest.mark.usefixtures("short_memory")
-def test_a_spike_is_a_warning_with_step_and_texts(run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture) -> None:
-    spy.on_loss = staticmethod(spiked)
-    with caplog.at_level(logging.WARNING):
-        run = run_train(steps=12, log_every=6, drafter={"kind": "spy"}, checkpoint_every=100)
-    (message,) = [record.message for record in caplog.records if "spike" in record.message]
-    assert "at step 8, whose texts are text-" in message
-    assert message.count("text-") == 4
-    assert summary(run)["steps"] == 12
-
-
-@pytest.mark.usefixtures("short_memory")
-def test_a_spike_with_on_spike_stop_ends_the_run_without_a_checkpoint(run_train: RunTrain, spy: Any) -> None:
-    spy.on_loss = staticmethod(spiked)
-    options = {"steps": 12, "log_every": 6, "drafter": {"kind": "spy"}, "checkpoint_every": 3}
-    with pytest.raises(ValueError, match=r"spike of \d.* at step 8, whose texts are text-.*step-00000006.*on_spike=warn"):
-        run_train(**options, on_spike="stop")
-    spy.calls = 6
-    run = run_train(**options, on_spike="warn")
-    assert summary(run)["steps"] == 12, "the remedy works"
 
 
 def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(

@@ -10,7 +10,6 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
@@ -21,6 +20,7 @@ from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.llm.hf_target import HFTarget
 
+from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule
@@ -23,6 +22,7 @@ from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 
+from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]

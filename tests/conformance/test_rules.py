@@ -1,0 +1,507 @@
+"""Enumeration of acceptance rules: sound rules are exact, and every mutant is caught."""
+
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval.certify.gtest import g_test
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    TargetOutput,
+    TypicalAcceptance,
+    generate,
+)
+from outrider.models.decoding import acceptance as acceptance_module
+from outrider.models.decoding import sampling as sampling_module
+from outrider.models.decoding.types import NO_NODE
+from outrider.models.drafters import TRAINING_FREE, NullDrafter
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+
+from ..rules.enumerate_rules import (
+    DRAWINGS,
+    EXACT,
+    SAMPLINGS,
+    SHAPES,
+    RuleCheck,
+    check_rule,
+    sampled_tokens,
+    sequence_counts,
+    step_distributions,
+    total_variation,
+)
+from ..rules.toy_models import TreeShape, drawn_tokens, joint, make_trees, random_tables
+
+GREEDY = Sampling(temperature=0.0)
+ALPHA = 1e-6
+"""False-alarm rate of a G-test for a sound sampler; the seeds are fixed."""
+CAUGHT = 1e-6
+"""Total variation that every mutant must exceed, six orders of magnitude above `EXACT`."""
+
+
+def require_exact(checks: Sequence[RuleCheck]) -> None:
+    wrong = [check for check in checks if not check.total_variation < EXACT]  # NaN is wrong, too
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize(
+    "shapes",
+    [pytest.param(list(SHAPES), marks=[pytest.mark.slow, pytest.mark.long]), ["late branch"]],
+    ids=["all shapes", "late branch"],
+)
+def test_speculative_sampling_is_exact(shapes, drawing):
+    checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), shapes=shapes, drawings=[drawing]))
+    assert len(checks) == len(shapes) * 5 * 6 * 2
+    assert sum(check.padded for check in checks) == len(shapes) * 5 * 6
+    require_exact(checks)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_speculative_sampling_is_exact_with_six_tokens(drawing):
+    options = {"shapes": ["chain of 4", "3 siblings"], "samplings": ["temperature 1"], "drawings": [drawing]}
+    checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), vocab=6, **options))
+    assert len(checks) == 2 * 6 * 2
+    require_exact(checks)
+
+
+def test_speculative_sampling_is_exact_with_six_tokens_and_four_deep():
+    target, drafter = random_tables(6, 5, seed=2), random_tables(6, 5, seed=3)
+    shape = TreeShape(parents=SHAPES["chain of 4"], drawing="distinct")
+    (actual,) = step_distributions(SpeculativeSampling(sampling=Sampling()), Sampling(), [shape], target, drafter)
+    assert total_variation(actual, joint(target, Sampling(), 5)) < EXACT
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_greedy_acceptance_is_exact(drawing):
+    checks = list(check_rule(lambda sampling: GreedyAcceptance(), drawings=[drawing], target_sampling=GREEDY))
+    assert len(checks) == 7 * 5 * 6 * 2
+    require_exact(checks)
+
+
+def test_small_trees_are_padded_to_the_largest_in_the_batch():
+    tables = random_tables(3, 3, seed=0)
+    whole = TreeShape(parents=SHAPES["2 x 2"], drawing="independent")
+    tokens = [drawn_tokens(shape, tables, Sampling(), 2, torch.Generator()) for shape in (whole, whole.half)]
+    tree = make_trees([whole, whole.half], tokens, tables, Sampling())
+    assert (tree.tokens == NO_NODE).tolist() == [[False] * 4] * 2 + [[False, False, True, True]] * 2
+    assert tree.parents.tolist() == [[-1, -1, 0, 0]] * 2 + [[-1, -1, NO_NODE, NO_NODE]] * 2
+
+
+class Wasteful:
+    """Speculative sampling that also requests random numbers that it doesn't use."""
+
+    lossless, is_random = True, True
+
+    def __init__(self, sampling) -> None:
+        self.rule = SpeculativeSampling(sampling=sampling)
+
+    def __call__(self, tree, output, *, generator=None):
+        even = torch.full((len(tree.tokens), 2), 0.5, dtype=torch.float64)
+        generator.flip(even[:, 0])
+        generator.draw(even)
+        acceptance = self.rule(tree, output, generator=generator)
+        generator.flip(even)
+        return acceptance
+
+
+def test_unused_random_numbers_of_a_rule_are_enumerated_too():
+    checks = list(check_rule(Wasteful, shapes=["one token"], samplings=["temperature 1"], drawings=["distinct"]))
+    assert len(checks) == 6 * 2
+    assert max(check.total_variation for check in checks) < EXACT
+
+
+def test_typical_acceptance_is_not_lossless_and_is_marked_so():
+    rule = TypicalAcceptance(sampling=Sampling())
+    assert not rule.lossless
+    checks = list(check_rule(lambda sampling: TypicalAcceptance(sampling=sampling), shapes=["chain of 3"], drawings=["beam"]))
+    assert max(check.total_variation for check in checks if check.sampling == "temperature 1") > 0.05
+
+
+def test_typical_acceptance_equals_its_formula():
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    entropy = -(probs * probs.log()).sum()
+    threshold = min(0.09, 0.3 * float((-entropy).exp()))
+    accepted = (probs > threshold).tolist()
+    assert accepted == [True, True, True, False]
+    logits = probs.log().expand(4, 2, 4)
+    tree = acceptance_module.DraftTree(tokens=torch.arange(4)[:, None], parents=torch.full((4, 1), -1), max_depth=1)
+    rule = TypicalAcceptance(sampling=Sampling())
+    output = TargetOutput(logits=logits, hidden_states=logits[..., :0])
+    assert rule(tree, output).num_accepted.tolist() == [int(value) for value in accepted]
+
+
+@pytest.mark.parametrize(
+    ("drawing", "shape", "sampling", "num_samples"),
+    [
+        *[(drawing, "2 x 2", name, 60_000) for drawing in DRAWINGS for name in ("temperature 1", "top-p 0.8")],
+        *[
+            pytest.param(*case, 100_000, marks=[pytest.mark.slow, pytest.mark.long])
+            for case in itertools.product(DRAWINGS, SHAPES, SAMPLINGS)
+        ],
+    ],
+)
+def test_the_unchanged_sampler_draws_from_the_joint_distribution(drawing, shape, sampling, num_samples):
+    tree, sampling = TreeShape(parents=SHAPES[shape], drawing=drawing), SAMPLINGS[sampling]
+    target, drafter = random_tables(3, tree.depth + 1, seed=0), random_tables(3, tree.depth + 1, seed=1)
+    generator, rule = torch.Generator().manual_seed(0), SpeculativeSampling(sampling=sampling)
+    tokens = sampled_tokens(rule, sampling, tree, target, drafter, num_samples=num_samples, generator=generator)
+    counts = sequence_counts(tokens, 3)
+    assert g_test(counts, joint(target, sampling, tree.depth + 1).flatten()) > ALPHA
+    assert g_test(counts, joint(drafter, sampling, tree.depth + 1).flatten()) < ALPHA, "the test has no power"
+
+
+# --- the whole loop
+
+
+class ToyTarget:
+    """Toy model with the target's interface; it stores the committed tokens."""
+
+    context_length = 64
+    num_prefills = 1
+    has_fixed_shapes = False
+
+    def __init__(self, tables) -> None:
+        self.tables = tables
+
+    def prefill(self, prompts, *, max_new_tokens, max_nodes, feature_layers=()) -> TargetOutput:
+        self.committed = torch.zeros(len(prompts.lengths), 0, dtype=torch.long)
+        self.counts = torch.zeros(len(prompts.lengths), dtype=torch.long)
+        logits = self.tables[0].expand(len(prompts.lengths), 1, -1)
+        return TargetOutput(logits=logits, hidden_states=logits[..., :0])
+
+    def _logits(self, texts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the logits after texts; those after texts longer than the tables are unused."""
+        known = texts[: len(self.tables) - 1]
+        return self.tables[len(known)][tuple(known)]
+
+    def verify(self, last_token, tree, *, meanwhile=None) -> TargetOutput:
+        """Compute logits for groups of rows of equal length; the length chooses the table."""
+        self.last_token = last_token
+        batch, vocab = len(last_token), self.tables[0].shape[-1]
+        logits = torch.zeros(batch, 1 + tree.num_nodes, vocab, dtype=torch.float64)
+        for count in self.counts.unique().tolist():
+            rows = self.counts == count
+            base = [*self.committed[rows, :count].T, last_token[rows]]
+            logits[rows, 0] = self._logits(base)
+            for node, depth in itertools.product(range(tree.num_nodes), range(1, tree.max_depth + 1)):
+                alike = tree.depths[rows, node] == depth  # trees of rows may have different shapes
+                path = tree.lineage[rows, node, :depth][alike].flip(1)
+                tokens = tree.tokens[rows][alike].gather(1, path).T
+                here = rows.nonzero().squeeze(1)[alike]
+                logits[here, node + 1] = self._logits([*(part[alike] for part in base), *tokens])
+        return TargetOutput(logits=logits, hidden_states=logits[..., :0])
+
+    def commit(self, tree, accepted) -> None:
+        new = torch.cat([self.last_token[:, None], accepted.cut().drafts], dim=1)
+        wide = torch.zeros(len(new), self.committed.shape[1] + new.shape[1], dtype=torch.long)
+        wide[:, : self.committed.shape[1]] = self.committed
+        wide.scatter_(1, self.counts[:, None] + torch.arange(new.shape[1]), new)
+        self.committed, self.counts = wide, self.counts + 1 + torch.tensor(accepted.num_accepted.host)
+
+    def discard(self) -> None:
+        raise NotImplementedError("all of its logits are numbers")
+
+    def select(self, rows) -> None:
+        self.committed, self.counts = self.committed[rows], self.counts[rows]
+
+
+class ToyDrafter:
+    """Drafter that samples trees of one shape from a toy model that ignores the text."""
+
+    def __init__(self, shape, tables, sampling) -> None:
+        self.shape, self.tables, self.sampling = shape, tables, sampling
+        self.max_nodes = len(shape.parents)
+        self.feature_layers = ()
+
+    def init_state(self, prompts, prefill, *, max_new_tokens) -> None:
+        return None
+
+    def propose(self, state, last_token, *, generator=None):
+        tokens = drawn_tokens(self.shape, self.tables, self.sampling, len(last_token), generator)
+        return make_trees([self.shape], [tokens], self.tables, self.sampling), None
+
+    def meanwhile(self, drafted) -> None:
+        return None
+
+    def advance(self, drafted, tree, accepted, output) -> None:
+        return None
+
+    def select(self, state, rows) -> None:
+        return None
+
+
+FREE: dict[str, dict[str, Any]] = {
+    "prompt_lookup": {"tree_nodes": 2},
+    "recycling": {"tree_nodes": 3, "top_k": 2, "depth": 2},
+    "suffix": {"tree_nodes": 3, "min_prob": 0.3},
+}
+"""Options of training-free drafters, for trees of all shapes."""
+MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"}
+"""The pace of each merge of all training-free drafters."""
+LOOPS = list(itertools.product((*DRAWINGS, "nothing", *FREE, *MERGED), ("one generator", "row seeds")))
+QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator"), *((name, "one generator") for name in (*FREE, *MERGED))]
+"""Quick pairs with fewer texts, one for each source of randomness; slow tests have all pairs."""
+
+
+def loop_drafter(drawing: str, sampling: Sampling) -> Any:
+    if drawing in MERGED:
+        sources = {name: loop_drafter(name, sampling) for name in FREE}
+        return MergedDrafter(sources, MergedConfig(tree_nodes=4, pace=MERGED[drawing]))
+    if drawing in FREE:
+        drafter_class: Any = TRAINING_FREE[drawing]
+        return drafter_class(drafter_class.Config(**FREE[drawing]))
+    if drawing == "nothing":
+        return NullDrafter()
+    return ToyDrafter(TreeShape(parents=(-1, -1, 0), drawing=drawing), random_tables(3, 3, seed=5), sampling)
+
+
+def test_every_training_free_drafter_is_certified():
+    assert FREE.keys() == TRAINING_FREE.keys()
+
+
+@pytest.mark.parametrize("name", [*FREE, *MERGED])
+def test_greedy_texts_with_a_training_free_drafter_or_a_merge_are_those_of_plain_decoding(name):
+    def decode(drafter: Any) -> tuple[list[list[int]], int]:
+        texts: list[list[int]] = [[] for _ in range(3)]
+        target = ToyTarget(random_tables(3, 9, seed=4))
+        accepted = 0
+        for step in generate(target, drafter, GreedyAcceptance(), torch.arange(3)[:, None], max_new_tokens=9):
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                texts[row] += tokens
+            accepted += sum(step.num_accepted)
+        return texts, accepted
+
+    plain, _ = decode(NullDrafter())
+    texts, accepted = decode(loop_drafter(name, GREEDY))
+    assert texts == plain
+    assert accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("drawing", "chance", "num_rows"),
+    [
+        *[(*loop, 4_000) for loop in QUICK_LOOPS],
+        *[pytest.param(*loop, 10_000, marks=[pytest.mark.slow, pytest.mark.long]) for loop in LOOPS],
+    ],
+)
+def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, chance, num_rows):
+    length = 4
+    sampling = Sampling(temperature=0.8)
+    target = ToyTarget(random_tables(3, length, seed=4))
+    drafter = loop_drafter(drawing, sampling)
+    texts = torch.zeros(num_rows, length, dtype=torch.long)
+    filled = [0] * num_rows
+    prompts = Prompts.of(torch.zeros(num_rows, 1, dtype=torch.long))
+    steps = generate(
+        target,
+        drafter,
+        SpeculativeSampling(sampling=sampling),
+        prompts.input_ids,
+        max_new_tokens=length,
+        generator=torch.Generator().manual_seed(1) if chance == "one generator" else RowSeeds(range(num_rows)),
+    )
+    for step in steps:
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            texts[row, filled[row] : filled[row] + len(tokens)] = torch.tensor(tokens)
+            filled[row] += len(tokens)
+    assert set(filled) == {length}
+    assert g_test(sequence_counts(texts, 3), joint(target.tables, sampling, length).flatten()) > ALPHA
+    other = joint(target.tables, Sampling(temperature=0.95), length).flatten()
+    assert g_test(sequence_counts(texts, 3), other) < ALPHA, "too few texts: another temperature would pass"
+
+
+# --- mutants: the sampler with one line changed on purpose
+
+ACCEPTANCE_MUTANTS = {
+    "accepts every child": ("clamp(max=1.0)", "clamp(min=1.0, max=1.0)"),
+    "ratio upside down": (
+        "(probs.gather(2, token) / drawn_from.gather(2, token))",
+        "(drawn_from.gather(2, token) / probs.gather(2, token))",
+    ),
+    "accepts by p alone": ("(probs.gather(2, token) / drawn_from.gather(2, token))", "(probs.gather(2, token) / 1.0)"),
+    "no residual": ("probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)", "pass"),
+    "residual q - p": ("left = (probs - drawn_from)", "left = (drawn_from - probs)"),
+    "residual in absolute value": ("(probs - drawn_from).clamp(min=0.0)", "(probs - drawn_from).abs()"),
+    "residual not normalised": ("left / total, probs)", "left, probs)"),
+    "residual where nothing was tried": ("(tried != NO_NODE) & (total > 0)", "total > 0"),
+    "q keeps the refused child": ("if not drawn.with_replacement:", "if False:"),
+    "q loses children that were drawn with replacement": ("if not drawn.with_replacement:", "if True:"),
+    "q not normalised again": ("(without / without.sum(-1, keepdim=True)).nan_to_num(0.0)", "without"),
+    "child tried at the wrong entry": (
+        "torch.where(is_turn, tree.parents + 1, num_entries)",
+        "torch.where(is_turn, (tree.parents + 2).clamp(max=num_entries), num_entries)",
+    ),
+    "bonus from p, not from the residual": (
+        "draw(bonus[rows, walk.entry], generator)",
+        "draw(probs[rows, walk.entry], generator)",
+    ),
+    "bonus after the root, not after the path": ("draw(bonus[rows, walk.entry], generator)", "draw(bonus[rows, 0], generator)"),
+    "bonus by arg-max": ("draw(bonus[rows, walk.entry], generator)", "bonus[rows, walk.entry].argmax(-1)"),
+    "younger siblings first": (".tril(-1).any(-1)", ".triu(1).any(-1)"),
+    "any accepted child will do": (
+        "flip(accept, generator)",
+        "flip(accept, generator)",
+        "accepted & ~elder_accepted &",
+        "accepted &",
+    ),
+    "coins turned over": ("flip(accept, generator)", "~flip(accept, generator)"),
+    "target not warped": ("probs = warp(output.logits, self.sampling)", "probs = output.logits.softmax(-1)"),
+    "choice by arg-max": ("choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator)", "probs.argmax(-1)"),
+    "choice after the node, not its parent": (
+        "choices.gather(1, tree.parents + 1)",
+        "choices.gather(1, (tree.parents + 2).clamp(max=choices.shape[1] - 1))",
+    ),
+    "bonus of the entry before": (
+        "choices.gather(1, walk.entry[:, None])",
+        "choices.gather(1, (walk.entry[:, None] - 1).clamp(min=0))",
+    ),
+    "walk ends a node early": ("return Walk(path=", "num_accepted = (num_accepted - 1).clamp(min=0)\n    return Walk(path="),
+    "children of refused nodes": (
+        "reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)",
+        "reached = accepted",
+    ),
+}
+
+
+WALK_MUTANTS = (
+    "choice after the node, not its parent",
+    "bonus of the entry before",
+    "walk ends a node early",
+    "children of refused nodes",
+)
+GREEDY_MUTANTS = {
+    **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
+    "arg-min": ("output.logits.max(-1).indices", "output.logits.argmin(-1)"),
+    "second best": ("output.logits.max(-1).indices", "output.logits.topk(2).indices[..., 1]"),
+    "sampled": ("output.logits.max(-1).indices", "draw(output.logits.softmax(-1), generator)"),
+    "any child of the root's choice": (
+        "tree.tokens == choices.gather(1, tree.parents + 1)",
+        "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",
+    ),
+}
+WARP_MUTANTS = {
+    "top-p keeps one token too many": ("before >= sampling.top_p", "before - ranked >= sampling.top_p"),
+    "top-p keeps one token too few": ("before >= sampling.top_p", "before + ranked >= sampling.top_p"),
+    "top-p not normalised": ("before >= sampling.top_p, 0.0)", "before >= sampling.top_p, ranked.min() / 2)"),
+    "top-p ignored": ("sampling.top_p is not None", "False"),
+    "top-k ignored": ("sampling.top_k is not None", "False"),
+    "top-k off by one": ("probs.topk(sampling.top_k,", "probs.topk(sampling.top_k - 1,"),
+    "temperature upside down": (".values) / sampling.temperature", ".values) * sampling.temperature"),
+    "temperature ignored": (".values) / sampling.temperature", ".values)"),
+    "temperature after top-p": (
+        ".values) / sampling.temperature",
+        ".values)",
+        "    return probs\n",
+        "    probs = probs ** (1 / sampling.temperature)\n    return probs / probs.sum(-1, keepdim=True)\n",
+    ),
+    "probabilities in the order of their rank": ("scatter_(-1, order, ranked)", "copy_(ranked)"),
+}
+CHANCE_MUTANTS = {
+    "clocks multiplied": ("return (probs / clocks)", "return (probs * clocks)"),
+    "the last clock to ring": ("return (probs / clocks)", "return (clocks / probs)"),
+    "uniform clocks": ("exponential_(generator", "uniform_(generator"),
+    "clocks shared by all rows": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[:1]).exponential_"),
+    "clocks shared by all tokens": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[..., :1]).exponential_"),
+    "coins turned over": ("generator=generator) < probs", "generator=generator) > probs"),
+    "coins shared by all rows": ("torch.rand(probs.shape,", "torch.rand(probs[:1].shape,"),
+}
+
+
+@pytest.fixture
+def mutate() -> Iterator:
+    module_names = []
+
+    def run(name: str, source: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        module.__package__ = "outrider.models.decoding"
+        sys.modules[name] = module
+        module_names.append(name)
+        exec(compile(source, name, "exec"), module.__dict__)
+        return module
+
+    def make(*replacements: str, of: types.ModuleType = acceptance_module) -> types.ModuleType:
+        """Run the acceptance rules with lines replaced in their module or in sampling's."""
+        source = inspect.getsource(of)
+        for old, new in zip(replacements[::2], replacements[1::2], strict=True):
+            assert old in source, f"the sampler has no {old!r} any more: update the mutant"
+            source = source.replace(old, new)
+        if of is acceptance_module:
+            return run("outrider.models.decoding.acceptance_mutant", source)
+        rules = run("outrider.models.decoding.acceptance_copy", inspect.getsource(acceptance_module))
+        mutant = run("outrider.models.decoding.sampling_mutant", source)
+        rules.warp, rules.draw, rules.flip = mutant.warp, mutant.draw, mutant.flip
+        return rules
+
+    yield make
+    for name in module_names:
+        del sys.modules[name]
+
+
+def assert_caught(make_rule, **options) -> None:
+    """Check that a mutant is caught by its distance; a mutant that raises fails the test.
+
+    The first checks are those that catch most mutants.
+    """
+    shapes, drawings = ["late branch", "2 x 2", "3 siblings", "chain of 3"], ["distinct", "independent", "beam"]
+    checks = check_rule(make_rule, shapes=shapes, drawings=drawings, **options)
+    assert any(check.total_variation > CAUGHT for check in checks), "the mutant passes for sound"
+
+
+@pytest.mark.parametrize("name", ACCEPTANCE_MUTANTS)
+def test_every_mutant_of_the_sampler_is_caught(name, mutate):
+    module = mutate(*ACCEPTANCE_MUTANTS[name])
+    assert_caught(lambda sampling: module.SpeculativeSampling(sampling=sampling), samplings=["temperature 0.5", "top-k 2"])
+
+
+@pytest.mark.parametrize("name", GREEDY_MUTANTS)
+def test_every_mutant_of_greedy_acceptance_is_caught(name, mutate):
+    module = mutate(*GREEDY_MUTANTS[name])
+    assert_caught(lambda sampling: module.GreedyAcceptance(), target_sampling=GREEDY)
+
+
+@pytest.mark.parametrize("name", WARP_MUTANTS)
+def test_every_mutant_of_the_warping_is_caught(name, mutate):
+    module = mutate(*WARP_MUTANTS[name], of=sampling_module)
+    setting = {"temperature upside down": "temperature 0.5", "temperature ignored": "temperature 0.5"}.get(name)
+    setting = setting or ("top-k 2" if name.startswith("top-k") else "top-p 0.8")
+    assert_caught(lambda sampling: module.SpeculativeSampling(sampling=sampling), samplings=[setting])
+
+
+@pytest.mark.parametrize("name", CHANCE_MUTANTS)
+def test_every_mutant_of_the_draws_is_caught_by_a_g_test(name, mutate):
+    module = mutate(*CHANCE_MUTANTS[name], of=sampling_module)
+    assert min(sampler_p_values(module.SpeculativeSampling)) < ALPHA
+
+
+def test_there_are_enough_mutants_and_the_unbroken_sampler_passes_the_same_way(mutate):
+    assert len(ACCEPTANCE_MUTANTS) + len(GREEDY_MUTANTS) + len(WARP_MUTANTS) + len(CHANCE_MUTANTS) >= 40
+    for module in (mutate("flip(accept, generator)", "flip(accept, generator)"), mutate(of=sampling_module)):
+        checks = check_rule(
+            lambda sampling, module=module: module.SpeculativeSampling(sampling=sampling),
+            shapes=["late branch"],
+            samplings=["temperature 0.5", "top-k 2"],
+        )
+        assert max(check.total_variation for check in checks) < EXACT
+        assert min(sampler_p_values(module.SpeculativeSampling)) > ALPHA
+
+
+def sampler_p_values(make_rule) -> Iterator[float]:
+    """Yield p-values for a chain, for siblings tried in turn, and for a deterministic tree."""
+    target, drafter, sampling = random_tables(3, 3, seed=0), random_tables(3, 3, seed=1), Sampling()
+    for parents, drawing in (((-1, 0), "distinct"), ((-1, -1), "independent"), ((-1, -1), "beam")):
+        shape, generator = TreeShape(parents=parents, drawing=drawing), torch.Generator().manual_seed(0)
+        rule = make_rule(sampling=sampling)
+        tokens = sampled_tokens(rule, sampling, shape, target, drafter, num_samples=20_000, generator=generator)
+        yield g_test(sequence_counts(tokens, 3), joint(target, sampling, shape.depth + 1).flatten())

@@ -1,0 +1,1 @@
+"""Enumeration of acceptance rules on toy models."""
