@@ -91,7 +91,7 @@ def drafted_beams(drafter: Any, top_k: int | None) -> torch.Tensor:
     from outrider.models.drafters.beams import beam_search, final_beams
 
     contexts, first = make_prompts()
-    search = beam_search(drafter, contexts, first, width=WIDTH, length=DEPTHS, top_k=top_k)
+    search = beam_search(drafter, contexts[:, None].expand(-1, DEPTHS, -1), first, width=WIDTH, top_k=top_k)
     tokens = search.tokens.gather(1, final_beams(search)).unflatten(1, (DEPTHS, WIDTH)).transpose(1, 2)
     return torch.cat([first[:, None, None].expand(-1, WIDTH, 1), tokens], dim=2)
 
