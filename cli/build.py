@@ -16,7 +16,7 @@ from ..data.fields import OPTIONS, problems_of
 from ..data.paths import NamedPath, expand_home, require_paths
 from .command_line import CommandLine, read_command_line
 from .describe import sections_of
-from .inputs import command_paths
+from .inputs import command_paths, no_paths
 
 T = TypeVar("T")
 PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
@@ -82,7 +82,8 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     """Return a command's configuration, and its arguments as they were read.
 
     A class names its options that need no name in POSITIONAL (a list takes all further words), and
-    its own defaults of its sections' options in DEFAULTS.
+    its own defaults of its sections' options in DEFAULTS. NAMES_FILES is false for a class
+    whose options have other meanings.
     """
     # 1. Read the arguments. Words are the options of POSITIONAL.
     described: type = cls  # for mypy, a type[T] has no hash
@@ -97,7 +98,9 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     line.problems += [f"{word} is one argument too many; an option has the form --NAME VALUE or NAME=VALUE" for word in words]
 
     # 2. Build the configuration.
-    return build(cls, merged(getattr(cls, "DEFAULTS", {}), line.nested()), command_paths, line.problems), line
+    values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
+    paths_of = command_paths if getattr(cls, "NAMES_FILES", True) else no_paths
+    return build(cls, values, paths_of, line.problems), line
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

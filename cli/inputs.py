@@ -50,6 +50,11 @@ def command_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
             yield NamedPath(option=option, value=name, expected=expected, is_local=True)
 
 
+def no_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    """Yield nothing."""
+    yield from ()
+
+
 def _suite_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     for index, suite in enumerate(_list(values, "eval", "suites")):
         path = suite.get("path") if isinstance(suite, Mapping) else suite
