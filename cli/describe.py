@@ -187,7 +187,7 @@ def _options(cls: type, prefix: str) -> Iterator[Option]:
             meaning=re.sub(r"\bNone\b", "null", meanings.get(field.name, "")),  # a recipe writes null
             at_run_time=field.name in at_run_time,
         )
-        for part in _parts(hint):
+        for part in _parts(hint) if _kinds(hint) == {"list"} else ():
             if isinstance(part, type) and is_dataclass(part):
                 yield from _options(part, f"{prefix}{field.name}[].")
 
