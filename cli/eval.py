@@ -58,7 +58,7 @@ def eval_command(
     decode: shared.Decode = "synchronous",
     micro_batch: Annotated[int, typer.Option(help="Most draft tokens that a pass of pipelined decoding reads.")] = 4,
     max_new_tokens: shared.MaxNewTokens = 128,
-    repeats: Annotated[int, typer.Option("--repeat", help="Number of times that each answer is measured.")] = 1,
+    repeats: Annotated[int, typer.Option("--repeat", help="Times that each answer is measured; the median counts.")] = 3,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded again to time a step's parts.")] = 3,
     too_long: Annotated[str, typer.Option(help="For a prompt that doesn't fit the target's context: skip or error.")] = "skip",
     memory_bandwidth_gbs: Bandwidth = None,
