@@ -3,85 +3,186 @@
     python scripts/make_benchmarks_page.py           # write all
     python scripts/make_benchmarks_page.py --check   # exit with 1 where a file differs from what would be written
 
-The text around the tables is benchmarks_page/page.md.jinja, which contains no measured number.
+The text around the tables is benchmarks.md.jinja, which contains no measured number. A record is a
+JSON object with the `command` that made it, and its `tables` in Markdown or its `rows`; or the
+folder of an evaluation.
 """
 
-import argparse
+import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
-from benchmarks_page.free_drafts import FREE_DRAFTS, FREE_STUDY, free_table
-from benchmarks_page.printed import PRINTED
-from benchmarks_page.studies import STUDIES
-from benchmarks_page.summaries import SUMMARIES, drafters_table
-from benchmarks_page.tables import Records
+import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of drafters: begin -->", "<!-- table of drafters: end -->"
-FREE_PAGE = ROOT / "docs" / "explanation" / "free-drafts.md"
+DRAFTERS = "free_study/free_study.json"
+"""Record of the table in README and docs."""
 COMMAND = "make benchmarks"
 
 
-def main() -> None:
+def main(
+    records: Annotated[Path, typer.Option(help="Folder of the records.")] = ROOT / "benchmarks",
+    readme: Annotated[Path, typer.Option(help="File with the markers of the table.")] = ROOT / "README.md",
+    explanation: Annotated[Path, typer.Option(help="File with the same markers.")] = ROOT / "docs/explanation/free-drafts.md",
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date.")] = False,
+) -> None:
     """Write the page and the tables of README and docs, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=ROOT / "benchmarks", help="folder of the records")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the markers of the table")
-    parser.add_argument("--free-page", type=Path, default=FREE_PAGE, help="file with the markers of the same table in docs/")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a file is out of date")
-    options = parser.parse_args()
-
-    records = Records(options.records)
-    wanted = {options.records / "README.md": page(records)}
-    has_free = records.has(FREE_STUDY)
-    tables = {
-        options.readme: free_table(records) if has_free else drafters_table(records),
-        options.free_page: free_table(records) if has_free else "",
-    }
-    for path, made in tables.items():
+    page = Page(records)
+    wanted = {records / "README.md": page.written()}
+    for path in (readme, explanation):
         if BEGIN in (text := path.read_text(encoding="utf-8")):
-            wanted[path] = with_table(text, made)
-    if options.check:
-        sys.exit(report_stale(wanted))
-    for path, content in wanted.items():
-        path.write_text(content, encoding="utf-8")
+            wanted[path] = with_table(text, page.drafters())
+    stale = [path for path, content in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != content]
+    for path in stale:
+        if check:
+            print(f"{path} doesn't fit the records in benchmarks/; renew it with `{COMMAND}`", file=sys.stderr)
+        else:
+            path.write_text(wanted[path], encoding="utf-8")
+    raise typer.Exit(int(check and bool(stale)))
 
 
-def page(records: Records) -> str:
-    """Return benchmarks/README.md."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "benchmarks_page"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    made = {**SUMMARIES, **STUDIES, **FREE_DRAFTS, **PRINTED}
-    functions = {name: records.bound(function) for name, function in made.items()}
-    return environment.get_template("page.md.jinja").render(facts=records.facts, has=records.has, command=COMMAND, **functions)
+class Page:
+    """The page's text, and what it shows of each record."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def written(self) -> str:
+        """Return benchmarks/README.md."""
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,
+        )
+        names = {"record": self.record, "evaluation": self.evaluation, "certificate": self.certificate, "command": COMMAND}
+        return environment.get_template("benchmarks.md.jinja").render(names)
+
+    def read(self, name: str) -> Any:
+        """Return a record's content."""
+        return json.loads((self.folder / name).read_text(encoding="utf-8"))
+
+    def record(self, name: str, tables: int | None = None) -> str:
+        """Return the first tables of a record, all unless `tables` is given, and its facts."""
+        record = self.read(name)
+        parts = re.split(r"\n\n+", record["tables"] if "tables" in record else table(record["rows"]))
+        ends = [index for index, part in enumerate(parts) if part.startswith("|")]
+        if tables is not None and tables < len(ends):
+            parts = [*parts[: ends[tables - 1] + 1], f"The record has {len(ends) - tables} more tables."]
+        return "\n\n".join([*parts, facts([name], record["command"], record.get("code"), record.get("environment"))])
+
+    def evaluation(self, *folders: str, command: str, temperature: float = 0.0, speeds: bool = True) -> str:
+        """Return the rows of evaluations at one temperature; without `speeds` where other work disturbed them."""
+        found = [row for folder in folders for row in self.read(f"{folder}/summary.json") if row["temperature"] == temperature]
+        first = found[0]
+        kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        on = f"{first['num_prompts']} prompts, answers of at most {first['max_new_tokens']} tokens, {kind}"
+        rows = []
+        for row in found:
+            cells = {"method": row["method"], "tokens per step": f"{row['tokens_per_step']:.2f}"}
+            if speeds:
+                seconds = row.get("draft_seconds_per_step")
+                cells |= {
+                    "tokens/s": f"{row['tokens_per_second']:,.0f}",
+                    "speedup [95 %]": with_interval(row["speedup"], row["speedup_ci95"]),
+                    "ceiling (computed)": f"{row['ceiling']:.2f}x" if row["ceiling"] else "-",
+                    "drafter, ms per step": f"{1e3 * seconds:.1f}" if seconds else "-",
+                }
+            rows.append({**cells, "lossless": row.get("lossless_label") or ("yes" if row["lossless"] else "NO")})
+        run = next((f"{folder}/run.json" for folder in folders if (self.folder / folder / "run.json").is_file()), None)
+        environment = None if run is None else self.read(run)["environment"]
+        text = f"Suite {first['suite']}, {on}, batch size {first['batch_size']}, {first['dtype']}."
+        names = [f"{folder}/summary.json" for folder in folders]
+        return "\n\n".join([text, table(rows), facts(names, command, None, environment)])
+
+    def certificate(self, name: str, command: str) -> str:
+        """Return the lines of a certificate."""
+        record = self.read(name)
+        rows = [
+            {"subject": line["subject"], "method": line["method"], "cases": line["num_cases"], "result": line["result"]}
+            for line in record["lines"]
+        ]
+        verdict = "passed" if record["passed"] else "failed"
+        rate = f"A sound decoder fails it with a probability of at most {record['false_alarm_rate']:.1e}."
+        return "\n\n".join(
+            [
+                table(rows, text_columns=2),
+                f"The certificate {verdict}. {rate}",
+                facts([name], command, None, record["environment"]),
+            ]
+        )
+
+    def drafters(self) -> str:
+        """Return the table of README and docs: all methods on the demo, and beside the grown target."""
+        record = self.read(DRAFTERS)
+        # 1. The grown target in its faster type.
+        grown = [row for row in record["rows"] if row["part"] == "grown"]
+        fastest = max((row for row in grown if row["method"] == "plain"), key=lambda row: row["tokens_per_second"])
+        large = {row["method"]: row for row in grown if row["dtype"] == fastest["dtype"]}
+        # 2. The table.
+        demo = [row for row in record["rows"] if row["part"] == "demo"]
+        rows = [
+            {
+                "method": row["method"],
+                "tokens per step": f"{row['tokens_per_step']:.2f}",
+                "the demo's target": with_interval(row["speedup"], row["speedup_ci95"]),
+                f"grown to {fastest['size']} parameters": with_interval(beside["speedup"], beside["speedup_ci95"])
+                if (beside := large.get(row["method"]))
+                else "-",
+            }
+            for row in demo
+        ]
+        machine, first = record["environment"], demo[0]
+        hardware = f"{machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}"
+        types = " and ".join(dict.fromkeys([first["dtype"], fastest["dtype"]]))
+        settings = f"{types}, greedy, batch size {first['batch_size']}, {first['threads']} threads"
+        return f"{table(rows)}\n\n{hardware}; {settings}."
 
 
-def with_table(text: str, table: str) -> str:
-    """Return a text with the table between its markers.
+def table(rows: Sequence[dict[str, Any]], *, text_columns: int = 1) -> str:
+    """Return a Markdown table of rows with the same keys; its columns of numbers are set to the right."""
+    rule = ["---" if index < text_columns else "---:" for index in range(len(rows[0]))]
+    lines = [[*rows[0]], rule, *([str(cell) for cell in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
-    Raises ValueError where a marker is missing or repeated.
-    """
+
+def facts(names: Sequence[str], command: str, code: str | None, machine: dict[str, Any] | None) -> str:
+    """Return a list of the records, the command that made them, and the machine."""
+    links = ", ".join(f"[{name}]({name})" for name in names)
+    lines = [f"- Record: {links}", f"- Command: `{command}`" + (f", at the git tag `{code}`" if code else "")]
+    if machine is not None:
+        packages = machine["packages"]
+        lines.append(
+            f"- Machine: {machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}, threads: "
+            f"{machine['num_threads']}, torch {packages['torch']}, transformers {packages['transformers']}"
+        )
+    return "\n".join(lines)
+
+
+def device_name(machine: dict[str, Any]) -> str:
+    """Return the accelerator of a machine, in words."""
+    return "no GPU" if machine["device"] == "cpu" else str(machine["device"])
+
+
+def with_interval(value: float, interval: Sequence[float] | None) -> str:
+    """Return a ratio with its interval."""
+    if interval is None or min(interval) == max(interval):
+        return f"{value:.2f}x"
+    return f"{value:.2f}x [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def with_table(text: str, made: str) -> str:
+    """Return a text with the table between its markers. Raises ValueError where a marker is missing or repeated."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"the text must have the lines {BEGIN} and {END} once each, in this order")
     before, rest = text.split(BEGIN)
-    lines = f"{table}\n" if table else ""
-    return f"{before}{BEGIN}\n{lines}{END}{rest.split(END)[1]}"
-
-
-def report_stale(wanted: dict[Path, str]) -> int:
-    """Print which files are out of date and what renews them; return an exit status."""
-    stale = [path for path, content in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != content]
-    for path in stale:
-        print(f"{path} doesn't fit the records in benchmarks/; renew it with `{COMMAND}`", file=sys.stderr)
-    return 1 if stale else 0
+    return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

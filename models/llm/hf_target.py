@@ -338,10 +338,10 @@ class HFTarget(FrozenModel):
         """Raise ValueError if a small tree's logits differ from plain passes over its paths."""
         # 1. Two prompts of different lengths, and a tree with the paths "a b" and "c", in the order
         # a c b.
-        text = torch.arange(3, 15, device=self.device) % self.vocab_size
+        text, drafts = self.probe_ids.split([12, 3])
         prompts = Prompts.of([text[:8], text[:5]])
-        tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
-        tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
+        parents = torch.tensor([[-1, -1, 0]] * 2, device=self.device)
+        tree = DraftTree(tokens=drafts.repeat(2, 1), parents=parents, max_depth=2)
         last = text[[8, 9]]
         # 2. Read both prompts, the tree, and then a chain after different accepted paths in each
         # row.

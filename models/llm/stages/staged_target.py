@@ -20,7 +20,7 @@ from ....data.manifest import TargetIdentity
 from ...decoding.prompts import Prompts
 from ...decoding.protocols import Meanwhile
 from ...decoding.runs import Answer, Keep, Run, RunCounts, run_numbers
-from ...decoding.tree import DraftTree, accepted_path, chain_tree
+from ...decoding.tree import DraftTree, accepted_path, chain_tree, empty_tree
 from ...decoding.types import NO_NODE, AcceptedPath, Counts, TargetOutput
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
@@ -226,23 +226,30 @@ class StagedTarget(HFTarget):
         """Raise ValueError if stages can't compute this model, or read trees differently from texts."""
         require_sliceable(self.ends)
         # 1. A prompt, a tree with the paths "a b" and "c" in the order a c b, and a chain after "a b".
-        text = torch.arange(3, 15, device=self.device) % self.vocab_size
-        tokens, parents = self._tensor([5, 7, 6]) % self.vocab_size, self._tensor([NO_NODE, NO_NODE, 0])
-        tree = DraftTree(tokens=tokens, parents=parents, max_depth=2)
+        text, drafts = self.probe_ids.split([12, 3])
+        tree = DraftTree(tokens=drafts[None], parents=self._tensor([NO_NODE, NO_NODE, 0]), max_depth=2)
         start = self._begin(Prompts.of([text[:8]]), 24).logits[0]
         first = self.verify(text[8:9], tree).logits[0]
         self.commit(tree, accepted_path(tree, [[0, 2]]))
-        second = self.verify(text[10:11], chain_tree(tokens[:, :1])).logits[0]
+        second = self.verify(text[10:11], chain_tree(drafts[None, :1])).logits[0]
         # 2. The same texts in plain passes through the stages.
-        path = torch.cat([text[:9], tokens[0, [0, 2]]])
+        path = torch.cat([text[:9], drafts[[0, 2]]])
         self._require_plain(
             [
                 (start[0], text[:8]),
-                (first[2], torch.cat([text[:9], tokens[0, 1:2]])),
+                (first[2], torch.cat([text[:9], drafts[1:2]])),
                 (first[3], path),
-                (second[1], torch.cat([path, text[10:11], tokens[0, :1]])),
+                (second[1], torch.cat([path, text[10:11], drafts[:1]])),
             ]
         )
+
+    def _decode(self, text: Int[torch.Tensor, " seq"], num_steps: int) -> list[Float[torch.Tensor, " vocab"]]:
+        self._begin(Prompts.of(text[None, :-num_steps]), len(text))
+        tree, logits = empty_tree(1, self.device), []
+        for token in text[-num_steps:].split(1):
+            logits.append(self.verify(token, tree).logits[0, 0])
+            self.commit(tree, accepted_path(tree, [[]]))
+        return logits
 
     # --- what needs the layers or their cache in this process
 

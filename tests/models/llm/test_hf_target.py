@@ -151,7 +151,7 @@ def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
 
 def test_a_target_that_failed_the_probe_fails_again(target, prompt, monkeypatch):
     again = HFTarget(target.model, target.tokenizer, target.identity)
-    monkeypatch.setattr(again, "_difference", lambda logits, text: 1.0)
+    monkeypatch.setattr(again, "is_rounding", lambda error: False)
     for _ in range(2):
         with pytest.raises(ValueError, match="reads a draft tree differently"):
             again.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0)

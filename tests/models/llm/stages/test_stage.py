@@ -260,3 +260,13 @@ def test_output_of_a_run_has_hidden_states(staged: StagedTarget) -> None:
     assert isinstance(output, TargetOutput)
     assert output.hidden_states.shape == (1, 2, staged.hidden_size)
     assert torch.equal(staged.head(output.hidden_states), output.logits)
+
+
+def test_plain_decoding_is_measured_through_the_stages(whole: HFTarget) -> None:
+    """The probe of a narrow type compares with it."""
+    staged = in_stages(whole, [1, 1])
+    with torch.inference_mode():
+        steps = torch.stack(staged._decode(staged.probe_ids, 3))
+        torch.testing.assert_close(steps, whole.plain_logits(whole.probe_ids[None], 3)[0])
+        torch.testing.assert_close(torch.stack(whole._decode(whole.probe_ids, 3)), steps)
+    assert staged._decoding_error() < 1e-9

@@ -1,1 +1,0 @@
-"""The tables of benchmarks/README.md, each made from a record."""
