@@ -1,4 +1,4 @@
-"""`outrider report`: tables and figures from the records of evaluations."""
+"""`outrider report`: one page of tables from the records of evaluations."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +10,9 @@ def report_command(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Folders of finished evaluations, from `outrider eval`.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for report.html and figures/.")] = Path("outputs/report"),
-    figures: Annotated[bool, typer.Option(help="Also write the first tables of each section as PNGs.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for report.html.")] = Path("outputs/report"),
 ) -> None:
-    """Write tables and figures of evaluations as one static page, and as PNGs.
+    """Write the tables of evaluations as one static page.
 
     Nothing is measured. Evaluations with different targets, options or environments are in separate
     chapters.
@@ -22,5 +21,5 @@ def report_command(
     from ..eval.report.page import write_report
 
     with guarded(output):
-        page = write_report(directories, output, figures=figures)
+        page = write_report(directories, output)
     typer.echo(f"Report: {page}")

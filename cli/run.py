@@ -159,7 +159,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings, command=command_line())
     print_table(rows, console)
     print_measure_again(rows, console)
-    write_report([folder / "eval"], folder, figures=False)
+    write_report([folder / "eval"], folder)
     return rows
 
 

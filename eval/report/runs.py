@@ -5,7 +5,7 @@ Comparable runs are shown side by side, others in chapters of their own.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,6 @@ class Entry:
     """Name of the drafter, and of the folder if another run measured a method of that name."""
     detail: str
     """The method's setting."""
-    options: dict[str, Any]
-    """All options of the drafter."""
-    weights: str | None
-    """Digest of the drafter's weights; None for plain decoding."""
 
     @property
     def is_baseline(self) -> bool:
@@ -173,7 +169,7 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
     entries = []
     for run in runs:
         for row in run.rows:
-            name, facts = names[run.name, row["method"]], methods[run.name, row["method"]]
+            name = names[run.name, row["method"]]
             label = f"{name.drafter} [{run.name}]" if name in repeated else name.drafter
             named: Row = {**row, "name": ", ".join(filter(None, (label, name.setting)))}
             entries.append(
@@ -182,8 +178,6 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
                     row=named,
                     label=label,
                     detail=name.setting,
-                    options=_options(facts.described) if facts.described else {},
-                    weights=facts.described["weights"] if facts.described else None,
                 )
             )
     return entries
@@ -192,8 +186,3 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
 def _facts(run: Run, row: Row) -> MethodFacts:
     described = run.info.config["methods"].get(row["method"])  # None for plain decoding
     return MethodFacts(key=row["method"], described=described, training=row["training"], run=run.name)
-
-
-def _options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect a drafter's options from the run's description; none if tuning turned it off."""
-    return {} if described["setting"] is None else {**described["config"], **described["setting"]}
