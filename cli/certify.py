@@ -81,7 +81,6 @@ def _certify(
     from ..eval.measure.environment import describe_environment
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.measure.pipelined import recorded_stages
-    from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters.saved.parts import parse_drafter_name
 
@@ -96,10 +95,8 @@ def _certify(
 
     # 2. Name each method as the tables of an evaluation do, and decode with it.
     specs = method_specs(config, all_parts)
-    facts = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
-    names = dict(zip(specs, map(str, method_names(facts)), strict=True))
     (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
-    named = [replace(method, name=names[method.name]) for method in methods if method.name in names]
+    named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
     checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
@@ -112,7 +109,7 @@ def _certify(
         "quantization": target.identity.quantization,
         "form": target.form,
         **recorded_stages(target),
-        "drafters": {names[key]: spec.parts.weights for key, spec in specs.items()},
+        "drafters": {spec.label: spec.parts.weights for spec in specs.values()},
         "environment": asdict(describe_environment(target.device)),
     }
     prompts = {"suite_revision": suites[0].revision, "max_new_tokens": config.max_new_tokens}

@@ -29,11 +29,6 @@ Settings = Annotated[
 Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of memory, for the roofline. Default: measured.")]
 Acceptance = Annotated[str, typer.Option(help="exact is lossless; typical is faster above temperature 0, but not lossless.")]
 
-Trace = Annotated[
-    Path | None,
-    typer.Option(help="Measure nothing: write a profiler's trace of one answer of each method to FILE.json or FILE.json.gz."),
-]
-
 
 def eval_command(
     target: shared.Target,
@@ -68,7 +63,6 @@ def eval_command(
     too_long: Annotated[str, typer.Option(help="For a prompt that doesn't fit the target's context: skip or error.")] = "skip",
     memory_bandwidth_gbs: Bandwidth = None,
     output: Annotated[Path, typer.Option(help="Folder for the records, summary, table and plots.")] = Path("outputs/eval"),
-    trace: Trace = None,
     revision: shared.Revision = None,
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
@@ -110,12 +104,7 @@ def eval_command(
     if tuned and settings != [{}]:
         raise ValueError("--tuned takes its settings from `outrider tune`; remove --setting, --beam-width and the like")
 
-    # 2. Trace one answer of each method instead, if that is asked for.
-    if trace is not None:
-        _trace(config, drafters, options)
-        return
-
-    # 3. Measure, and print the table.
+    # 2. Measure, and print the table.
     rows = _measure(config, drafters, output, options)
     if not _print_results(rows, output):
         raise typer.Exit(1)
@@ -125,7 +114,6 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
     from ..data.files import guarded
     from ..eval.run import check_inputs, cpu_threads, evaluate
     from ..eval.tune.run import tuned_settings
-    from .errors import command_line
     from .launch import launch_stages
 
     check_inputs(config, drafters)
@@ -134,26 +122,7 @@ def _measure(config: "EvalConfig", drafters: "list[DrafterParts]", output: Path,
         target = load_chosen_target(options)
     tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
     with guarded(output, folders=[output]):
-        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned, command=command_line())
-
-
-def _trace(config: "EvalConfig", drafters: "list[DrafterParts]", options: dict[str, Any]) -> None:
-    """Write a trace in place of a measurement. Raises ValueError for options of a measurement."""
-    from ..data.fields import raise_problems
-    from ..eval.run import check_inputs, cpu_threads
-    from ..eval.trace import trace_problems, write_trace
-    from ..eval.tune.run import tuned_settings
-
-    path, in_stages = options["trace"], target_config(options).stage_layers is not None
-    raise_problems(trace_problems(config, path, in_stages=in_stages))
-    check_inputs(config, drafters)
-    with cpu_threads(config.num_threads):
-        target = load_chosen_target(options)
-    tuned = tuned_settings(config, target, drafters) if options["tuned"] else None
-    names = write_trace(config, target, drafters, path, tuned)
-    typer.echo(
-        f"Trace of {', '.join(names)}: {path}\nOpen it at ui.perfetto.dev. Its times are no timings: nothing was measured"
-    )
+        return evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
@@ -163,11 +132,9 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.terminal import print_table
-    from .results import print_measure_again
 
     console = Console()
     print_table(rows, console)
-    print_measure_again(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
     broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))

@@ -28,9 +28,6 @@ def package_command(
         typer.Option(help="Quantisation of the target in the card's code (as in outrider eval). Default: as in training."),
     ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
-    allow_disturbed: Annotated[
-        bool, typer.Option("--allow-disturbed", help="Show a speed whose measurement was disturbed, with a mark.")
-    ] = False,
 ) -> None:
     """Write a drafter's folder for the Hub.
 
@@ -57,7 +54,6 @@ def package_command(
         base_model=base_model,
         quantization=parse_quantization(quantization),
         repo=repo,
-        disturbed="mark" if allow_disturbed else "raise",
     )
     card = model_card(parts, options)
 

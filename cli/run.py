@@ -53,13 +53,12 @@ from ..train.records import require_tracker
 from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
-from .errors import command_line
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
 from .kept import describe_kept
 from .plan import print_plan
 from .quiet import silence_bars
 from .rehearsal import rehearse, works_together
-from .results import print_measure_again, print_next
+from .results import print_next
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +155,8 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     settings, folders = _settings(config), [drafter.drafter_dir for drafter in config.drafter_runs()]
     set_aside_evaluation(folder / "eval", folders)
     calibrate(config, target, folder)
-    rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings, command=command_line())
+    rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
     print_table(rows, console)
-    print_measure_again(rows, console)
     write_report([folder / "eval"], folder)
     return rows
 

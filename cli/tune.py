@@ -98,7 +98,7 @@ def tune_command(
 
 def setting_namer(drafter: "Path | DrafterParts") -> NameOf:
     """Return a function that names settings of this drafter in words."""
-    from ..eval.records.method_names import PLAIN_DECODING, setting_words
+    from ..eval.records.labels import PLAIN_DECODING, setting_words
     from ..models.drafters.saved.parts import parse_drafter_name
 
     parts = parse_drafter_name(drafter)

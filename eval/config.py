@@ -124,11 +124,8 @@ class EvalConfig:
     batch_sizes: Distinct[SmallCount] = field(default_factory=lambda: [1])
     """Prompts decoded together. All methods decode at each batch size, and are compared with plain
     decoding at the same batch size."""
-    warmup_prompts: NonNegativeInt = 1
-    """Prompts that every method answers as a warm-up, briefly and untimed, before the first
-    measurement; rounded up to whole batches."""
-    repeats: SmallCount = 1
-    """Number of times that every prompt is measured with every method."""
+    repeats: SmallCount = 3
+    """Number of times that every prompt is measured with every method; the median time counts."""
     profile_prompts: NonNegativeInt = 3
     """Prompts per suite that are decoded once more with phase timers on, for the time split and the
     ceiling; rounded up to whole batches; 0 is off."""

@@ -40,9 +40,6 @@ class ExportConfig:
     """Hub id of the target, if the target was loaded from a directory."""
     certificate: str | None = None
     """Path of a certificate by `outrider certify`, to include in the folder."""
-    allow_disturbed: bool = False
-    """Show a speed whose measurement was disturbed in the card, with a mark; without this the card
-    leaves it out, with a warning."""
     repo: str | None = None
     """Hub id of the drafter: `user/name`."""
     push: bool = False

@@ -23,7 +23,7 @@ from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.options import MedusaConfig
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import DrafterSpec
-from outrider.models.drafters.saved.folder import DrafterFile
+from outrider.models.drafters.saved.folder import FORMAT_VERSION, DrafterFile
 from outrider.train.config import TrainConfig
 
 from ..tiny_models import IDENTITY
@@ -66,7 +66,11 @@ def trained(tmp_path: Path) -> Path:
     The folder has only the files that a configuration reads.
     """
     saved = DrafterFile(
-        format_version=1, kind="medusa", drafter=asdict(MedusaConfig(num_heads=3, num_layers=2)), target=IDENTITY
+        format_version=FORMAT_VERSION,
+        kind="medusa",
+        drafter=asdict(MedusaConfig(num_heads=3, num_layers=2)),
+        target=IDENTITY,
+        weights_sha256="00",
     )
     write_json(tmp_path / "drafter" / "config.json", asdict(saved))
     return tmp_path / "drafter"

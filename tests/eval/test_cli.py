@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
 from outrider.cli.options import parse_quantization
-from outrider.cli.results import print_measure_again
 from outrider.eval.measure import methods
 from outrider.eval.records.records import RecordFile
 
@@ -164,19 +162,6 @@ def test_a_drafter_that_is_not_lossless_fails_the_command(
     assert "NOT LOSSLESS" in result.output
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [row["speedup"] for row in rows] == [1.0, None]
-
-
-def test_a_disturbed_answer_is_followed_by_the_exact_command_that_measures_it_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["/some/bin/outrider", "eval", "--setting", "{depth: 5}"])
-    stall = {"side": "method", "prompt_ids": ["7"], "turn": 0, "repeat": 0, "ratio": 27.0}
-    row: Any = {"method": "medusa", "suite": "stdlib", "temperature": 0.0, "batch_size": 1, "disturbed": []}
-    print_measure_again([row], Console())
-    assert capsys.readouterr().out == ""
-    print_measure_again([{**row, "disturbed": [stall]}], Console(width=20))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "  outrider eval --setting '{depth: 5}'"
 
 
 def test_mistakes_are_errors_before_the_target_is_loaded(

@@ -64,7 +64,7 @@ def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [row["name"] for row in rows] == [
+    assert [row["label"] for row in rows] == [
         *("plain decoding", "Recycling, 40 nodes", "Draft model, length 3, top-k 1"),
         "Draft model + Suffix, length 3, top-k 1, 40 nodes, paced",
         *("Recycling, pipelined", "Draft model, pipelined", "Draft model + Suffix, pipelined"),
