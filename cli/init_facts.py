@@ -38,6 +38,10 @@ class TargetFacts:
     num_layers: int
     vocab_size: int
     positions: int
+    layer_parameters: int
+    """Parameters of a decoder layer of Llama's kind and of the target's sizes."""
+    unused_token: int
+    """A token that no text has, as far as the tokenizer's files show."""
     chat_template: str | None
     """Value of data.chat_template."""
     template_reason: str
@@ -47,11 +51,6 @@ class TargetFacts:
     def max_length(self) -> int:
         """Maximum number of tokens of an example for this target."""
         return min(MAX_LENGTH, max(2, self.positions - LENGTH_MARGIN))
-
-    @property
-    def dtype_lines(self) -> list[str]:
-        """The line of the option target.dtype, if there is no accelerator."""
-        return [] if self.has_accelerator else ["  dtype: float32 # no GPU here, and a CPU emulates bfloat16; on a GPU: auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,30 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         positions=positions,
+        layer_parameters=_layer_parameters(config),
+        unused_token=_unused_token(target, config["vocab_size"]),
         chat_template=template,
         template_reason=reason,
         has_accelerator=_has_accelerator(),
     )
+
+
+def _layer_parameters(config: dict[str, Any]) -> int:
+    """Count the weights of a decoder layer: attention and a gated MLP."""
+    hidden, heads = config["hidden_size"], config.get("num_attention_heads") or 1
+    head_size = config.get("head_dim") or hidden // heads
+    kv_size = (config.get("num_key_value_heads") or heads) * head_size
+    return hidden * (2 * heads * head_size + 2 * kv_size + 3 * (config.get("intermediate_size") or 4 * hidden))
+
+
+def _unused_token(target: str, vocab_size: int) -> int:
+    """Return the first id after the tokenizer's tokens, or its last special token."""
+    tokenizer = _read_json(target, "tokenizer.json") or {}
+    vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or [], tokenizer.get("added_tokens") or []
+    num_tokens = max([len(vocabulary), *(token["id"] + 1 for token in added)])
+    if num_tokens < vocab_size:
+        return num_tokens
+    return max((token["id"] for token in added if token.get("special")), default=vocab_size - 1)
 
 
 def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str]:

@@ -28,7 +28,7 @@ from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
 from ..eval.measure.turns import require_room
-from ..eval.records.names import RUN_FILE, TABLE_FILE
+from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
 from ..eval.results.rows import Row, is_broken
@@ -45,17 +45,18 @@ from ..models.export.registry import refusals_after_training
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.batches import target_reads
+from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
 from ..train.records import require_tracker
+from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
-from .kept import describe_kept
-from .plan import print_plan
+from .plan import Planner
 from .quiet import silence_bars
 from .rehearsal import rehearse, works_together
 from .results import print_next
@@ -248,7 +249,7 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
             log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
     if suites is not None:
         require_room(config.eval, suites, target.tokenizer, context_length)
-    print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
+    Planner(config, target, folder, accelerator).print(overlap, suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
@@ -312,6 +313,25 @@ def require_inputs(config: RunConfig) -> None:
         require_fitting_certificate(config.export, config.drafter_runs())
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
+
+
+def describe_kept(config: RunConfig) -> str:
+    """Return a sentence on finished shards, last checkpoints, and evaluated answers."""
+    folder, parts = Path(config.output_dir), []
+    for name, what in (("answers", "answers"), ("distill", "labels")):
+        if (folder / name / MANIFEST_FILE).is_file():
+            num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
+            parts += [f"{num_shards} shard{'' if num_shards == 1 else 's'} of {what}"] if num_shards else []
+    parts += [
+        f"the checkpoint of step {step_of(checkpoint)} of {run.train.steps} ({run.train_dir})"
+        for run in config.drafter_runs()
+        if (checkpoint := latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)) is not None
+    ]
+    if (records := folder / "eval" / RECORDS_FILE).is_file():
+        with records.open("rb") as file:
+            num_answers = sum(1 for _ in file)
+        parts += [f"{num_answers} evaluated answer{'' if num_answers == 1 else 's'}"] if num_answers else []
+    return f"Kept in {folder}: {', '.join(parts) or 'nothing yet'}."
 
 
 class LogHandler(logging.StreamHandler[Any]):

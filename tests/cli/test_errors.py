@@ -11,8 +11,8 @@ from outrider.cli.arguments import parse_arguments
 from outrider.cli.compose import compose
 from outrider.cli.config import to_run_config
 from outrider.cli.errors import COMMAND_VARIABLE, INTERRUPTED, command_line, in_command_words, starts_again, user_errors
-from outrider.cli.kept import describe_kept
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
+from outrider.cli.run import describe_kept
 from outrider.eval.config import SuiteConfig
 from outrider.eval.run import with_files
 
