@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 from rich.console import Console
 from tqdm import tqdm
 from yaml import YAMLError
@@ -277,7 +278,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
     Sections of stages that don't run now come from the folder's earlier config.yaml.
     """
-    merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    merged: Any = TypeAdapter(RunConfig).dump_python(config, mode="json")
     if path.is_file():
         try:
             earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
