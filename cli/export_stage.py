@@ -10,7 +10,6 @@ from ..data.files import TEMPORARY, finish_replacing, replacing_directory, sha25
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card, rows_of
 from ..eval.report.card_options import CardOptions
-from ..eval.results.marks import is_disturbed
 from ..eval.results.rows import is_broken, method_name
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
@@ -77,12 +76,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
         evaluation = folder / "eval"
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
-        if any(map(is_disturbed, rows)) and not config.allow_disturbed:
-            log.warning(
-                "the measurement of %s was disturbed, so the card of %s leaves its speed out; run the same command again, "
-                "which repeats only the disturbed answers, or set export.allow_disturbed=true to show it with a mark",
-                *("; ".join(dict.fromkeys(method_name(row) for row in rows if is_disturbed(row))), directory),
-            )
+        if noisy := dict.fromkeys(method_name(row) for row in rows if row["noisy"]):
+            log.warning("the measurement of %s is noisy, as the card of %s says", "; ".join(noisy), directory)
         options = CardOptions(
             evaluations=[evaluation] if rows else [],
             run=folder,
@@ -90,7 +85,6 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             licence=config.licence,
             base_model=config.base_model,
             repo=config.repo,
-            disturbed="mark" if config.allow_disturbed else "omit",
             programs=programs_for(directory, target),
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)

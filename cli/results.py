@@ -1,27 +1,15 @@
-"""What a command prints after the table: how to measure again, and what to open next."""
+"""What a command prints after the table: what to open next."""
 
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from ..eval.results.marks import disturbed_answers
-from ..eval.results.rows import Row
-from .errors import command_line
-
 OWN_MODEL = "init my.yaml --target DIR_OR_ID --data FILE"
-
-
-def print_measure_again(rows: Sequence[Row], console: Console) -> None:
-    """Print the command that measures the disturbed answers again, if there are any."""
-    if number := len(disturbed_answers(rows)):
-        answers = "disturbed answer" if number == 1 else f"{number} disturbed answers"
-        console.print(Text(f"\nTo measure the {answers} again, and nothing else:", style="bold"))
-        console.print(Text(f"  {command_line()}"), soft_wrap=True)
 
 
 def print_next(files: Mapping[Path, str], console: Console) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -227,29 +227,6 @@ def drop_from_cache(path: Path, start: int = 0, num_bytes: int = 0) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. Raises ValueError for NaN and infinity."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_sealed(path: Path, value: Mapping[str, Any], key: str = "sha256") -> None:
-    """Write a JSON object with a digest of itself, under `key`, atomically."""
-    write_json(path, {**value, key: sha256_json(value)})
-
-
-def read_sealed(cls: type[T], path: Path, key: str = "sha256") -> T:
-    """Read a dataclass from a file of `write_sealed`.
-
-    A file without a digest, as earlier versions wrote it, isn't compared. Raises ValueError like
-    `read_dataclass`, and for values that have changed since they were written.
-    """
-    content = read_json(path)
-    is_sealed = isinstance(content, dict) and key in content
-    recorded = content.pop(key) if is_sealed else None
-    value = parse_json(cls, json.dumps(content), path)  # first: it names wrong keys and types
-    if is_sealed and recorded != sha256_json(content):
-        raise ValueError(
-            f"{path} was altered: its SHA-256 digest is not the one that it records. Restore it, or delete it and run the "
-            "command again that wrote it"
-        )
-    return value
 
 
 def read_json(path: Path) -> Any:

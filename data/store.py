@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
 from .differences import differences
-from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
+from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ M = TypeVar("M", bound=BaseManifest)
 T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
-ENTRY_DIGEST = "entry_sha256"
-"""Key of a sidecar's digest of its other fields; `sha256` is that of the shard."""
 REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 
@@ -74,7 +72,7 @@ class ShardStore(Generic[Entry, M]):
         path = self.path(index, self.suffix)
         atomic_write_bytes(path, data)
         entry = self.entry(index=index, file=path.name, sha256=hashlib.sha256(data).hexdigest(), **facts)
-        write_sealed(self.path(index, ".json"), asdict(entry), ENTRY_DIGEST)
+        write_json(self.path(index, ".json"), asdict(entry))
         return entry
 
     def is_written(self, index: int) -> bool:
@@ -88,13 +86,13 @@ class ShardStore(Generic[Entry, M]):
     def read_entry(self, index: int) -> Entry | None:
         """Read the sidecar of shard `index`, or return None if there is none.
 
-        Raises ValueError if it is malformed, or was altered.
+        Raises ValueError if it is malformed.
         """
         path = self.path(index, ".json")
         if not path.exists():
             return None
         try:
-            return read_sealed(self.entry, path, ENTRY_DIGEST)
+            return read_dataclass(self.entry, path)
         except ValueError as error:
             raise ValueError(
                 f"{error}. Delete {path}, then run the stage distill again: it recomputes only this shard"

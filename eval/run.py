@@ -38,26 +38,23 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.pipelined import recorded_stages
+from .measure.plan import Plan
 from .measure.roofline import measure_roofline
 from .measure.texts import Texts
 from .measure.turns import Method, answer_seed, no_prompt_fits
-from .records import run_files
-from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
-from .records.records import EvalRecord, GroupKey, RecordFile, group_name
+from .records.records import EvalRecord, GroupKey, RecordFile, digest_of, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
 from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
-from .results.marks import is_disturbed
-from .results.plots import plot_comparison, plot_suite, plot_windows
+from .results.plots import plot_comparison, plot_suite
 from .results.rows import Row
-from .results.table_files import csv_table, latex_table
-from .results.tables import markdown
+from .results.tables import csv_table, markdown
 
 logger = logging.getLogger(__name__)
 
-CSV_FILE, LATEX_FILE = "table.csv", "table.tex"
+CSV_FILE = "table.csv"
 ANSWERS_DIR = "answers"
 DIGESTS = {
     "suites.": "the prompts of {name} (its file, its limit in eval.suites, or eval.seed, which draws them)",
@@ -77,13 +74,11 @@ def evaluate(
     output_dir: Path,
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
-    command: str = "",
     others: Sequence[Method] = (),
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    `others` are further methods of the caller; `run.json` doesn't describe them. The results of
-    disturbed answers name `command`, with which the user started the evaluation. Answers that
+    `others` are further methods of the caller; `run.json` doesn't describe them. Answers that
     `output_dir` already holds are not measured again. Raises ValueError for invalid input, and for
     an `output_dir` with records of another evaluation.
     """
@@ -97,37 +92,34 @@ def evaluate(
         calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
         target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
         # 2. Start or resume the run's folder.
-        environment = dataclasses.replace(describe_environment(target.device), linears=target.linears)
+        environment = describe_environment(target.device, target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
         limit = context_length(target, loaded.values())
         texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
+        methods = {place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()}
         bench = Bench(
             target=target,
-            texts=texts,
+            plan=Plan(suites=suites, methods=methods, texts=texts, config=config),
             rules={temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures},
-            methods={place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()},
-            config=config,
             file=file,
             config_digest=info.config_digest,
             environment=environment,
             recorded_environment=info.environment,
         )
-        bench.measure(suites)
+        bench.measure()
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
-    # 5. Write tables, plots and answers, and last the facts with the digests: the evaluation has ended.
+    # 5. Write facts, tables, plots and answers.
     rows = rows_of(records, info, facts)
-    for row in filter(is_disturbed, rows) if command else ():
-        row["command"] = command
+    write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
-    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), "digests": run_files.file_digests(output_dir)})
     return rows
 
 
@@ -278,7 +270,6 @@ def open_run(
         roofline = None if has_stages else measure_roofline(target, config.memory_bandwidth_gbs)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
-    run_files.reopen(output_dir)
     return info
 
 
@@ -356,19 +347,17 @@ def audit_answers(
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     """Write summary, tables and plots.
 
-    For each suite and batch size there are two plots for each temperature (by category, and by the
-    answer's length), and one that compares the drafters.
+    For each suite and batch size there is a plot by category for each temperature, and one that
+    compares the drafters.
     """
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
     atomic_write_text(output_dir / CSV_FILE, csv_table(rows))
-    atomic_write_text(output_dir / LATEX_FILE, latex_table(rows))
     groups: dict[GroupKey, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
     for key, group_rows in groups.items():
         plot_suite(group_rows, output_dir / f"{group_name(key)}.png")
-        plot_windows(group_rows, output_dir / f"{group_name(key)}-length.png")
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
         plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import math
 import os
 import pathlib
 import signal
@@ -29,7 +30,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.eval.measure import bench
+from outrider.eval.results import repeats
 
 from .tiny_models import save_tiny_target
 
@@ -47,13 +48,13 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture(autouse=True)
-def no_repetitions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off repetitions, except in tests with a clock of their own.
+def no_slow_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call no answer slow, except in tests with a clock of their own.
 
     A busy machine disturbs answers of milliseconds, and tests count what was decoded.
     """
     if "clock" not in request.fixturenames:
-        monkeypatch.setattr(bench, "MAX_REPETITIONS", 0)
+        monkeypatch.setattr(repeats, "SLOW", math.inf)
 
 
 @pytest.fixture(autouse=True)

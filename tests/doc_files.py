@@ -5,11 +5,11 @@ from pathlib import Path
 
 import yaml
 
-from outrider.cli.config import DEMO_TARGET
+from outrider.cli.compose import DEMO_TARGET
 from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.options import RedrafterConfig
-from outrider.models.drafters.saved.folder import DrafterFile
+from outrider.models.drafters.saved.folder import FORMAT_VERSION, DrafterFile
 from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tuned
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
@@ -20,12 +20,18 @@ from .tiny_models import IDENTITY
 def write_recipe(path: Path) -> None:
     """Write a recipe of one's own: the demo under another name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# @package _global_\ndefaults:\n  - demo\n  - _self_\n\nname: {path.stem}\n")
+    path.write_text(f"base: demo\nname: {path.stem}\n")
 
 
 def write_drafter_config(folder: Path) -> None:
     """Write what composing a recipe reads of a trained ReDrafter."""
-    saved = DrafterFile(format_version=1, kind="redrafter", drafter=asdict(RedrafterConfig()), target=IDENTITY)
+    saved = DrafterFile(
+        format_version=FORMAT_VERSION,
+        kind="redrafter",
+        drafter=asdict(RedrafterConfig()),
+        target=IDENTITY,
+        weights_sha256="00",
+    )
     write_json(folder / "config.json", asdict(saved))
 
 

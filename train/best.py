@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.files import finish_replacing, partial_directory, read_sealed, replacing_directory, write_sealed
+from ..data.files import finish_replacing, partial_directory, read_dataclass, replacing_directory, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -57,17 +57,17 @@ class Best:
         record = BestRecord(step=step, tokens_per_step=tokens_per_step, validation=self.validation)
         with replacing_directory(self.directory) as folder:
             save_drafter(drafter, folder, self._target)
-            write_sealed(folder / RECORD_FILE, asdict(record))
+            write_json(folder / RECORD_FILE, asdict(record))
         return True
 
     def record(self) -> BestRecord | None:
         """The record of the drafter in the folder, or None without a drafter.
 
-        Raises ValueError for a record that was altered.
+        Raises ValueError for a malformed record.
         """
         finish_replacing(self.directory)
         path = self.directory / RECORD_FILE
-        return read_sealed(BestRecord, path) if path.is_file() else None
+        return read_dataclass(BestRecord, path) if path.is_file() else None
 
     def clear(self) -> None:
         """Remove the folder, for a run that starts from step 0."""

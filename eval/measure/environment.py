@@ -14,7 +14,7 @@ from ..records.run_files import Environment
 PACKAGES = ("outrider", "torch", "transformers")
 
 
-def describe_environment(device: torch.device) -> Environment:
+def describe_environment(device: torch.device, linears: str = "") -> Environment:
     """Describe this process's environment; `num_threads` is torch's current setting."""
     return Environment(
         python=platform.python_version(),
@@ -25,6 +25,7 @@ def describe_environment(device: torch.device) -> Environment:
         num_threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         git_hash=_git_hash(Path(__file__).parents[2]),
+        linears=linears,
     )
 
 

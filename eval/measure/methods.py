@@ -5,6 +5,7 @@ A method is a drafter in one setting, under the name that the tables show.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -24,7 +25,7 @@ from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
-from ..records.method_names import SHAPE_OPTIONS
+from ..records.labels import PLAIN_DECODING, SHAPE_OPTIONS, setting_words, title_of
 from ..records.names import BASELINE, PIPELINED
 from ..records.run_files import Place
 from .pipelined import pipelined_loop, require_streaming
@@ -55,6 +56,15 @@ class MethodSpec:
     """The option that asks for it: `drafter`, `baselines` or `merge`."""
     micro_batch: int | None = None
     """Most draft tokens of a pass, if it drafts while the stages of the target read; else None."""
+    drafter: str = ""
+    """The drafter in words: `ReDrafter`, or `ReDrafter (wide)` beside another ReDrafter."""
+    detail: str = ""
+    """The setting in words: `4 beams of 3, 5 nodes`."""
+
+    @property
+    def label(self) -> str:
+        """The name for readers."""
+        return ", ".join(filter(None, (self.drafter, self.detail)))
 
     @property
     def pipelined(self) -> bool:
@@ -71,8 +81,9 @@ def method_specs(
     last. A merge has the first requested setting of its trained drafter; after tuning, the options
     as saved. A name has up to five parts: the drafter's kind; the part of its directory that differs
     from the others', unless it equals the kind; "tuned" for a tuned setting; "pipelined"; and the
-    setting. Raises ValueError for a directory without a drafter, for an option that the drafter
-    doesn't have, for a drafter that is named twice, and for merges without a trained drafter.
+    setting. The label says the same in words. Raises ValueError for a directory without a drafter, for
+    an option that the drafter doesn't have, for a drafter that is named twice, and for merges without
+    a trained drafter.
     """
     # 1. The drafters, with their settings: the requested ones, or those that tuning chose.
     chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}, option="baselines") for name in config.baselines]
@@ -93,16 +104,32 @@ def method_specs(
     # 2. Check each setting, and name the method.
     specs: dict[str, MethodSpec] = {}
     distinct_parts = _distinct_parts(sorted({folder for parts in all_parts for folder in _folders(parts)}))
+    num_of_kind = Counter(parts.kind for parts in {spec.parts for spec in (*chosen, *merges)})
     for spec in _in_loops([*chosen, *merges], config):
         _check_options(spec, several=len(all_parts) > 1)
         folders = "+".join(filter(None, (distinct_parts[folder] for folder in _folders(spec.parts))))
         name = [spec.parts.kind, *([folders] if folders not in ("", spec.parts.kind) else [])]
         marks = ["tuned"] * (spec.places is not None) + [PIPELINED] * spec.pipelined
-        label = " ".join([*name, *marks, *_words(spec.setting)])
-        if label in specs:
-            raise ValueError(f"{label} would be evaluated twice; {_remedy(spec, specs[label])}")
-        specs[label] = spec
+        key = " ".join([*name, *marks, *_words(spec.setting)])
+        if key in specs:
+            raise ValueError(f"{key} would be evaluated twice; {_remedy(spec, specs[key])}")
+        title, detail = title_of(spec.parts.kind), _detail(spec)
+        drafter = f"{title} ({folders})" if folders and num_of_kind[spec.parts.kind] > 1 else title
+        if any((drafter, detail) == (other.drafter, other.detail) for other in specs.values()):
+            detail = f"{detail} ({' '.join(_words(spec.setting)) or 'as saved'})".strip()
+        specs[key] = replace(spec, drafter=drafter, detail=detail)
     return specs
+
+
+def _detail(spec: MethodSpec) -> str:
+    """Describe the setting in words."""
+    if spec.pipelined:  # how much it drafts doesn't follow from the options of a step's tree
+        return PIPELINED
+    if spec.setting is None:
+        return setting_words(spec.parts.kind, {}, None)
+    options = {**spec.parts.described(spec.setting), **spec.setting}
+    words = setting_words(spec.parts.kind, options, spec.setting)
+    return ", ".join(filter(None, (words, "tuned" if spec.places is not None else "")))
 
 
 def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpec]:
@@ -210,6 +237,9 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
     move."""
     return {
         name: {
+            "drafter": spec.drafter,
+            "detail": spec.detail,
+            "kind": spec.parts.kind,
             "config": spec.parts.described(spec.setting or {}),
             "setting": spec.setting,
             "weights": spec.parts.weights,
@@ -277,11 +307,13 @@ def methods_by_place(
 ) -> dict[Place, list[Method]]:
     """Collect the methods by temperature and batch size, plain decoding first."""
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
-    methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
+    methods = {
+        name: Method(name=name, label=spec.label, drafter=proposers.get(name) or NullDrafter()) for name, spec in specs.items()
+    }
     for name, spec in specs.items():
         if spec.micro_batch is not None:
             methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter, spec.micro_batch))
-    baseline = Method(name=BASELINE, drafter=NullDrafter())
+    baseline = Method(name=BASELINE, label=PLAIN_DECODING, drafter=NullDrafter())
     return {
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]
         for place in product(config.temperatures, config.batch_sizes)

@@ -40,6 +40,7 @@ def measure_roofline(target: HFTarget, bandwidth_gbs: float | None = None) -> Ro
         bandwidth_gbs=bandwidth_gbs or measure_bandwidth(num_bytes, target.device),
         given=bandwidth_gbs is not None,
         cache_bytes=cache_bytes(target.device),
+        streamed=False,
     )
 
 

@@ -31,15 +31,19 @@ class Texts:
     records: Mapping[RecordKey, EvalRecord]
     """The records so far: the baseline's answers are read from them."""
 
+    def fitting(self, suite: PromptSet, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts whose first turn leaves room for an answer."""
+        for prompt in prompts:
+            first = next(self.prompt_turns(suite, prompt, temperature=0.0, batch_size=1))  # the same wherever it is read
+            if first.input_ids is not None:
+                yield prompt
+
     def groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
         """Yield groups of `size` prompts that have room for an answer.
 
         The last group may be smaller.
         """
-        temperature = self.config.temperatures[0]  # a first turn is the same at all temperatures
-        fitting = (
-            prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
-        )
+        fitting = self.fitting(suite, prompts)
         while group := list(islice(fitting, size)):
             yield group
 

@@ -15,6 +15,7 @@ from ...models.decoding.runs import RunCounts
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
+from ...models.llm.cuda_graphs import num_graphs
 from ...models.llm.weight_stream import StreamStats, WeightStream
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
@@ -36,10 +37,17 @@ class Generation:
     decode_seconds: float
     processor_seconds: float
     """Processor seconds of all threads of the process, over prefill and decoding."""
+    num_graphs: int
+    """Graphs that were recorded or compiled meanwhile: their time isn't that of decoding."""
     streaming: Streaming | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
     runs: Runs | None = None
     """Counts of the target's passes; None for a target without stages."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole decoding, prefill included."""
+        return self.prefill_seconds + self.decode_seconds
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -47,7 +55,6 @@ class Generation:
         accepted = [step.num_accepted[index] for step, index in row_steps if not step.is_prefill]
         return TimedAnswer(
             token_ids=[token for step, index in row_steps for token in step.tokens[index]],
-            step_tokens=[len(step.tokens[index]) for step, index in row_steps if not step.is_prefill],
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
             drawn=any(step.drawn for step, _ in row_steps),
@@ -74,8 +81,6 @@ class TimedAnswer:
     """One row's tokens, and counts over the steps it took part in."""
 
     token_ids: list[int]
-    step_tokens: list[int]
-    """Tokens that each verify step emitted."""
     accepted_histogram: list[int]
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included."""
@@ -126,6 +131,7 @@ def time_generation(
     source: WeightStream | None = getattr(target, "stream", None)
     before = None if source is None else source.stats
     counts_before: RunCounts | None = getattr(target, "run_counts", None)
+    graphs_before = num_graphs()
     synchronize(device)
     processor_start, start = time.process_time(), time.perf_counter()
     # 2. Prefill.
@@ -143,6 +149,7 @@ def time_generation(
         prefill_seconds=first_token - start,
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
+        num_graphs=num_graphs() - graphs_before,
         streaming=None if source is None or before is None else _streaming(source.stats - before),
         runs=None if counts is None or counts_before is None else Runs(**asdict(counts - counts_before)),
     )

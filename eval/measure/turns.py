@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,12 +15,8 @@ from ...models.decoding.protocols import Drafter
 from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
 from ..config import EvalConfig
-from ..records.digests import digest_of
-from ..records.records import RecordKey
-from ..results.attempts import PairKey
+from ..records.records import RecordKey, digest_of
 from .timing import Generation, Loop
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +27,8 @@ class Method:
     """
 
     name: str
+    label: str
+    """The name for readers (`EvalRecord.label`)."""
     drafter: Drafter[Any, Any]
     decode: Callable[..., Generation] | None = None
     """Another program that decodes a batch, with the parameters of `time_generation`. It has no
@@ -89,10 +87,9 @@ class PromptTurn:
     batch_size: int
     input_ids: Int[torch.Tensor, "1 seq"] | None
 
-    def key(self, method: str, *, repeat: int = 0, profiled: bool = False, attempt: int = 0) -> RecordKey:
+    def key(self, method: str, *, repeat: int = 0, profiled: bool = False) -> RecordKey:
         """Build the key of a method's answer to this turn."""
-        run = (repeat, profiled, self.batch_size, attempt)
-        return (self.suite.name, self.prompt.id, self.turn, self.temperature, method, *run)
+        return (self.suite.name, self.prompt.id, self.turn, self.temperature, method, repeat, profiled, self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +104,6 @@ class TurnBatch:
     index: int
     turns: Sequence[PromptTurn]
     input_ids: Sequence[Int[torch.Tensor, " _"]]
-
-    def pair_key(self, repeat: int) -> PairKey:
-        """Build the key of the answers to this batch, within a group."""
-        turn = self.turns[0]
-        return (turn.prompt.id if turn.batch_size == 1 else self.index, turn.turn, repeat)
 
 
 def has_room(num_tokens: int, suite: PromptSet, prompt: Prompt, config: EvalConfig, context_length: int) -> bool:
@@ -155,9 +147,3 @@ def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
     the difference between two temperatures doesn't come from the seed.
     """
     return int(digest_of([seed, suite, prompt_id, turn]), 16)
-
-
-def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
-    """Select up to `num` items, evenly spaced, so that all categories are represented."""
-    num = min(num, len(items))
-    return [items[index * len(items) // num] for index in range(num)]

@@ -10,19 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
-from ...data.files import atomic_write_bytes, naming_full_disk, parse_json
+from ...data.files import atomic_write_bytes, naming_full_disk, parse_json, sha256_json
 from ...models.phases import PhaseSeconds
-from .digests import digest_of
 from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
 
-RecordKey = tuple[str, str, int, float, str, int, bool, int, int]
-"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size, attempt: identifies
-one answer of a run."""
-BatchKey = tuple[str, str | int, int, float, str, int, bool, int, int]
+RecordKey = tuple[str, str, int, float, str, int, bool, int]
+"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: identifies one answer
+of a run."""
+BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
 """Like RecordKey with the batch in place of the prompt: identifies answers that were decoded
 together."""
 Cell = tuple[str, float, int, str]
@@ -106,6 +105,9 @@ class EvalRecord:
     temperature: float
     """0 is greedy decoding."""
     method: str
+    """Name of the method within the run; `label` is for readers."""
+    label: str
+    """The drafter and its setting in words, as tables show them."""
     repeat: int
     profiled: bool
     """Whether the phase timers were on. Such a record is never used for speed."""
@@ -149,26 +151,19 @@ class EvalRecord:
     seed: int
     tree_tokens: TreeTokens | None
     """None unless profiled."""
-    processor_seconds: float | None = None
+    processor_seconds: float | None
     """Processor seconds of all threads of the process, over the batch's whole decoding, prefill
-    included; None for a target in stages, whose other processes aren't counted, and in records of
-    older versions."""
-    attempt: int = 0
-    """0 for the first attempt at this answer. Higher attempts repeat an answer whose timing was
-    disturbed, or plain decoding's answer beside it."""
-    accepted_by: dict[str, int] | None = None
+    included; None for a target in stages, whose other processes aren't counted."""
+    accepted_by: dict[str, int] | None
     """Accepted draft tokens by source, for a merged drafter: by its name, or by the names of the
-    sources that proposed the token together, joined by "+". None for a drafter that isn't merged,
-    and in records of older versions."""
-    pace: str | None = None
+    sources that proposed the token together, joined by "+". None for a drafter that isn't merged."""
+    pace: str | None
     """The pace of a merged drafter, or of a growing tree. With `expected` the trees depend on the
     clock, so the counts of steps and drafts vary from run to run, while the tokens don't."""
-    streaming: Streaming | None = None
+    streaming: Streaming | None
     """Counts of the weights that were read; None for a target that is in memory."""
-    runs: Runs | None = None
+    runs: Runs | None
     """Counts of the target's passes; None for a target without stages."""
-    step_tokens: list[int] | None = None
-    """Tokens that each verify step emitted, in order; None in records of older versions."""
 
     def __post_init__(self) -> None:
         counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
@@ -176,14 +171,12 @@ class EvalRecord:
             "all tokens but the prefill's are those of verify steps": self.num_verify_tokens == len(self.token_ids) - 1,
             "each verify step emits a token or more": self.num_steps <= self.num_verify_tokens,
             f"a batch has from 1 to {self.batch_size} rows": 1 <= self.num_rows <= self.batch_size,
-            "attempt is 0 or more, and 0 when profiled": self.attempt >= 0 and not (self.profiled and self.attempt),
+            "times are positive": self.prefill_seconds > 0 and self.decode_seconds >= 0,
             "phases are timed exactly when profiled": self.profiled == (self.phase_seconds is not None),
             "tree_tokens has an entry for each verify step": self.tree_tokens is None
             or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
             "accepted_by has all accepted draft tokens": self.accepted_by is None
             or sum(self.accepted_by.values()) == self.num_accepted,
-            "step_tokens has the tokens of each verify step": self.step_tokens is None
-            or (len(self.step_tokens), sum(self.step_tokens)) == (self.num_steps, self.num_verify_tokens),
             "tree_tokens reads the tree or more, and num_draft_tokens in all": self.tree_tokens is None
             or (all(map(int.__le__, counts.shared, counts.read)) and sum(counts.read) == self.num_draft_tokens),
         }
@@ -201,23 +194,19 @@ class EvalRecord:
             self.repeat,
             self.profiled,
             self.batch_size,
-            self.attempt,
         )
 
     @property
     def name(self) -> str:
         """The answer's description in messages."""
         at = f"turn {self.turn + 1}, temperature {self.temperature:g}, batch size {self.batch_size}, repeat {self.repeat}"
-        at += ", profiled" * self.profiled + (f", attempt {self.attempt + 1}" if self.attempt else "")
+        at += ", profiled" * self.profiled
         return f"{self.method}'s answer to prompt {self.prompt_id!r} of {self.suite} ({at})"
 
     @property
     def answer_digest(self) -> str:
-        """Digest of key, prompt and answer, so that an audit applies to exactly this answer.
-
-        The attempt has no part in it: an audit applies to all attempts that emit the same tokens.
-        """
-        return digest_of([self.key[:-1], self.prompt_sha256, self.token_ids])
+        """Digest of key, prompt and answer, so that an audit applies to exactly this answer."""
+        return digest_of([self.key, self.prompt_sha256, self.token_ids])
 
     @property
     def unit(self) -> str | int:
@@ -244,7 +233,7 @@ class EvalRecord:
     @property
     def is_reference(self) -> bool:
         """Whether all other answers to the same turn are compared with this one."""
-        return self.method == BASELINE and self.repeat == 0 and self.attempt == 0 and not self.profiled
+        return self.method == BASELINE and self.repeat == 0 and not self.profiled
 
     @property
     def is_other_sample(self) -> bool:
@@ -273,6 +262,11 @@ class EvalRecord:
     def to_json(self) -> str:
         """Format the record as a line of JSON."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+
+def digest_of(value: Any) -> str:
+    """Compute a short digest of a JSON-like value; the order of keys doesn't matter."""
+    return sha256_json(value)[:16]
 
 
 def group_name(key: GroupKey) -> str:

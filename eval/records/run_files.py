@@ -1,17 +1,13 @@
 """Files of a run beside its records: how the records were measured, and facts about them."""
 
 import dataclasses
-import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.files import read_dataclass, sha256_file
-from .digests import digest_of
-from .names import FACTS_FILE, PIPELINED, RECORDS_FILE, SUMMARY_FILE
-from .records import Cell, GroupKey
-
-logger = logging.getLogger(__name__)
+from ...data.files import read_dataclass
+from .names import PIPELINED
+from .records import Cell, GroupKey, digest_of
 
 Place = tuple[float, int]
 """Temperature and batch size."""
@@ -20,7 +16,6 @@ RECORDED_OPTIONS = (
     "temperatures",
     "acceptance",
     "batch_sizes",
-    "warmup_prompts",
     "repeats",
     "profile_prompts",
     "too_long",
@@ -75,15 +70,12 @@ class Environment:
     git_hash: str | None
     """Commit of the library's clone, with `-dirty` if files differ from it; None outside a
     clone."""
-    linears: str = ""
+    linears: str
     """How linear layers are computed (`choose_linears`); empty: as transformers computes them."""
 
     @property
     def digest(self) -> str:
-        values = dataclasses.asdict(self)
-        if not self.linears:
-            del values["linears"]  # older versions had no such field
-        return digest_of(values)
+        return digest_of(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +92,7 @@ class Roofline:
     given: bool
     cache_bytes: int | None
     """Size of the processor's last-level cache; None if it is unknown."""
-    streamed: bool = False
+    streamed: bool
     """Whether each pass reads these bytes from files, at this measured rate."""
 
     @property
@@ -190,7 +182,7 @@ class DrafterFacts:
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """TrainingFacts."""
-    calibrated: bool | None = None
+    calibrated: bool | None
     """Whether a merge starts from a calibration of its folder for this target; None for others."""
 
 
@@ -208,6 +200,8 @@ class OutOfMemory:
     temperature: float
     batch_size: int
     method: str
+    label: str
+    """The method's name for readers."""
 
     @property
     def group_key(self) -> GroupKey:
@@ -251,43 +245,8 @@ class Facts:
     measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
-    budget: BudgetFacts | None = None
+    budget: BudgetFacts | None
     """None for a target without a memory budget."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the records and the summary when the evaluation ended, by file; empty in
-    evaluations of earlier versions."""
-
-
-def file_digests(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files in an evaluation's folder from which figures are read."""
-    return {name: sha256_file(directory / name) for name in (RECORDS_FILE, SUMMARY_FILE) if (directory / name).is_file()}
-
-
-def changed_files(directory: Path) -> list[str]:
-    """List the files that changed since the evaluation ended, by the digests in `facts.json`.
-
-    A file that isn't there hasn't changed. Raises ValueError if `facts.json` is malformed.
-    """
-    path = directory / FACTS_FILE
-    recorded = read_dataclass(Facts, path).digests if path.is_file() else {}
-    return [name for name, digest in file_digests(directory).items() if recorded.get(name, digest) != digest]
-
-
-def reopen(directory: Path) -> None:
-    """Remove the facts of an evaluation that resumes, and warn of records that changed since its end.
-
-    Records and summary have no digests until the evaluation ends again: after a kill they fit.
-    """
-    try:
-        changed = changed_files(directory)
-    except ValueError as error:
-        logger.warning("%s; it is written anew", error)
-        changed = []
-    (directory / FACTS_FILE).unlink(missing_ok=True)
-    for name in changed:
-        logger.warning(
-            "%s changed after the evaluation ended, and is read as it is; to measure anew, delete it", directory / name
-        )
 
 
 def read_info(path: Path) -> RunInfo:

@@ -6,7 +6,7 @@ without a file are left out, or reported as unknown.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,11 @@ from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_draf
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.method_names import TITLES, title_of
+from ..records.labels import TITLES, title_of
 from ..records.names import BASELINE
 from ..results.markdown import Markdown, code_span
-from ..results.marks import DISTURBED, error_text, is_disturbed, is_error, marks, measure_again, measure_again_in_public
-from ..results.rows import Row, decoding_name, fault, is_broken, method_name
-from ..results.sources import PACE_NOTE, depends_on_clock
-from ..results.stages import stages_notes
+from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
+from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken
 from ..results.tables import markdown_table
 from .card_code import recorded_quantization, render_card
 from .card_options import TAGS, CardOptions, code_names, require_plain_options
@@ -64,7 +62,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     """Write the text of README.md.
 
     Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
-    target, and for a disturbed speed if `options.disturbed` is "raise".
+    target.
     """
     # 1. Read the drafter's folder.
     parts = parse_drafter_name(name)
@@ -87,8 +85,6 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
     runs = [read_run(path, path.name) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
-    if options.disturbed == "raise":
-        _require_undisturbed(figures)
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
@@ -114,7 +110,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         **code_names(options, base_model, local_name, quantization),
         merged_with=[part.name for part in parts.parts if part.folder is None],
         has_own_template=run_data is not None and run_data.chat_template is None,
-        measurements=[_measurement(run, figures[run.directory], saved, options) for run in runs],
+        measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
         saved=saved,
@@ -158,38 +154,25 @@ def _rows_of(run: Run, weights: str) -> list[Row]:
     return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
-def _require_undisturbed(figures: Mapping[Path, Sequence[Row]]) -> None:
-    """Raise ValueError if a measurement of these evaluations was disturbed."""
-    for directory, rows in figures.items():
-        if names := [f"{method_name(row)} ({row['suite']}, {decoding_name(row)})" for row in rows if is_disturbed(row)]:
-            raise ValueError(
-                f"the measurement of {'; '.join(names)} in {directory} was disturbed, so the card would show a wrong speed. "
-                f"{measure_again(rows)} Or give --allow-disturbed, and the card marks the speed"
-            )
-
-
-def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile, options: CardOptions) -> dict[str, Any]:
+def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
     """Collect the figures of one evaluation, and the environment of the measurement."""
     environment, config = run.info.environment, run.info.config
     threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
     return {
-        "table": markdown_table(
-            [_line(row, run, saved, options) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")
-        ),
+        "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")),
         "device": f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device,
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
         "max_new_tokens": config["max_new_tokens"],
         "notes": " ".join([*([PACE_NOTE] if any(map(depends_on_clock, rows)) else []), *stages_notes(rows)]),
-        "has_marks": any(map(marks, rows)),
-        "measure_again": measure_again_in_public(rows) if any(map(is_disturbed, rows)) else "",
+        "noise": NOISY_NOTE if any(row["noisy"] for row in rows) else "",
         "python": environment.python,
         "packages": ", ".join(f"{name} {number}" for name, number in environment.packages.items()),
     }
 
 
-def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[str, str]:
+def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
     (plain,) = [
         other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
@@ -198,40 +181,31 @@ def _line(row: Row, run: Run, saved: DrafterFile, options: CardOptions) -> dict[
         "Decoding": decoding_name(row),
         "Setting": describe_setting(row, run, saved),
         "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
-        "Speedup": _speedup(row, options),
-        "Median (faster on)": _median(row, options),
-        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})"
-        if _has_speed(row, options)
-        else "-",
+        "Speedup": _speedup(row),
+        "Median (faster on)": _median(row),
+        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
         "Identical": row["lossless_label"],
     }
 
 
-def _has_speed(row: Row, options: CardOptions) -> bool:
-    """Check whether the card shows the row's speed."""
-    return not is_error(row) and not (is_disturbed(row) and options.disturbed == "omit")
-
-
-def _speedup(row: Row, options: CardOptions) -> str:
+def _speedup(row: Row) -> str:
     if is_broken(row):
         return f"none: {fault(row)}"
-    if not _has_speed(row, options):
-        return error_text(row) if is_error(row) else f"none: {DISTURBED}"
-    return ", ".join([_with_interval(row["speedup"], row["speedup_ci95"], "x"), *marks(row)])
+    return _with_interval(row["speedup"], row["speedup_ci95"], "x") + ", noisy" * row["noisy"]
 
 
-def _median(row: Row, options: CardOptions) -> str:
-    compared, median = row.get("num_compared", 0), row.get("median_speedup")
-    if median is None or is_broken(row) or not _has_speed(row, options):
+def _median(row: Row) -> str:
+    compared, median = row["num_compared"], row["median_speedup"]
+    if median is None or is_broken(row):
         return "-"
-    return f"{median:.2f}x ({row.get('num_faster', 0)} of {compared})"
+    return f"{median:.2f}x ({row['num_faster']} of {compared})"
 
 
 def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
     """Convert a row's figures to the Hub's format.
 
-    The list is empty if the answers weren't the target's. A speedup with a mark is left out, since
-    the Hub would show it without.
+    The list is empty if the answers weren't the target's. A noisy speedup is left out, since the
+    Hub would show it without this mark.
     """
     if is_broken(row):
         return []
@@ -249,7 +223,7 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
-        if values[name] is not None and not (name == "speedup" and (is_error(row) or marks(row)))
+        if values[name] is not None and not (name == "speedup" and row["noisy"])
     ]
 
 

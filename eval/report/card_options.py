@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..results.markdown import Markdown
@@ -35,9 +35,6 @@ class CardOptions:
     """Quantisation with which the card loads the target; None takes that of the training."""
     repo: str | None = None
     """Hub id of the drafter."""
-    disturbed: Literal["raise", "omit", "mark"] = "raise"
-    """Whether a speed whose measurement was disturbed raises an error, is left out, or is shown with
-    a mark."""
     programs: Collection[str] | None = None
     """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
     its kind, except for a layer with a weight of UNSERVED."""

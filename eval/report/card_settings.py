@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...models.drafters.saved.folder import DrafterFile
-from ..records.method_names import MethodFacts, setting_words, title_of
+from ..records.labels import setting_words, title_of
 from ..records.names import PIPELINED
 from ..results.rows import Row
 from .runs import Run
@@ -19,7 +19,7 @@ def describe_setting(row: Row, run: Run, saved: DrafterFile) -> str:
         return setting_words(saved.kind, {}, None)
     config, setting = method["config"], method["setting"]
     if isinstance(config.get(saved.kind), dict):
-        return _describe_merge(MethodFacts(key=row["method"]).kind.split("+"), config, setting, saved)
+        return _describe_merge(method["kind"].split("+"), config, setting, saved)
     used = {**config, **setting}
     changed = {name: value for name, value in used.items() if name in setting or saved.drafter.get(name) != value}
     return setting_words(saved.kind, used, changed) or "as saved"

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ...data.choices import LABELS
-from ..records.method_names import title_of
+from ..records.labels import title_of
 from ..results.rows import method_name
 from .page_tables import Line, Table, column, number, table
 from .runs import Entry, Group

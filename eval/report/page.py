@@ -15,9 +15,8 @@ from ...data.files import atomic_write_text
 from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
 from ..results.headline import headline
-from ..results.marks import MEASURE_AGAIN, commands, is_disturbed
+from ..results.notes import FEW_UNITS
 from ..results.rows import Row
-from ..results.tables import FEW_UNITS
 from .distillation import distillation
 from .page_plots import plot_table
 from .page_tables import Section, Table
@@ -27,7 +26,6 @@ from .sections import accepted_lengths, categories, heat_maps, results, roofline
 from .shapes import shape_maps
 from .sources import sources
 from .types import type_tables
-from .windows import windows
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,6 @@ SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "distillation": distillation,
     "prefixes": prefixes,
     "accepted": accepted_lengths,
-    "lengths": windows,
     "time": time_split,
     "roofline": roofline,
 }
@@ -63,10 +60,6 @@ class Chapter:
     subtitle: str
     headlines: list[str]
     """The result of each run in one line."""
-    is_disturbed: bool
-    """Whether a speed is marked as disturbed."""
-    commands: list[str]
-    """Commands that measure the disturbed answers again, as far as they are known."""
     differs_in: list[str]
     sections: list[Section]
     facts: list[tuple[str, str]]
@@ -103,7 +96,6 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str], across: Section)
         across=across,
         share=_percent,
         num_open=NUM_OPEN,
-        measure_again=MEASURE_AGAIN,
     )
 
 
@@ -114,13 +106,10 @@ def _percent(value: float, top: float) -> float:
 def _chapter(group: Group) -> Chapter:
     texts = _texts()
     tables = {name: tables_of(group) for name, tables_of in SECTIONS.items()}
-    rows = [row for run in group.runs for row in run.rows]
     return Chapter(
         title=group.title,
         subtitle=_subtitle(group),
         headlines=[headline(run.rows) if len(group.runs) == 1 else f"{run.name}: {headline(run.rows)}" for run in group.runs],
-        is_disturbed=any(map(is_disturbed, rows)),
-        commands=commands(rows),
         differs_in=group.differs_in,
         sections=[_section(name, tables[name]) for name in SECTIONS if tables[name]],
         facts=_facts(group),

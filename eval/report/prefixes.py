@@ -6,7 +6,7 @@
 from collections import defaultdict
 from typing import Any
 
-from ..records.method_names import setting_words
+from ..records.labels import setting_words
 from ..results.rows import fault, is_wrong
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group, decoding

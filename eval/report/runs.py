@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.differences import differences
-from ..records.method_names import MethodFacts, method_names
+from ..records.labels import PLAIN_DECODING
 from ..records.names import BASELINE, RUN_FILE
 from ..records.run_files import RunInfo, read_info
 from ..results.finished import read_rows
@@ -20,7 +20,7 @@ from ..results.rows import Row
 VARIES_WITHIN_A_TABLE = frozenset(
     {
         *("suites", "methods", "temperature", "temperatures", "batch_size", "batch_sizes"),
-        *("repeats", "warmup_prompts", "profile_prompts"),
+        *("repeats", "profile_prompts"),
     }
 )
 """Options in which comparable runs may differ, because each number is shown with their values."""
@@ -160,38 +160,31 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
 
     If several runs measured a method, the entry's label includes the run's folder.
     """
-    # 1. Name the methods of all runs together.
-    methods = {(run.name, row["method"]): _facts(run, row) for run in runs for row in run.rows}
-    names = dict(zip(methods, method_names(list(methods.values())), strict=True))
-    # 2. Find the names that several runs share in one table.
+    # 1. Find the methods that several runs have measured in one table.
     runs_of: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for run in runs:
         for row in run.rows:
-            runs_of[*cell_of(row)[:4], names[run.name, row["method"]]].add(run.name)
+            runs_of[*cell_of(row)[:4], row["label"]].add(run.name)
     repeated = {cell[-1] for cell, run_names in runs_of.items() if len(run_names) > 1}
-    # 3. Build the entries.
+    # 2. Build the entries.
     entries = []
     for run in runs:
         for row in run.rows:
-            name, facts = names[run.name, row["method"]], methods[run.name, row["method"]]
-            label = f"{name.drafter} [{run.name}]" if name in repeated else name.drafter
-            named: Row = {**row, "name": ", ".join(filter(None, (label, name.setting)))}
+            described = run.info.config["methods"].get(row["method"])  # None for plain decoding
+            drafter, detail = (described["drafter"], described["detail"]) if described else (PLAIN_DECODING, "")
+            label = f"{drafter} [{run.name}]" if row["label"] in repeated else drafter
+            named: Row = {**row, "label": ", ".join(filter(None, (label, detail)))}
             entries.append(
                 Entry(
                     run=run.name,
                     row=named,
                     label=label,
-                    detail=name.setting,
-                    options=_options(facts.described) if facts.described else {},
-                    weights=facts.described["weights"] if facts.described else None,
+                    detail=detail,
+                    options=_options(described) if described else {},
+                    weights=described["weights"] if described else None,
                 )
             )
     return entries
-
-
-def _facts(run: Run, row: Row) -> MethodFacts:
-    described = run.info.config["methods"].get(row["method"])  # None for plain decoding
-    return MethodFacts(key=row["method"], described=described, training=row["training"], run=run.name)
 
 
 def _options(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records.method_names import setting_words
+from ..records.labels import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.marks import MEASURE_ANEW, error_text, is_disturbed, is_error, marks, num_repeated, units
-from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
-from ..results.sources import PACE_NOTE, depends_on_clock
-from ..results.stages import stages_notes
-from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
+from ..results.notes import PACE_NOTE, problems, roofline_note, stages_notes, too_few
+from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, method_name, units
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group
 
@@ -31,33 +28,30 @@ NO_MEMORY = Value(text=OOM, tone="bad")
 def speedup(entry: Entry) -> Value:
     """Build the cell of a speedup over plain decoding, as in the evaluation's table.
 
-    Where answers differ from the target's by mistake, and where the measurement is wrong, the cell
-    shows the fault instead. A lossy rule's speedup and a disturbed one are marked. (Samples that
-    can't be compared are lossless by their rule.)
+    Where answers differ from the target's by mistake, the cell shows the fault instead. A lossy rule's
+    speedup and a noisy one are marked. (Samples that can't be compared are lossless by their rule.)
     """
     row = entry.row
     if row["out_of_memory"]:
         return NO_MEMORY
     if is_broken(row):
         return Value(text=fault(row), note=row["lossless_label"], tone="bad")
-    if is_error(row):
-        return Value(text=error_text(row), tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
-    value = replace(value, mark=", ".join(marks(row)), tone="bad" if marks(row) else "")
+    value = replace(value, mark="noisy" * row["noisy"], tone="bad" if row["noisy"] else "")
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
 def median(entry: Entry) -> Value:
     """Build the cell of the median speedup and the number of prompts, or batches, that were faster."""
     row = entry.row
-    if is_error(row) or not (compared := row.get("num_compared", 0)):
+    if not (compared := row["num_compared"]):
         return Value(text="-")
-    return replace(number(row.get("median_speedup"), unit="x"), note=f"faster on {row.get('num_faster', 0)} of {compared}")
+    return replace(number(row["median_speedup"], unit="x"), note=f"faster on {row['num_faster']} of {compared}")
 
 
 def processor_time(entry: Entry) -> Value:
     """Build the cell of the processor time per token, and its ratio to plain decoding's."""
-    seconds, ratio = entry.row.get("processor_seconds_per_token"), entry.row.get("processor_speedup")
+    seconds, ratio = entry.row["processor_seconds_per_token"], entry.row["processor_speedup"]
     value = number(None if seconds is None else 1e3 * seconds)
     return value if ratio is None or entry.is_baseline else replace(value, note=f"speedup {ratio:.2f}x")
 
@@ -96,32 +90,13 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
         first = measured[0].row
         notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
-    if len(measured) < len(entries):
-        notes.append(f"{OOM}: memory ran out, so there are no figures. If it ran out in plain decoding, no method has figures.")
-    notes += _time_notes(measured)
-    looping = max(measured, key=lambda entry: loop_share(entry.row), default=None)
-    if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
-        notes.append(loop_note(looping.row))
+        if first["num_batches"]:
+            notes.append(f"Median: of the speedups of single {units(first)}. CPU ms/token: processor time of all threads.")
+    notes += problems([entry.row for entry in entries])
     notes += [PACE_NOTE] if any(depends_on_clock(entry.row) for entry in measured) else []
     notes += stages_notes([entry.row for entry in measured])
-    notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")
-    return notes
-
-
-def _time_notes(entries: Sequence[Entry]) -> list[str]:
-    """Write the notes on repeated and disturbed answers, and on errors of measurement."""
-    notes = []
-    if any(entry.row.get("num_compared") for entry in entries):
-        unit = units(entries[0].row)
-        notes.append(f"Median: of the speedups of single {unit}. CPU ms/token: processor time of all threads.")
-    if number := num_repeated([entry.row for entry in entries]):
-        notes.append(f"Repeated answers: {number}. They were decoded again, since a timing was disturbed.")
-    if any(is_disturbed(entry.row) for entry in entries):
-        notes.append("disturbed: answers took far longer than usual, also when they were repeated.")
-    if any(is_error(entry.row) and not is_disturbed(entry.row) for entry in entries):
-        notes.append(f"error: a speedup can't exceed its tokens per step, so plain decoding's time is wrong. {MEASURE_ANEW}")
     return notes
 
 
@@ -355,7 +330,7 @@ def roofline(group: Group) -> list[Table]:
         entries = [entry for entry in entries if entry.row["roofline_fraction"]]
         if not any(entry.row["method"] == BASELINE for entry in entries):
             continue
-        spec = ".3g" if any(entry.row.get("budget") for entry in entries) else ".1f"
+        spec = ".3g" if any(entry.row["budget"] for entry in entries) else ".1f"
         speeds = [number(entry.row["decode_tokens_per_second"], spec) for entry in entries]
         bounds = [_bound(entry) for entry in entries]
         texts = [f"{bound:.3g}" if bound < SLOW else f"{bound:.0f}" for bound in bounds]
@@ -378,19 +353,7 @@ def _bound(entry: Entry) -> float:
 
 
 def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
-    notes = []
-    for facts in dict.fromkeys(tuple(sorted((entry.row["roofline"] or {}).items())) for entry in entries):
-        values = dict(facts)
-        what, source = "a token", "given" if values["given"] else f"measured on a buffer of {BUFFER}"
-        rate = f"{values['bandwidth_gbs']:.1f}"
-        if values.get("streamed"):
-            what, source = "read from files in a pass", "the rate at which they were read"
-            rate = f"{values['bandwidth_gbs']:.2f}"
-        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights {what} at {rate} GB/s ({source})."
-        if values["fits_in_cache"]:
-            note += " The weights fit into the processor's cache, so main memory does not bound this target."
-        notes.append(note)
-    return notes
+    return list(dict.fromkeys(roofline_note(entry.row) for entry in entries))
 
 
 def _line(entry: Entry, values: list[Value]) -> Line:

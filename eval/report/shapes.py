@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records.method_names import setting_words
+from ..records.labels import setting_words
 from ..results.rows import is_lossy, is_wrong
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group, decoding

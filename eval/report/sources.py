@@ -6,10 +6,11 @@ A table has a suite's merged methods over all prompts, and then by category.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..records.method_names import title_of
+from ..records.labels import title_of
+from ..results.notes import PACE_NOTE
 from ..results.plots import COLORS
-from ..results.rows import method_name
-from ..results.sources import BONUS, PACE_NOTE, SEVERAL, depends_on_clock, source_shares
+from ..results.rows import depends_on_clock, method_name
+from ..results.sources import BONUS, SEVERAL, source_shares
 from .page_tables import Column, Line, Table, Value, number, table
 from .runs import Entry, Group
 

@@ -3,7 +3,7 @@
 from huggingface_hub import ModelCardData
 
 from ...models.drafters.saved.parts import DrafterParts
-from ..records.method_names import title_of
+from ..records.labels import title_of
 from .card_code import render_card
 from .card_options import TAGS, CardOptions, code_names
 

@@ -2,9 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import median
-from typing import Any, NotRequired, cast
+from typing import Any, cast
 
 import numpy as np
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
@@ -13,37 +12,30 @@ from ...data.loops import ends_in_a_loop
 from ..records.records import BASELINE, EvalRecord
 from ..records.run_files import Roofline
 from . import stats
-from .attempts import Pairs, least_disturbed, num_repeated, steady_profiles
-from .lengths import Window, by_window
 from .lossless import Mismatch, Verdict, judge
-
-TOLERANCE = 1.02
-"""A speedup exceeds its bound if it is larger than the bound by this factor."""
+from .repeats import counted, is_noisy
 
 
 class Speeds(TypedDict):
     """Figures that compare the times of a method and of plain decoding."""
 
     speedup: float | None
-    """Speedup over plain decoding. None where a method that claims to be lossless is not: a wrong
-    answer has no speed."""
+    """Tokens per second over plain decoding's. None where a method that claims to be lossless is
+    not: a wrong answer has no speed."""
     speedup_ci95: tuple[float, float] | None
-    median_speedup: NotRequired[float | None]
+    median_speedup: float | None
     """Median of the speedups over the units of the interval. It and the next two fields are None
     and 0 for plain decoding, and for methods without a speedup."""
-    num_faster: NotRequired[int]
+    num_faster: int
     """Units in which the method was faster than plain decoding."""
-    num_compared: NotRequired[int]
+    num_compared: int
     """Units in which the method was compared with plain decoding."""
-    processor_seconds_per_token: NotRequired[float | None]
+    processor_seconds_per_token: float | None
     """Processor seconds of all threads per token of the answers, prefill included."""
-    processor_speedup: NotRequired[float | None]
+    processor_speedup: float | None
     """Plain decoding's processor seconds per token over the method's."""
-    exceeds: NotRequired[str]
-    """The bound that the speedup exceeds: "tokens per step" (an error of measurement), "ceiling",
-    or an empty text."""
-    outliers: NotRequired[list[dict[str, Any]]]
-    """Slow answers in summaries of older versions. Nothing shows them."""
+    noisy: bool
+    """Whether too much of the time, or of plain decoding's, is of slow answers (`is_noisy`)."""
     by_category: dict[str, dict[str, Any]]
     """Figures of each category: those of `stats.count_drafts`, the speedup and its interval."""
 
@@ -72,33 +64,31 @@ class Figures(Losslessness, Speeds):
 
     num_prompts: int
     num_turns: int
-    """Answers in each repeat."""
+    """Answers that count: one of each answer's repeats."""
     num_batches: int
     """Units of the intervals: batches, or prompts at batch size 1."""
     num_skipped: int
     """Turns that were skipped because they exceed the target's context window."""
     num_truncated: int
-    """Answers (of all repeats) that ended at the token limit."""
-    num_loops: NotRequired[int]
-    """Answers (of all repeats) that end in a repeated cycle of tokens (`ends_in_a_loop`)."""
+    """Answers that ended at the token limit."""
+    num_loops: int
+    """Answers that end in a repeated cycle of tokens (`ends_in_a_loop`)."""
     num_tokens: int
     tokens_per_step: float | None
     """Tokens per verify step of one answer."""
     tokens_per_step_ci95: tuple[float, float] | None
     """Bootstrap interval over prompts; None for fewer than two prompts."""
-    by_window: NotRequired[list[Window] | None]
-    """Tokens per step over the length of the answers; None with records of older versions."""
     mean_accepted: float | None
     accepted_histogram: list[int]
-    accepted_by: NotRequired[dict[str, int] | None]
+    accepted_by: dict[str, int] | None
     """Accepted draft tokens by source (`EvalRecord.accepted_by`)."""
     draft_tokens_per_step: float | None
-    read_gb_per_token: NotRequired[float | None]
+    read_gb_per_token: float | None
     """Gigabytes of weights read from files per token of the answers, prefill included; None for a
     target that is in memory."""
-    late_draft_seconds: NotRequired[float | None]
+    late_draft_seconds: float | None
     """Seconds by which draft passes during waits delayed the target's passes, over all answers."""
-    runs: NotRequired[dict[str, int] | None]
+    runs: dict[str, int] | None
     """Counts of the target's passes (`Runs`), over all answers; None for a target without stages."""
     tokens_per_second: float | None
     """Throughput of the whole batch."""
@@ -116,16 +106,6 @@ class Figures(Losslessness, Speeds):
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished. None for a target in stages."""
-    num_repeated: NotRequired[int]
-    """Answers (of all repeats) that were decoded again because a timing was disturbed."""
-    disturbed: NotRequired[list[dict[str, Any]]]
-    """Answers that are still disturbed in the attempt that counts: `prompt_ids` of the batch,
-    `turn`, `repeat`, `side` ("method" or "baseline"), and `ratio` to the usual time (0 where the
-    clock jumped, so that there is no positive time)."""
-    stalls_judged: NotRequired[bool]
-    """Whether there were enough answers, or processor seconds, to detect stalls (`are_judged`)."""
-    timeless: NotRequired[bool]
-    """Whether there are no speeds only because no answer has a positive time on both sides."""
     out_of_memory: bool
     """Whether the method or plain decoding ran out of memory here, so that there are no figures."""
 
@@ -133,12 +113,9 @@ class Figures(Losslessness, Speeds):
 NO_FIGURES = cast(
     "Figures",
     {
-        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__ if name != "outliers"},
+        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__},
         "accepted_histogram": [],
-        "exceeds": "",
-        "disturbed": [],
-        "stalls_judged": True,
-        "timeless": False,
+        "noisy": False,
         "by_category": {},
         "lossless_label": "-",
         "out_of_memory": True,
@@ -159,59 +136,53 @@ def compute_figures(
 ) -> Figures:
     """Compute the figures of a method from its records and plain decoding's.
 
-    All figures are those of the attempts that were disturbed least. So the counts of steps belong to
-    the times, also where the trees depend on the clock.
+    All figures are those of the repeats that count (`repeats.counted`), on both sides.
     """
     # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
     # follows from it.
     sides = (plain_records, method_records)
     plain, timed = ([record for record in records if not record.profiled] for records in sides)
-    pairs = least_disturbed(plain, timed, on_cpu=on_cpu)
-    counted = pairs.counted
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in sides)
-    steady_plain, steady = steady_profiles(plain, profiled_plain), steady_profiles(timed, profiled)
+    noisy = is_noisy(plain, on_cpu=on_cpu) or is_noisy(timed, on_cpu=on_cpu)
+    plain, timed = counted(plain), counted(timed)
 
     # 2. Compare the method with plain decoding.
-    is_baseline = counted[0].method == BASELINE
+    is_baseline = timed[0].method == BASELINE
     verdict = judge(method_records, mismatches)
-    tau = stats.tokens_per_step(counted)
-    rho = None if is_baseline else stats.relative_draft_cost(steady_plain, steady)
-    histogram = stats.accepted_histogram(counted)
+    tau = stats.tokens_per_step(timed)
+    rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
+    histogram = stats.accepted_histogram(timed)
 
     # 3. The row.
     return {
-        "num_prompts": stats.num_prompts(counted),
-        "num_turns": len({(record.prompt_id, record.turn) for record in counted}),
-        "num_batches": len({record.unit for record in counted}),
+        "num_prompts": stats.num_prompts(timed),
+        "num_turns": len(timed),
+        "num_batches": len({record.unit for record in timed}),
         "num_skipped": num_skipped,
-        "num_truncated": sum(record.truncated for record in counted),
-        "num_loops": sum(map(_ends_in_a_loop, counted)),
-        "num_tokens": sum(len(record.token_ids) for record in counted),
+        "num_truncated": sum(record.truncated for record in timed),
+        "num_loops": sum(map(_ends_in_a_loop, timed)),
+        "num_tokens": sum(len(record.token_ids) for record in timed),
         "tokens_per_step": tau,
-        "tokens_per_step_ci95": _steps_interval(counted),
-        "by_window": by_window(counted),
+        "tokens_per_step_ci95": _steps_interval(timed),
         "mean_accepted": stats.mean_accepted(histogram),
         "accepted_histogram": histogram,
-        "accepted_by": stats.accepted_by(counted),
-        "draft_tokens_per_step": stats.draft_tokens_per_step(counted),
-        "read_gb_per_token": stats.read_gb_per_token(counted),
-        "late_draft_seconds": stats.late_draft_seconds(counted),
-        "runs": stats.run_counts(counted),
-        "tokens_per_second": stats.tokens_per_second(pairs.method) if pairs.method else None,
-        "answer_tokens_per_second": stats.answer_tokens_per_second(pairs.method) if pairs.method else None,
-        "decode_tokens_per_second": stats.decode_tokens_per_second(pairs.method),
+        "accepted_by": stats.accepted_by(timed),
+        "draft_tokens_per_step": stats.draft_tokens_per_step(timed),
+        "read_gb_per_token": stats.read_gb_per_token(timed),
+        "late_draft_seconds": stats.late_draft_seconds(timed),
+        "runs": stats.run_counts(timed),
+        "tokens_per_second": stats.tokens_per_second(timed),
+        "answer_tokens_per_second": stats.answer_tokens_per_second(timed),
+        "decode_tokens_per_second": stats.decode_tokens_per_second(timed),
         "rho": rho,
         "ceiling": None if verdict.broken else stats.ceiling(tau, rho),
-        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(steady),
-        "time_split": stats.time_split(steady),
+        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
+        "time_split": stats.time_split(profiled),
         "tree_tokens": stats.tree_tokens(profiled),
-        "roofline_fraction": _roofline_fraction(pairs.method, roofline),
+        "roofline_fraction": _roofline_fraction(timed, roofline),
         **_losslessness(verdict, mismatches),
-        "num_repeated": num_repeated(method_records),
-        "disturbed": [asdict(answer) for answer in pairs.disturbed],
-        "stalls_judged": pairs.judged,
-        "timeless": not pairs.method and not verdict.broken,
-        **_speeds(counted, pairs, rho, is_broken=verdict.broken, seed=seed),
+        "noisy": noisy,
+        **_speeds(plain, timed, is_broken=verdict.broken, seed=seed),
         "out_of_memory": False,
     }
 
@@ -246,25 +217,20 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
     return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
-def _speeds(counted: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, is_broken: bool, seed: int) -> Speeds:
-    """Compare a method's times with plain decoding's.
+def _speeds(plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, is_broken: bool, seed: int) -> dict[str, Any]:
+    """Compare a method's times with plain decoding's, except whether they are noisy.
 
-    A broken method has no speed anywhere, and neither has one without a positive time. The
-    baseline's speedup is 1.
+    A broken method has no speed anywhere. The baseline's speedup is 1.
     """
     # 1. What every method has.
-    seconds, plain_seconds = (
-        stats.processor_seconds_per_token(records) if records else None for records in (pairs.method, pairs.plain)
-    )
-    categories = _without_times(counted) | stats.by_category(pairs.plain, pairs.method, seed=seed)
-    is_broken = is_broken or not pairs.method
-    speeds: Speeds = {
+    seconds, plain_seconds = (stats.processor_seconds_per_token(records) for records in (timed, plain))
+    categories = stats.by_category(plain, timed, seed=seed)
+    speeds = {
         "speedup": None if is_broken else 1.0,
         "speedup_ci95": None,
         "median_speedup": None,
         "num_faster": 0,
         "num_compared": 0,
-        "exceeds": "",
         "processor_seconds_per_token": seconds,
         "processor_speedup": None if is_broken or not seconds or plain_seconds is None else plain_seconds / seconds,
         "by_category": categories,
@@ -272,11 +238,11 @@ def _speeds(counted: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, i
     if is_broken:
         for values in categories.values():
             values.update(speedup=None, speedup_ci95=None)
-    if is_broken or pairs.method[0].method == BASELINE:
+    if is_broken or timed[0].method == BASELINE:
         return speeds
     # 2. The comparison with plain decoding.
-    speedup, interval = stats.speedup(pairs.plain, pairs.method, seed=seed)
-    by_unit = stats.unit_speedups(pairs.plain, pairs.method)
+    speedup, interval = stats.speedup(plain, timed, seed=seed)
+    by_unit = stats.unit_speedups(plain, timed)
     return {
         **speeds,
         "speedup": speedup,
@@ -284,34 +250,7 @@ def _speeds(counted: Sequence[EvalRecord], pairs: Pairs, rho: float | None, *, i
         "median_speedup": median(by_unit),
         "num_faster": sum(value > 1 for value in by_unit),
         "num_compared": len(by_unit),
-        "exceeds": _exceeded_bound(speedup, stats.saved_steps(pairs.plain, pairs.method), rho),
     }
-
-
-def _without_times(records: Sequence[EvalRecord]) -> dict[str, dict[str, Any]]:
-    """Build the figures by category that don't depend on times."""
-    categories = {category: [r for r in records if r.category == category] for category in {r.category: None for r in records}}
-    return {
-        category: {
-            **stats.count_drafts(members),
-            "speedup": None,
-            "speedup_ci95": None,
-        }
-        for category, members in categories.items()
-    }
-
-
-def _exceeded_bound(speedup: float, saved_steps: float | None, rho: float | None) -> str:
-    """Name the bound that a speedup exceeds, if any.
-
-    `saved_steps` is plain decoding's steps per token over the method's: at batch size 1 the tokens
-    per step. No step is faster than a plain one, so a higher speedup is an error of measurement.
-    """
-    if saved_steps is None:
-        return ""
-    if speedup > TOLERANCE * saved_steps:
-        return "tokens per step"
-    return "ceiling" if rho is not None and speedup > TOLERANCE * saved_steps / (1 + rho) else ""
 
 
 def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline | None) -> float | None:

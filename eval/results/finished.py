@@ -3,17 +3,13 @@
 They are computed from its records when it ends, and read from its summary later.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...data.files import read_dataclass
-from ..config import EvalConfig, SuiteConfig
-from ..records.method_names import MethodFacts, method_names
-from ..records.names import BASELINE, FACTS_FILE, RUN_FILE, SUMMARY_FILE
-from ..records.records import EvalRecord, GroupKey
-from ..records.run_files import Facts, OutOfMemory, RunInfo, changed_files, read_info
+from ..records.names import SUMMARY_FILE
+from ..records.records import EvalRecord
+from ..records.run_files import Facts, OutOfMemory, RunInfo
 from .lossless import judged
 from .rows import Row, build_rows
 
@@ -30,57 +26,15 @@ def complete(
 
 
 def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
-    """Build the rows of a run, in its order of suites, temperatures and batch sizes."""
-    config = info.config
-    order = list(config["suites"])
+    """Build the rows of a run from its records."""
     records = complete(records, facts.out_of_memory, facts.without_profile)
-    records.sort(key=lambda record: order.index(record.suite))
-    names = ("max_new_tokens", "temperatures", "batch_sizes", "repeats", "seed")
-    rows = build_rows(
-        records,
-        judged(records, info.dtype, facts.audits, facts.unaudited),
-        config=EvalConfig(suites=[SuiteConfig(name=name) for name in order], **{name: config[name] for name in names}),
-        dtype=info.dtype,
-        roofline=info.roofline,
-        num_skipped=_num_skipped(records, facts.num_turns),
-        drafters=facts.drafters,
-        out_of_memory=facts.out_of_memory,
-        on_cpu=info.environment.device == "cpu",
-    )
-    describe_rows(rows, info)
-    for row in rows:
-        row["budget"] = None if facts.budget is None else asdict(facts.budget)
-        row["stage_layers"], row["pipelined"] = info.stage_layers, info.is_pipelined(row["method"])
-        # No bound holds where a step may be faster than plain decoding's: in another program, and
-        # where several passes are under way.
-        if row["method"] not in (BASELINE, *config["methods"]) or row["pipelined"]:
-            row["exceeds"] = ""
-    return rows
-
-
-def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
-    """Write each row's method name and the target's quantisation into the row."""
-    training = {row["method"]: row["training"] for row in rows}
-    methods = [MethodFacts(key=key, described=info.config["methods"].get(key), training=training[key]) for key in training]
-    names = {method.key: str(name) for method, name in zip(methods, method_names(methods), strict=True)}
-    for row in rows:
-        row["name"] = names[row["method"]]
-        row["quantization"] = info.config["target"].get("quantization", "")
-
-
-def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) -> dict[GroupKey, int]:
-    """Count the turns that were skipped as too long.
-
-    The key is suite, temperature and batch size.
-    """
-    answered = Counter(record.group_key for record in records if record.is_reference)
-    return {key: num_turns[key[0]] - count for key, count in answered.items()}
+    return build_rows(records, judged(records, info.dtype, facts.audits, facts.unaudited), info, facts)
 
 
 def read_rows(directory: Path) -> list[Row]:
     """Read the summary of a finished run.
 
-    Raises ValueError if the summary is missing or malformed, or if a file changed since the evaluation ended.
+    Raises ValueError if the summary is missing or malformed.
     """
     path = directory / SUMMARY_FILE
     if not path.is_file():
@@ -91,10 +45,4 @@ def read_rows(directory: Path) -> list[Row]:
     rows = read_dataclass(list[Row], path)
     if not rows:
         raise ValueError(f"{path} has no rows; run the evaluation's command again")
-    if changed := changed_files(directory):
-        raise ValueError(
-            f"{' and '.join(changed)} in {directory} changed after the evaluation ended: the SHA-256 digest is not the one in "
-            f"{FACTS_FILE}. Run the evaluation's command again, which computes {path.name} from the records"
-        )
-    describe_rows(rows, read_info(directory / RUN_FILE))
     return rows

@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.files import atomic_write_text
 from ...data.suites import Prompt, PromptSet
-from ..records.digests import digest_of
 from ..records.names import BASELINE
-from ..records.records import EvalRecord, GroupKey, group_name
+from ..records.records import EvalRecord, GroupKey, digest_of, group_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def write_answers(
     is left out, since judges expect all turns.
     """
     # 1. Select the first answer of each method to each turn.
-    firsts = [record for record in records if record.repeat == record.attempt == 0 and not record.profiled]
+    firsts = [record for record in records if record.repeat == 0 and not record.profiled]
     by_key = {record.key: record for record in firsts}
     prompts = {suite.name: suite.prompts for suite in suites}
     names = file_names(dict.fromkeys(record.method for record in firsts))
@@ -64,7 +63,7 @@ def write_answers(
             if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
                 logger.info(
                     "the answers to mt_bench have the question numbers of the Hub's data set; for FastChat's judge, evaluate "
-                    "FastChat's question.jsonl (--suite-path mt_bench=question.jsonl)"
+                    "FastChat's question.jsonl: --suite '{name: mt_bench, path: question.jsonl}'"
                 )
             path = directory / group_name(group) / f"{name}{suffix}"
             atomic_write_text(path, to_text(answered, name, time))
@@ -145,7 +144,7 @@ def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
 def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:
     """Look up the records of all turns of a prompt; empty if one is missing."""
     suite, temperature, batch_size = group
-    keys = [(suite, prompt.id, turn, temperature, method, 0, False, batch_size, 0) for turn in range(len(prompt.turns))]
+    keys = [(suite, prompt.id, turn, temperature, method, 0, False, batch_size) for turn in range(len(prompt.turns))]
     return [by_key[key] for key in keys] if all(key in by_key for key in keys) else []
 
 

@@ -36,8 +36,8 @@ replaces the comparison with answers at batch size 1, if there are none."""
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     """Compare every record with the baseline's first answer to the same turn.
 
-    Both have the same temperature and batch size. The baseline's repeats, further attempts
-    and profiled answers are compared too. Records that are different samples by design are not compared.
+    Both have the same temperature and batch size. The baseline's repeats and profiled answers are
+    compared too. Records that are different samples by design are not compared.
 
     The baseline's answers in batches are compared with its answers at the smallest batch size, if
     the prompts are equal. This detects a mistake that all methods of a batch share. Raises
@@ -50,14 +50,14 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     for record in by_key.values():
         # 2. Look up the plain answer that it is compared with.
         turn_key = (record.suite, record.prompt_id, record.turn, record.temperature)
-        reference = by_key.get((*turn_key, BASELINE, 0, False, record.batch_size, 0))
+        reference = by_key.get((*turn_key, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(
                 f"{record.name} has no baseline record of the same prompt; delete the lines of both, and run the evaluation's "
                 "command again"
             )
         if record.method == BASELINE:
-            alone = by_key.get((*turn_key, BASELINE, 0, False, smallest, 0))
+            alone = by_key.get((*turn_key, BASELINE, 0, False, smallest))
             reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
         # 3. Find the first different token.
         if not record.is_other_sample and record.token_ids != reference.token_ids:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
-from .lengths import WINDOW_TOKENS
-from .marks import is_disturbed, is_error, marks, measure_again
-from .rows import Row, decoding_name, fault, is_lossy, method_name
+from .rows import Row, decoding_name, fault, is_lossy, units
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,8 +21,6 @@ COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 OVERALL = "all"
 PLAIN_TEXT: dict[Any, Any] = {"font.family": "DejaVu Sans", "text.parse_math": False}
 """Settings of matplotlib that print names with any characters, such as dollar signs."""
-NO_SPEED = "error"
-"""Label in place of a speedup that is an error of measurement."""
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
 LINE_INCHES, DOT_INCHES = 0.2, 0.2
@@ -53,8 +49,8 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
 
     There is a bar for each category and method, labelled with its number. Whiskers are 95 %
     intervals. "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for
-    a method that ran out of memory, NO_SPEED for an error of measurement. Marks of a speedup follow
-    the method's name. Nothing is written if only the baseline was measured.
+    a method that ran out of memory. Whether a speedup is noisy or not lossless follows the method's
+    name. Nothing is written if only the baseline was measured.
     """
     # 1. The methods besides the baseline.
     rows = [row for row in rows if row["method"] != BASELINE]
@@ -76,7 +72,6 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
         right.axvline(1.0, zorder=3, **PARITY_LINE)
         right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
-        _write_remedy(left, rows)
         figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
         # Two columns, since a method's name can be long.
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
@@ -102,7 +97,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
 
     # 2. A dot for each method and temperature.
     lines = {row["method"]: line for line, row in enumerate(first)}
-    names = [_wrapped(method_name(row)) for row in first]
+    names = [_wrapped(row["label"]) for row in first]
     inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
     with drawing(path, 10.0, inches * len(first) + 1.8) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -125,35 +120,9 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         right.set_title(_speedup_title(first[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(first)), names)
         left.set_ylim(len(first) - 0.5, -0.5)  # the best at the top
-        _write_remedy(left, rows)
         setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
         figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
-
-
-def plot_windows(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of tokens per step over the answer's length, a line for each method.
-
-    The rows are those of one suite, temperature and batch size. Nothing is written if no answer is
-    longer than a window.
-    """
-    windows = {method_name(row): row.get("by_window") or [] for row in rows if row["method"] != BASELINE}
-    if max(map(len, windows.values()), default=0) < 2:
-        return
-    with drawing(path, 9.0, 4.0 + LINE_INCHES * len(windows) / 2) as figure:
-        axes = figure.subplots()
-        for index, (name, of_method) in enumerate(windows.items()):
-            starts = [window["first_token"] + 1 for window in of_method]
-            steps = [window["tokens_per_step"] for window in of_method]
-            color = COLORS[index % len(COLORS)]
-            axes.plot(starts, steps, marker="o", markersize=4, color=color, label=textwrap.fill(name, LEGEND_WIDTH))
-        axes.axhline(1.0, label="plain decoding", **PARITY_LINE)
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"First token of a window of {WINDOW_TOKENS} tokens of the answer")
-        axes.set_title("Tokens per step", loc="left", fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(f"{rows[0]['suite']}; {decoding_name(rows[0])}, {rows[0]['dtype']}", x=0.01, ha="left", fontsize=11)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
 
 
 def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
@@ -165,15 +134,13 @@ def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
 
     style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
     style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
-    speedup = None if is_error(row) else row["speedup"]
-    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, speedup, "{:.2f}x")):
+    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
         if value is not None:
-            is_hollow = is_lossy(row) or (axes is right and bool(marks(row)))
+            is_hollow = is_lossy(row) or (axes is right and row["noisy"])
             axes.plot(value, height, "o", color=color, markersize=5, fillstyle="none" if is_hollow else "full")
             axes.annotate(spec.format(value) + (_in_brackets(row) if axes is right else ""), (value, height), (0, 4.5), **style)
-    if speedup is None:
-        reason = OOM if row["out_of_memory"] else NO_SPEED if is_error(row) else fault(row)
-        right.annotate(reason, (1.0, height), (0, -3), color=color, **style)
+    if row["speedup"] is None:
+        right.annotate(OOM if row["out_of_memory"] else fault(row), (1.0, height), (0, -3), color=color, **style)
         return
     if row["speedup_ci95"]:
         right.plot(row["speedup_ci95"], [height] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
@@ -181,20 +148,14 @@ def _dots(left: Any, right: Any, row: Row, height: float, color: str) -> None:
         right.plot(row["ceiling"], height, "|", color=color, markersize=7, markeredgewidth=1.8)
 
 
-def _write_remedy(axes: Any, rows: Sequence[Row]) -> None:
-    """Write below the axes how to measure disturbed answers again."""
-    if any(map(is_disturbed, rows)):
-        axes.set_xlabel(textwrap.fill(measure_again(rows), LEGEND_WIDTH), loc="left", fontsize=7)
-
-
 def _in_brackets(row: Row) -> str:
-    """Format the marks of a row's speedup, and of a lossy method; empty without marks."""
-    texts = ["not lossless"] * is_lossy(row) + marks(row)
+    """Say whether a row's speedup is not lossless, or noisy; empty if it is neither."""
+    texts = ["not lossless"] * is_lossy(row) + ["noisy"] * row["noisy"]
     return f" ({', '.join(texts)})" if texts else ""
 
 
 def _speedup_title(row: Row) -> str:
-    return f"Speedup, with 95 % interval over {'prompts' if row['batch_size'] == 1 else 'batches'}"
+    return f"Speedup, with 95 % interval over {units(row)}"
 
 
 def _wrapped(name: str) -> str:
@@ -232,25 +193,17 @@ def _bars(
         offset = (index - (len(rows) - 1) / 2) * thickness
         if row["out_of_memory"]:
             last = len(categories) - 1 + offset
-            axes.barh(last, 0.0, color=color, label=method_name(row))  # for the legend
+            axes.barh(last, 0.0, color=color, label=row["label"])  # for the legend
             axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
             continue
         for line, category in enumerate(categories):
             values: Mapping[str, Any] = {**row} if category == OVERALL else row["by_category"][category]
-            is_hidden = figure == "speedup" and is_error(row)
-            value = None if is_hidden else values[figure]
+            value = values[figure]
             interval = values["speedup_ci95"] if figure == "speedup" else None
             if value is None:
-                axes.annotate(
-                    NO_SPEED if is_hidden else "-",
-                    (0, line + offset),
-                    (4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=8,
-                )
+                axes.annotate("-", (0, line + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
                 continue
-            label = textwrap.fill(method_name(row) + _in_brackets(row), LEGEND_WIDTH) if category == OVERALL else None
+            label = textwrap.fill(row["label"] + _in_brackets(row), LEGEND_WIDTH) if category == OVERALL else None
             alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
             axes.barh(line + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value

@@ -1,15 +1,14 @@
 """Rows of `summary.json`: the results of each method on each suite."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
-from typing import Any, NotRequired
+from typing import Any
 
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
-from ..config import EvalConfig
-from ..records.method_names import name_of_key
-from ..records.records import BASELINE, EvalRecord, GroupKey
-from ..records.run_files import DrafterFacts, OutOfMemory, Roofline
+from ..records.records import BASELINE, EvalRecord
+from ..records.run_files import Facts, OutOfMemory, RunInfo
 from .figures import NO_FIGURES, Figures, compute_figures
 from .lossless import Mismatch
 
@@ -18,22 +17,22 @@ class Conditions(TypedDict):
     """Conditions of a measurement: method, prompts, settings and the drafter's training."""
 
     method: str
-    """Key of the method in the records, which never changes."""
-    name: NotRequired[str]
-    """Name of the method in tables, plots and reports (`method_names`)."""
+    """Name of the method in the records."""
+    label: str
+    """The drafter and its setting in words, as tables, plots and reports show them."""
     suite: str
     prompt_set_revision: str
     """Digest of the prompts."""
     prompt_set_source: str | None
     """Data set of the Hub, as ID@COMMIT."""
     dtype: str
-    quantization: NotRequired[str]
+    quantization: str
     """Options that quantised the target's weights when they were loaded; empty for unquantised
     weights."""
     temperature: float
     batch_size: int
     """Prompts decoded together, by the method and by the baseline."""
-    pace: NotRequired[str | None]
+    pace: str | None
     """Pace of a merged drafter (`EvalRecord.pace`)."""
     max_new_tokens: int
     num_repeats: int
@@ -41,16 +40,13 @@ class Conditions(TypedDict):
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """Facts about the drafter's training (TrainingFacts)."""
-    command: NotRequired[str]
-    """Command that measures the disturbed answers again. Only disturbed rows have it, if it is
-    known."""
     roofline: dict[str, Any] | None
     """None for a target in stages."""
-    budget: NotRequired[dict[str, Any] | None]
+    budget: dict[str, Any] | None
     """Facts about the target's memory budget (`BudgetFacts`); None without one."""
-    stage_layers: NotRequired[list[int] | None]
+    stage_layers: list[int] | None
     """Number of layers of each of the target's stages; None for a target in one process."""
-    pipelined: NotRequired[bool]
+    pipelined: bool
     """Whether the drafter drafts while the stages of the target read."""
 
 
@@ -58,54 +54,36 @@ class Row(Conditions, Figures):
     """Results of a method on a suite at a temperature and a batch size."""
 
 
-def build_rows(
-    records: Sequence[EvalRecord],
-    mismatches: Sequence[Mismatch],
-    *,
-    config: EvalConfig,
-    dtype: str,
-    roofline: Roofline | None,
-    num_skipped: Mapping[GroupKey, int],
-    drafters: Mapping[str, DrafterFacts],
-    out_of_memory: Sequence[OutOfMemory] = (),
-    on_cpu: bool = False,
-) -> list[Row]:
+def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], info: RunInfo, facts: Facts) -> list[Row]:
     """Compute one row per suite, temperature, batch size and method.
 
-    Rows have the order of the records. In each group the baseline comes first, and methods that ran
-    out of memory come last. `drafters` is by method. `on_cpu` decides how few answers
-    can be judged (`attempts.ratios`).
+    Rows have the run's order of suites, temperatures and batch sizes. In each group the baseline
+    comes first, and methods that ran out of memory come last.
     """
     # 1. Go through the groups of suite, temperature and batch size.
-    rows: list[Row] = []
-    suites = dict.fromkeys([*(record.suite for record in records), *(missing.suite for missing in out_of_memory)])
-    for group_key in product(suites, config.temperatures, config.batch_sizes):
+    config, rows = info.config, []
+    on_cpu = info.environment.device == "cpu" and facts.budget is None  # streamed weights make it wait
+    for group_key in product(config["suites"], config["temperatures"], config["batch_sizes"]):
         group = [record for record in records if record.group_key == group_key]
+        plain = [record for record in group if record.method == BASELINE]
+        num_skipped = facts.num_turns[group_key[0]] - sum(record.is_reference for record in plain)
         # 2. A row for each method with records, the baseline first.
-        names = dict.fromkeys(record.method for record in group)
-        for method in sorted(names, key=lambda name: name != BASELINE):
+        of_group: list[Row] = []
+        for method in sorted(dict.fromkeys(record.method for record in group), key=lambda name: name != BASELINE):
             of_method = [record for record in group if record.method == method]
-            plain = [record for record in group if record.method == BASELINE]
             keys = {record.key for record in of_method}
             wrong = [item for item in mismatches if item.record.key in keys]
-            skipped = num_skipped.get(group_key, 0)
-            conditions = _conditions(of_method[0], config, dtype, roofline, drafters.get(method))
-            figures = compute_figures(plain, of_method, wrong, roofline, skipped, config.seed, on_cpu=on_cpu)
-            rows.append({**conditions, **figures})
+            figures = compute_figures(plain, of_method, wrong, info.roofline, num_skipped, config["seed"], on_cpu=on_cpu)
+            of_group.append({**_conditions(of_method[0], info, facts), **figures})
         # 3. If the baseline is broken, no method of the group has a speedup.
-        of_group = rows[-len(names) :] if names else []
-        if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
-            cause = "is unproven" if any(is_unproven(row) and row["method"] == BASELINE for row in of_group) else "is wrong"
+        if of_group and is_broken(of_group[0]):
+            cause = "is unproven" if is_unproven(of_group[0]) else "is wrong"
             for row in of_group:
                 _withdraw(row, cause)
         # 4. Rows without figures, for methods that ran out of memory.
-        failures = sorted(
-            (failure for failure in out_of_memory if failure.group_key == group_key),
-            key=lambda failure: failure.method != BASELINE,
-        )
-        for failure in failures:
-            conditions = _conditions(failure, config, dtype, roofline, drafters.get(failure.method))
-            rows.append({**conditions, **NO_FIGURES})
+        failures = [failure for failure in facts.out_of_memory if failure.group_key == group_key]
+        failures.sort(key=lambda failure: failure.method != BASELINE)
+        rows += [*of_group, *({**_conditions(failure, info, facts), **NO_FIGURES} for failure in failures)]
     return rows
 
 
@@ -115,8 +93,7 @@ def _withdraw(row: Row, cause: str) -> None:
     Without a correct baseline no comparison in the group is valid.
     """
     row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
-    row["median_speedup"], row["num_faster"], row["num_compared"] = None, 0, 0
-    row["exceeds"], row["processor_speedup"], row["timeless"] = "", None, False
+    row["median_speedup"], row["num_faster"], row["num_compared"], row["processor_speedup"] = None, 0, 0, None
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
     if row["method"] != BASELINE:
@@ -124,9 +101,19 @@ def _withdraw(row: Row, cause: str) -> None:
         row["lossless_label"] = f"{verdict}: plain decoding {cause} ({row['lossless_label']} against it)"
 
 
+def group_name(row: Row) -> str:
+    """Name the group of a row: its suite, temperature and batch size."""
+    return f"{row['suite']}, {decoding_name(row)}"
+
+
+def row_name(row: Row) -> str:
+    """Name a row: its method and its group."""
+    return f"{row['label']} on {row['suite']} ({decoding_name(row)})"
+
+
 def method_name(row: Row) -> str:
-    """Look up the name of the row's method in tables and plots."""
-    return row["name"] if "name" in row else name_of_key(row["method"])
+    """Return the label of the row's method."""
+    return row["label"]
 
 
 def decoding_name(row: Row) -> str:
@@ -137,12 +124,7 @@ def decoding_name(row: Row) -> str:
 
 def is_broken(row: Row) -> bool:
     """Check whether a method that should be lossless gave an unexplained answer."""
-    return row["speedup"] is None and not row["out_of_memory"] and not is_timeless(row)
-
-
-def is_timeless(row: Mapping[str, Any]) -> bool:
-    """Check whether a row has no speeds only because the clock jumped in all of its answers."""
-    return bool(row.get("timeless"))
+    return row["speedup"] is None and not row["out_of_memory"]
 
 
 def is_unproven(row: Row) -> bool:
@@ -174,30 +156,45 @@ def is_lossy(row: Row) -> bool:
     return is_wrong(row) and not is_broken(row)
 
 
-def _conditions(
-    source: EvalRecord | OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline | None, drafter: DrafterFacts | None
-) -> Conditions:
-    return {
-        "method": source.method,
-        "suite": source.suite,
-        "prompt_set_revision": source.prompt_set_revision,
-        "prompt_set_source": source.prompt_set_source,
-        "dtype": dtype,
-        "temperature": source.temperature,
-        "batch_size": source.batch_size,
-        "pace": source.pace if isinstance(source, EvalRecord) else None,
-        "max_new_tokens": config.max_new_tokens,
-        "num_repeats": config.repeats,
-        "parameters": drafter.parameters if drafter else None,
-        "training": drafter.training if drafter else None,
-        "roofline": None if roofline is None else roofline.to_json(),
-    }
+def units(row: Row) -> str:
+    """Name the units of the row's intervals: prompts, or batches of prompts."""
+    return "prompts" if row["batch_size"] == 1 else "batches"
+
+
+def num_units(row: Row) -> int:
+    """Return the number of prompts, or batches of prompts, that the row's intervals are over."""
+    return row["num_batches"] or row["num_prompts"]
+
+
+def depends_on_clock(row: Row) -> bool:
+    """Check whether the row's draft trees depended on the clock."""
+    return row["pace"] == "expected"
 
 
 def loop_share(row: Row) -> float:
-    """Compute the share of a row's answers that end in a repeated cycle.
+    """Compute the share of a row's answers that end in a repeated cycle."""
+    return row["num_loops"] / row["num_turns"] if row["num_turns"] else 0.0
 
-    It is 0 for rows of older versions, which lack the count.
-    """
-    num_answers = row["num_turns"] * row["num_repeats"]
-    return row.get("num_loops", 0) / num_answers if num_answers else 0.0
+
+def _conditions(source: EvalRecord | OutOfMemory, info: RunInfo, facts: Facts) -> Conditions:
+    drafter = facts.drafters.get(source.method)
+    return {
+        "method": source.method,
+        "label": source.label,
+        "suite": source.suite,
+        "prompt_set_revision": source.prompt_set_revision,
+        "prompt_set_source": source.prompt_set_source,
+        "dtype": info.dtype,
+        "quantization": info.config["target"].get("quantization", ""),
+        "temperature": source.temperature,
+        "batch_size": source.batch_size,
+        "pace": source.pace if isinstance(source, EvalRecord) else None,
+        "max_new_tokens": info.config["max_new_tokens"],
+        "num_repeats": info.config["repeats"],
+        "parameters": drafter.parameters if drafter else None,
+        "training": drafter.training if drafter else None,
+        "roofline": None if info.roofline is None else info.roofline.to_json(),
+        "budget": None if facts.budget is None else asdict(facts.budget),
+        "stage_layers": info.stage_layers,
+        "pipelined": info.is_pipelined(source.method),
+    }

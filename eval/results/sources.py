@@ -7,29 +7,20 @@ them alone, or by several together. The last token of each step is the target's:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..records.method_names import title_of
+from ..records.labels import title_of
 from .rows import Row
 
 SEVERAL, BONUS = "several", "bonus"
 """Names of the shares of draft tokens that several sources proposed, and of bonus tokens."""
-SOURCES_NOTE = (
-    "Sources: shares of the tokens that the steps emitted. A draft token counts for the source that proposed it, or as "
-    f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
-)
-PACE_NOTE = (
-    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run. The answers "
-    "don't, apart from rounding noise. With pace: fixed tokens per step can be reproduced."
-)
 
 
 def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
     """Compute the shares of the emitted tokens by source, for a row or for one of its categories.
 
     The keys are the names of the sources, then SEVERAL, then BONUS. Tokens that an answer's end cut
-    off count too. Returns None for a drafter that isn't merged, for a row of an older version, and
-    if there was no step.
+    off count too. Returns None for a drafter that isn't merged, and if there was no step.
     """
-    counts = values.get("accepted_by")
+    counts = values["accepted_by"]
     if counts is None or not (num_steps := _num_steps(values)):
         return None
     total = sum(counts.values()) + num_steps
@@ -48,11 +39,6 @@ def shares_text(row: Row) -> str:
 def merged_rows(rows: Sequence[Row]) -> list[Row]:
     """Select the rows of merged drafters whose records have the sources."""
     return [row for row in rows if source_shares(row) is not None]
-
-
-def depends_on_clock(row: Row) -> bool:
-    """Check whether the row's draft trees depended on the clock."""
-    return row.get("pace") == "expected"
 
 
 def _num_steps(values: Mapping[str, Any]) -> int:

@@ -145,22 +145,10 @@ def unit_speedups(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord])
     return [float(value) for value in ratio_of_ratios(_both_sides(baseline, records))]
 
 
-def saved_steps(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord]) -> float | None:
-    """Compute the baseline's steps per token over the method's.
-
-    Steps are those of whole batches. The method is faster by this factor if its steps take as long
-    as the baseline's. More than this is impossible. At batch size 1 it equals the tokens per step.
-    Returns None if there was no step.
-    """
-    steps = [sum(record.num_steps for record in batches(side)) for side in (baseline, records)]
-    tokens = [sum(len(record.token_ids) for record in side) for side in (baseline, records)]
-    return (steps[0] / tokens[0]) / (steps[1] / tokens[1]) if all(steps) else None
-
-
 def processor_seconds_per_token(records: Sequence[EvalRecord]) -> float | None:
     """Compute the processor seconds of all threads per token, prefill included.
 
-    Returns None if a record lacks them, as those of older versions do.
+    Returns None if a record lacks them: for a target in stages.
     """
     seconds = [record.processor_seconds for record in batches(records)]
     measured = [value for value in seconds if value is not None]
@@ -312,9 +300,7 @@ def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Flo
 
     Both sides must have measured the same answers, in the same batches.
     """
-    keys, other_keys = (
-        {(r.suite, r.prompt_id, r.turn, r.repeat, r.profiled, r.batch_size, r.unit) for r in side} for side in (records, others)
-    )
+    keys, other_keys = ({(r.suite, r.prompt_id, r.turn, r.batch_size, r.unit) for r in side} for side in (records, others))
     if keys != other_keys or not keys:
         raise ValueError(f"{len(keys ^ other_keys)} generations were measured with only one of the two methods; finish the run")
     sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0])

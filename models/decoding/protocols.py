@@ -207,15 +207,6 @@ class StreamingDrafter(Protocol[State]):
 
 
 @runtime_checkable
-class SizedDrafter(Protocol):
-    """A drafter whose trees come in several sizes."""
-
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        """Return all possible numbers of nodes of its trees, if shapes are recorded."""
-
-
-@runtime_checkable
 class AcceptanceRule(Protocol):
     """Decides which path of a tree the target accepts."""
 

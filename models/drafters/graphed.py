@@ -1,6 +1,5 @@
 """Drafters that are recorded and replayed as CUDA graphs."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,10 +34,6 @@ class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
 
     def trim(self, tree: DraftTree) -> DraftTree: ...
 
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        """Return all sizes of the trees that `trim` returns."""
-
 
 class GraphedDrafter:
     """Wrapper that replays a recordable drafter, such as ReDrafter, as a CUDA graph.
@@ -55,16 +50,8 @@ class GraphedDrafter:
         self._draft = GraphedFunction(self._draft_now, recorder)
         self._search = GraphedFunction(self._search_now, recorder)
 
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        return self.drafter.tree_sizes
-
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
-        return self.drafter.trim(self.whole_tree(state, last_token)), None
-
-    def whole_tree(self, state: torch.Tensor, last_token: torch.Tensor) -> DraftTree:
-        """Return the proposal with its padding."""
-        return self._draft(state, last_token)
+        return self.drafter.trim(self._draft(state, last_token)), None
 
     def search(self, state: torch.Tensor, last_token: torch.Tensor) -> tuple[SearchTree, None]:
         return self._search(state, last_token), None

@@ -36,11 +36,6 @@ class LastStateDrafter(TrainableDrafter):
         """Cut padding from the tree. By default there is none."""
         return tree
 
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        """Return all sizes of the trees that `trim` returns."""
-        return (self.max_nodes,)
-
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> HiddenState:
         return prompts.last(prefill.hidden_states)
 

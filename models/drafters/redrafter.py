@@ -15,8 +15,6 @@ every temperature: at each node the target's draw decides whether the walk conti
 `SpeculativeSampling`).
 """
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Int
 from torch import nn
@@ -144,13 +142,6 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         if self.tree_padding == "full" or not self._has_padding:
             return tree
         return tree.trimmed(self._bucket if self.tree_padding == "bucket" else 1)
-
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        """Return the sizes of trees with `tree_padding=bucket`; otherwise only the largest."""
-        if self.tree_padding != "bucket" or not self._has_padding:
-            return (self.max_nodes,)
-        return (*range(self._bucket, self.max_nodes, self._bucket), self.max_nodes)
 
     @property
     def _has_padding(self) -> bool:

@@ -5,9 +5,10 @@ launches the next one. Recorded work must not depend on the host: it reads no nu
 device, and uses the same memory and the same shapes each time.
 """
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -53,6 +54,9 @@ class GraphedFunction(Generic[Output]):
     which the function changes nothing.
     """
 
+    num_recorded: ClassVar[int] = 0
+    """Recordings of all functions of this process."""
+
     def __init__(
         self,
         function: Callable[..., Output],
@@ -74,6 +78,7 @@ class GraphedFunction(Generic[Output]):
             if len(self._recorded) == MAX_RECORDINGS:
                 self._recorded.popitem(last=False)
             self._recorded[shapes] = static, *self.recorder(lambda: self.function(*static))
+            GraphedFunction.num_recorded += 1
         # 2. Replay it with the new inputs. The first recording is the least recently used one.
         self._recorded.move_to_end(shapes)
         static, replay, output = self._recorded[shapes]
@@ -96,6 +101,13 @@ class GraphedFunction(Generic[Output]):
         self._recorded.clear()
         if self._recorder is not None:
             self._recorder.forget()
+
+
+def num_graphs() -> int:
+    """Count the graphs that this process has recorded, and those that torch.compile has built."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    num_compiled = 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
+    return GraphedFunction.num_recorded + int(num_compiled)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

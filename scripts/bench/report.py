@@ -58,7 +58,7 @@ def median(values: Sequence[float], digits: int = 4) -> float:
 
 def finish(output: Path, rows: Sequence[Mapping[str, Any]], *, device: torch.device | None = None, **facts: Any) -> None:
     """Print the rows as a table, and write them with the facts and the environment as JSON."""
-    print(pd.DataFrame(list(rows)).fillna("-").to_string(index=False))
+    print(pd.DataFrame(list(rows)).to_string(index=False, na_rep="-"))
     environment = dataclasses.asdict(describe_environment(device or torch.device("cpu")))
     write_json(output, {**facts, "rows": list(rows), "environment": environment})
     print(f"Written to {output}")

@@ -160,7 +160,7 @@ class Way:
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         self.num_tokens.append(int(batch.attention_mask.sum()))
 
 

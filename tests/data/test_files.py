@@ -22,12 +22,10 @@ from outrider.data.files import (
     parse_json,
     read_dataclass,
     read_json,
-    read_sealed,
     replacing,
     replacing_directory,
     sha256_file,
     write_json,
-    write_sealed,
 )
 
 
@@ -326,28 +324,3 @@ def test_a_path_in_a_runs_folder_is_guarded_by_the_runs_lock(tmp_path: Path) -> 
         pass
     assert (tmp_path / "out" / LOCK_FILE).is_file()
     assert not (drafter / LOCK_FILE).exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "other"}, "was altered: its SHA-256 digest is not the one that it records. Restore it"),
-        ({"inner": {"size": 2}}, "was altered"),
-        ({"sha256": "0" * 64}, "was altered"),
-        ({"sha256": None}, "was altered"),
-        ({"name": 3}, "name=3: must be a text"),
-        ({"extra": 1}, "extra: there is no such key"),
-    ],
-)
-def test_a_sealed_file_that_was_edited_is_an_error(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    path = tmp_path / "f.json"
-    write_sealed(path, GOOD)
-    assert read_sealed(Outer, path) == parse_json(Outer, json.dumps(GOOD), path)
-    write_json(path, {**read_json(path), **change})
-    with pytest.raises(ValueError, match=message):
-        read_sealed(Outer, path)
-
-
-def test_a_file_that_an_earlier_version_wrote_without_a_seal_is_read(tmp_path: Path) -> None:
-    write_json(tmp_path / "f.json", GOOD)
-    assert read_sealed(Outer, tmp_path / "f.json") == parse_json(Outer, json.dumps(GOOD), tmp_path / "f.json")

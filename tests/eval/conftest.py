@@ -1,6 +1,7 @@
 """Fixtures: invented records with statistics computed by hand, and a random tiny drafter."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,63 @@ import pytest
 import torch
 
 from outrider.eval.records.records import EvalRecord
+from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Facts, Roofline, RunInfo
+from outrider.eval.results.lossless import Mismatch
+from outrider.eval.results.rows import Row, build_rows
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
 MakeRecord = Callable[..., EvalRecord]
+
+ENVIRONMENT = Environment(
+    python="3.11",
+    packages={},
+    system="Linux",
+    cpu="c",
+    num_cpus=2,
+    num_threads=1,
+    device="cpu",
+    git_hash=None,
+    linears="",
+)
+ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None, streamed=False)
+
+
+LABELS = {"baseline": "plain decoding", "redrafter": "ReDrafter", "medusa": "Medusa"}
+"""Labels of methods; others have their names."""
+
+
+def info_of(
+    records: Sequence[EvalRecord], *, roofline: Roofline | None = ROOFLINE, methods: Any = None, **target: Any
+) -> RunInfo:
+    """Describe the run that measured these records."""
+    config: dict[str, Any] = {
+        **dict.fromkeys(RECORDED_OPTIONS, 0),
+        "suites": {record.suite: record.prompt_set_revision for record in records},
+        "temperatures": list(dict.fromkeys(record.temperature for record in records)),
+        "batch_sizes": sorted({record.batch_size for record in records}),
+        "repeats": 1 + max(record.repeat for record in records),
+        "max_new_tokens": 128,
+        "target": {"dtype": "torch.float32", **target},
+        "methods": methods or {},
+    }
+    return RunInfo(config=config, environment=ENVIRONMENT, roofline=roofline)
+
+
+def facts_of(records: Sequence[EvalRecord], **changes: Any) -> Facts:
+    """Return facts of a run without skipped turns, audits and failures."""
+    num_turns = Counter(record.suite for record in {r.key[:3]: r for r in records}.values())
+    nothing: dict[str, Any] = {"audits": {}, "out_of_memory": [], "without_profile": [], "unaudited": [], "budget": None}
+    return Facts(**{"drafters": {}, "num_turns": num_turns, **nothing, **changes})
+
+
+def rows_of(
+    records: Sequence[EvalRecord], mismatches: Sequence[Mismatch] = (), info: RunInfo | None = None, **facts: Any
+) -> list[Row]:
+    """Build the rows of a run that measured these records."""
+    return build_rows(records, mismatches, info or info_of(records), facts_of(records, **facts))
 
 
 @pytest.fixture
@@ -35,6 +87,7 @@ def make_record() -> MakeRecord:
             "turn": 0,
             "temperature": 0.0,
             "method": "baseline",
+            "label": LABELS.get(changes.get("method", "baseline"), changes.get("method", "")),
             "repeat": 0,
             "profiled": "phase_seconds" in changes,
             "batch_size": 1,
@@ -54,6 +107,11 @@ def make_record() -> MakeRecord:
             "decode_seconds": 0.75,
             "phase_seconds": None,
             "tree_tokens": None,
+            "processor_seconds": None,
+            "accepted_by": None,
+            "pace": None,
+            "streaming": None,
+            "runs": None,
             "environment_digest": "e",
             "config_digest": "c",
             "seed": 0,

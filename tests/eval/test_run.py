@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,20 +15,19 @@ import torch
 from pydantic import ValidationError
 
 from outrider.data.chat import encode_prompt
-from outrider.data.files import write_json
 from outrider.data.types import Turn
 from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
+from outrider.eval.measure.plan import evenly_spaced
 from outrider.eval.measure.timing import Generation, time_generation
-from outrider.eval.measure.turns import Method, answer_seed, evenly_spaced
+from outrider.eval.measure.turns import Method, answer_seed
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results import lossless
-from outrider.eval.results.finished import read_rows
 from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
@@ -43,6 +41,7 @@ from outrider.models.llm.loading import load_target
 NEW_TOKENS = 12
 NUM_TURNS = 4  # The second prompt doesn't fit.
 NUM_PROFILED = 2  # one prompt of two turns
+NUM_WARM_UPS = 2 * 3  # two prompts, with three methods
 
 Evaluate = Callable[..., list[Row]]
 
@@ -54,6 +53,7 @@ def config(questions: Path) -> EvalConfig:
         settings=[{}, {"beam_width": 1}],
         max_new_tokens=NEW_TOKENS,
         profile_prompts=1,
+        repeats=1,
         memory_bandwidth_gbs=10.0,
     )
 
@@ -105,61 +105,9 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
     assert (tmp_path / "mt_bench.png").stat().st_size > 0
     records = read(tmp_path)
     assert len(records) == 3 * (NUM_TURNS + NUM_PROFILED)
-    assert all(record.step_tokens is not None for record in records), "tokens per step over the length need the steps"
 
 
-def change_a_time(folder: Path) -> None:
-    first, *others = (folder / "records.jsonl").read_text().splitlines()
-    record = json.loads(first)
-    lines = [json.dumps({**record, "decode_seconds": record["decode_seconds"] + 1e-9}), *others]
-    (folder / "records.jsonl").write_text("".join(line + "\n" for line in lines))
-
-
-@pytest.mark.parametrize(
-    ("damage", "warning"),
-    [
-        (change_a_time, r"records\.jsonl changed after the evaluation ended, and is read as it is; to measure anew, delete it"),
-        (lambda folder: (folder / "facts.json").write_text("{}"), r"facts\.json: .*num_turns: is missing.*written anew"),
-        (lambda folder: (folder / "facts.json").write_text("["), r"facts\.json is not a JSON file.*; it is written anew"),
-    ],
-    ids=["records", "facts", "no JSON"],
-)
-def test_an_evaluation_that_resumes_warns_of_changed_files_and_then_cards_read_it_again(
-    run_tiny: Evaluate, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], warning: str
-) -> None:
-    run_tiny(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(ValueError, match=r"changed after the evaluation ended|facts\.json"):
-        read_rows(tmp_path)
-    rows = run_tiny(tmp_path)
-    assert re.search(warning, caplog.text)
-    assert read_rows(tmp_path) == rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed_at", ["summary.json", "facts.json"])
-def test_a_kill_while_results_are_written_leaves_files_that_fit(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, killed_at: str
-) -> None:
-    """The digests in the facts are of the records and the summary; all three change when settings are added."""
-
-    def kill(path: Path, value: Any) -> None:
-        if path.name == killed_at:
-            raise KeyboardInterrupt
-        write_json(path, value)
-
-    before = run_tiny(tmp_path)
-    monkeypatch.setattr(run, "write_json", kill)
-    with pytest.raises(KeyboardInterrupt):
-        run_tiny(tmp_path, temperatures=[0.0, 1.0])
-    assert len(read_rows(tmp_path)) == len(before) * (1 if killed_at == "summary.json" else 2)
-    monkeypatch.undo()
-    rows = run_tiny(tmp_path, temperatures=[0.0, 1.0])
-    assert read_rows(tmp_path) == rows
-    assert "changed after the evaluation ended" not in caplog.text
-
-
-def test_another_program_takes_turns_and_has_neither_profile_nor_bound(
+def test_another_program_takes_turns_and_has_no_profile(
     tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
 ) -> None:
     """Its steps may be faster than plain decoding's, so its speedup can exceed its tokens per step."""
@@ -169,7 +117,7 @@ def test_another_program_takes_turns_and_has_neither_profile_nor_bound(
         seconds = {name: getattr(generation, name) / 1000 for name in ("prefill_seconds", "decode_seconds")}
         return replace(generation, **seconds)
 
-    other = Method(name="other program", drafter=NullDrafter(), decode=decode)
+    other = Method(name="other program", label="other program", drafter=NullDrafter(), decode=decode)
     arguments = (config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path)
     rows = {row["method"]: row for row in evaluate(*arguments, others=[other])}
     assert list(rows) == ["baseline", "redrafter", "redrafter beam_width=1", "other program"]
@@ -177,7 +125,7 @@ def test_another_program_takes_turns_and_has_neither_profile_nor_bound(
     assert (row["lossless"], row["num_turns"], row["tokens_per_step"]) == (True, NUM_TURNS, 1.0)
     assert row["speedup"] is not None
     assert row["speedup"] > 100
-    assert (row["exceeds"], row["time_split"], row["ceiling"]) == ("", None, None)
+    assert (row["time_split"], row["ceiling"]) == (None, None)
     records = read(tmp_path)
     assert len(records) == 4 * NUM_TURNS + 3 * NUM_PROFILED
     evaluate(*arguments, others=[other])
@@ -189,11 +137,12 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run_tiny(tmp_path)
-    warm_ups, timed, profiled = generated[:3], generated[3 : 3 + 3 * NUM_TURNS], generated[3 + 3 * NUM_TURNS :]
+    warm_ups, rest = generated[:NUM_WARM_UPS], generated[NUM_WARM_UPS:]
+    timed, profiled = rest[: 3 * NUM_TURNS], rest[3 * NUM_TURNS :]
     assert len(profiled) == 3 * NUM_PROFILED
-    assert [call["timed"] for call in warm_ups + timed] == [False] * (3 + 3 * NUM_TURNS)
+    assert [call["timed"] for call in warm_ups + timed] == [False] * (NUM_WARM_UPS + 3 * NUM_TURNS)
     assert all(call["timed"] for call in profiled)
-    drafters = [call["drafter"] for call in warm_ups]
+    drafters = [call["drafter"] for call in warm_ups[:3]]
     orders = [[drafters.index(call["drafter"]) for call in timed[start : start + 3]] for start in range(0, len(timed), 3)]
     # Prompts 0 and 2, both turns. The order rotates by one for each answered prompt.
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
@@ -279,8 +228,7 @@ def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
         generated.clear()
         again = run_tiny(tmp_path)
         num_missing = len(whole) - num_kept
-        # The warm-up makes three calls.
-        assert len(generated) == (3 + num_missing if num_missing else 0)
+        assert len(generated) == (NUM_WARM_UPS + num_missing if num_missing else 0)
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
     assert again == rows
@@ -322,7 +270,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
 def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
     tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
 ) -> None:
-    config = replace(config, settings=[{}], batch_sizes=[1, 2], profile_prompts=0, warmup_prompts=0)
+    config = replace(config, settings=[{}], batch_sizes=[1, 2], profile_prompts=0)
     tuned: dict[Place, Any] = {(0.0, 1): {"beam_width": 1}, (0.0, 2): None}
 
     def evaluate_tuned(config: EvalConfig) -> list[Row]:
@@ -419,8 +367,8 @@ def test_a_killed_run_of_two_temperatures_is_resumed(
         (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]))
         generated.clear()
         again = run_tiny(tmp_path, **options)
-        # The warm-up runs every method at every temperature.
-        assert len(generated) == 2 * 2 + len(whole) - num_kept
+        # The warm-up answers two prompts with every method at every temperature.
+        assert len(generated) == 2 * 2 * 2 + len(whole) - num_kept
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
     with pytest.raises(ValueError, match=r"differs in temperatures \(was \[0\.0, 0\.8\], is \[0\.0\]\)"):
@@ -504,7 +452,7 @@ def test_a_suite_without_a_fitting_prompt_is_an_error(run_tiny: Evaluate, tmp_pa
 
 def test_repeats_are_measured_and_compared(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path, repeats=2, profile_prompts=0)
-    assert sum(record.attempt == 0 for record in read(tmp_path)) == 3 * NUM_TURNS * 2
+    assert len(read(tmp_path)) == 3 * NUM_TURNS * 2
     assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 3
     assert all(row["lossless"] and row["time_split"] is None and row["ceiling"] is None for row in rows)
 
@@ -667,7 +615,7 @@ def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measure
 
     Its earlier answers stay, and a resumed run measures the rest.
     """
-    options: dict[str, Any] = {"batch_sizes": [1, 2], "warmup_prompts": 0, "temperatures": TWO_TEMPERATURES}
+    options: dict[str, Any] = {"batch_sizes": [1, 2], "temperatures": TWO_TEMPERATURES}
     with monkeypatch.context() as small:
         tried: list[int] = []
 
@@ -698,7 +646,7 @@ def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measure
 def names_of(folder: Path) -> dict[str, str]:
     """Return the names of methods in tables, by the method's key."""
     rows = json.loads((folder / "summary.json").read_text())
-    return {row["method"]: row.get("name") or row["method"] for row in rows}
+    return {row["method"]: row["label"] for row in rows}
 
 
 def shown_everywhere(folder: Path) -> None:
@@ -708,7 +656,6 @@ def shown_everywhere(folder: Path) -> None:
     (line,) = [line for line in table.splitlines() if line.startswith(f"| mt_bench | 0 | 2 | {name} |")]
     assert line.split("|")[5:8] == [" - ", " OOM ", " OOM "]
     assert "OOM: memory ran out" in table
-    assert rf"{name} & - & OOM & OOM & - & - \\" in (folder / "table.tex").read_text()
     header, *lines = csv.reader((folder / "table.csv").read_text().splitlines())
     rows = [dict(zip(header, line, strict=True)) for line in lines]
     result = {(row["batch_size"], row["method"]): (row["out_of_memory"], row["tokens_per_second"] == "") for row in rows}
@@ -823,8 +770,8 @@ def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     original = measure.Bench._records
     changed: list[str] = []
 
-    def swapped(self: Any, job: Any) -> list[EvalRecord]:
-        records = original(self, job)
+    def swapped(self: Any, job: Any, generation: Generation) -> list[EvalRecord]:
+        records = original(self, job, generation)
         if job.method.name == "redrafter" and not changed:
             changed.append(job.method.name)
             tokens = records[0].token_ids
@@ -915,7 +862,7 @@ def test_baselines_and_merges_are_rows_of_the_table(
         "ReDrafter, 1 beam of 3",
         "ReDrafter + Prompt lookup, 1 beam, 40 nodes, paced",
     ]
-    assert [row["name"] for row in rows] == shown
+    assert [row["label"] for row in rows] == shown
     assert not any(map(is_broken, rows))
     assert [row["parameters"] for row in rows[:2]] == [None, 0]
     assert rows[2]["parameters"] == rows[3]["parameters"] > 0
@@ -941,7 +888,7 @@ def test_training_free_drafters_are_evaluated_without_a_folder(
     settings = [{"tree_nodes": 3}, {"pace": "fixed", "tree_nodes": 3}]
     changed = replace(config, settings=settings, batch_sizes=[1, 2])
     rows = evaluate(changed, tiny_target, tiny_target.tokenizer, parts, tmp_path / "out")
-    assert [row["name"] for row in rows[:3]] == [
+    assert [row["label"] for row in rows[:3]] == [
         *("plain decoding", "Prompt lookup, 3 nodes", "Prompt lookup, 3 nodes, fixed pace"),
     ]
     assert not any(map(is_broken, rows))

@@ -62,7 +62,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
     if (pid := os.fork()) == 0:
         replace = os.replace
         if moment == "before the record":
-            best_module.write_sealed = lambda *_: os._exit(9)
+            best_module.write_json = lambda *_: os._exit(9)
         else:
             os.replace = lambda old, new: os._exit(9) if Path(new).name == "best" else replace(old, new)
         try:

@@ -203,19 +203,13 @@ def test_an_invalid_summary_is_an_error_and_a_deleted_one_is_rewritten(run_train
     assert after == before
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("best.json", lambda content: content.replace(b'"tokens_per_step": ', b'"tokens_per_step": 9')),
-        ("model.safetensors", lambda content: content[:-4] + bytes([content[-4] ^ 1]) + content[-3:]),
-    ],
-)
-def test_an_altered_best_drafter_is_not_exported(run_train: RunTrain, name: str, change: Callable[[bytes], bytes]) -> None:
+def test_an_altered_best_drafter_is_not_exported(run_train: RunTrain) -> None:
     run = run_train(validation_texts=4, validation_tokens=8, validate_every=2)
-    path = run.train_dir / "best" / name
-    path.write_bytes(change(path.read_bytes()))
+    path = run.train_dir / "best" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
     (run.train_dir / "summary.json").unlink()
-    with pytest.raises(ValueError, match=rf"best/{name} was altered"):
+    with pytest.raises(ValueError, match=r"best/model\.safetensors was altered"):
         run_train(validation_texts=4, validation_tokens=8, validate_every=2)
 
 

@@ -1,7 +1,7 @@
 """The files of a drafter's folder, and their checks.
 
 These are `config.json`, `model.safetensors`, and an optional `training.json`. All are read
-strictly, and digests show changed weights and facts.
+strictly, and a digest shows changed weights.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,10 @@ from pydantic import Field, NonNegativeInt
 from ....data.choices import LABELS
 from ....data.drafter_names import MODEL_PREFIX
 from ....data.fields import one_of
-from ....data.files import finish_replacing, read_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
+from ....data.files import finish_replacing, read_dataclass, read_json, sha256_file, write_json
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 2
-WITHOUT_DIGEST = 1
-"""The format of earlier versions, which is read too: it records no digest of the weights."""
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MERGE_FILE = "merge.json"
 """File of a package, with the names of the training-free drafters that belong to it."""
@@ -39,14 +37,8 @@ class DrafterFile:
     kind: str
     drafter: dict[str, Any]
     target: TargetIdentity
-    weights_sha256: str = ""
-    """Digest of `model.safetensors`; empty in format 1."""
-
-    def __post_init__(self) -> None:
-        if self.format_version == FORMAT_VERSION and not self.weights_sha256:
-            raise ValueError(f"weights_sha256: lacks the digest of {WEIGHTS_FILE}; copy or save the drafter again")
-        if self.format_version == WITHOUT_DIGEST and self.weights_sha256:
-            raise ValueError("format_version: is 1, a format without a digest, and there is one; copy the drafter again")
+    weights_sha256: str
+    """Digest of `model.safetensors`."""
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:
@@ -67,7 +59,7 @@ def read_drafter_config(directory: Path) -> DrafterFile:
             f"name it {MODEL_PREFIX}DIR (or {MODEL_PREFIX}user/name on the Hub)"
         )
     config = read_dataclass(DrafterFile, path)
-    if config.format_version not in (WITHOUT_DIGEST, FORMAT_VERSION):
+    if config.format_version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
             "save the drafter again with this version, or read it with the one that wrote it"
@@ -83,12 +75,8 @@ def record_weights(directory: Path) -> None:
 
 
 def require_recorded_weights(directory: Path) -> None:
-    """Raise ValueError if the weights aren't those whose digest `config.json` records.
-
-    Weights of format 1 have no digest, and aren't compared.
-    """
-    recorded = read_drafter_config(directory).weights_sha256
-    if recorded and sha256_file(directory / WEIGHTS_FILE) != recorded:
+    """Raise ValueError if the weights aren't those whose digest `config.json` records."""
+    if sha256_file(directory / WEIGHTS_FILE) != read_drafter_config(directory).weights_sha256:
         raise ValueError(
             f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
             "download it again, or run the training's command again, which writes it from the last checkpoint"
@@ -127,15 +115,15 @@ class MergeFile:
 def read_training_facts(directory: Path) -> TrainingFacts | None:
     """Read the facts of a drafter's training; None if there is no file.
 
-    Raises ValueError for a malformed file, and for one that was altered.
+    Raises ValueError for a malformed file.
     """
     path = directory / TRAINING_FILE
-    return read_sealed(TrainingFacts, path) if path.is_file() else None
+    return read_dataclass(TrainingFacts, path) if path.is_file() else None
 
 
 def write_training_facts(directory: Path, facts: TrainingFacts) -> None:
     """Write the facts of a drafter's training beside its weights."""
-    write_sealed(directory / TRAINING_FILE, asdict(facts))
+    write_json(directory / TRAINING_FILE, asdict(facts))
 
 
 def count_tensors(path: Path, called: str = "") -> int:

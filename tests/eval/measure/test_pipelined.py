@@ -11,7 +11,6 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.methods import method_specs, recorded_methods
 from outrider.eval.measure.timing import time_generation
 from outrider.eval.measure.turns import Method
-from outrider.eval.records.method_names import MethodFacts, method_names
 from outrider.models.decoding.acceptance import GreedyAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.decoding.runs import RunCounts
@@ -50,10 +49,7 @@ def test_both_loops_measure_each_drafter_once_more_without_the_settings_of_a_tre
 
 def test_names_show_the_loop_and_settings_only_where_they_differ() -> None:
     def shown(decode: str) -> list[str]:
-        recorded = recorded_methods(method_specs(config_of(decode), [parse_drafter_name("recycling")]))
-        return [
-            str(name) for name in method_names([MethodFacts(key=key, described=values) for key, values in recorded.items()])
-        ]
+        return [spec.label for spec in method_specs(config_of(decode), [parse_drafter_name("recycling")]).values()]
 
     assert shown("both")[-2:] == ["Suffix, pipelined", "Recycling, pipelined"]
     assert shown("pipelined") == shown("both")[-2:]
@@ -105,5 +101,5 @@ def test_the_loop_of_a_method_decodes_and_passes_are_counted_from_the_start_of_a
 
 
 def test_a_pipelined_method_has_no_phases_no_pace_and_no_sources() -> None:
-    assert Method(name="plain", drafter=NullDrafter()).has_phases
-    assert not Method(name="pipelined", drafter=NullDrafter(), loop=iter).has_phases
+    assert Method(name="plain", label="", drafter=NullDrafter()).has_phases
+    assert not Method(name="pipelined", label="", drafter=NullDrafter(), loop=iter).has_phases

@@ -49,7 +49,7 @@ def test_measured_bandwidth_is_plausible_and_a_configured_one_is_kept(tiny_targe
 def test_the_cache_size_is_a_number_or_marked_as_unknown() -> None:
     size = cache_bytes(torch.device("cpu"))
     assert size is None or 1 << 15 <= size <= 1 << 34
-    assert not Roofline(weight_bytes=1, bandwidth_gbs=1.0, given=True, cache_bytes=None).fits_in_cache
+    assert not Roofline(weight_bytes=1, bandwidth_gbs=1.0, given=True, cache_bytes=None, streamed=False).fits_in_cache
 
 
 @pytest.fixture

@@ -60,8 +60,9 @@ def evaluate_merged(
     target: HFTarget, suites: Sequence[SuiteConfig], output_dir: Path, pace: str = "fixed", **changes: Any
 ) -> list[Row]:
     """Evaluate a merged drafter beside plain decoding."""
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 0, "memory_bandwidth_gbs": 10.0, **changes}
-    others = [Method(name="merged", drafter=merged_drafter(target, pace))]
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 0, "memory_bandwidth_gbs": 10.0}
+    options |= {"repeats": 1, **changes}
+    others = [Method(name="merged", label="merged", drafter=merged_drafter(target, pace))]
     return evaluate(EvalConfig(suites=list(suites), **options), target, target.tokenizer, [], output_dir, others=others)
 
 

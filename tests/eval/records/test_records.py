@@ -78,7 +78,7 @@ def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, make_record: Ma
         "an entry for each verify step": altered(good, tree_tokens={**trees, "read": [9]}),
         "reads the tree or more": altered(good, tree_tokens={**trees, "read": [5, 3]}, num_draft_tokens=8),
         "and num_draft_tokens in all": altered(good, tree_tokens=trees),
-        "attempt is 0 or more": altered(good, attempt=-1),
+        "times are positive": altered(good, prefill_seconds=0.0),
         "accepted_by has all accepted draft tokens": altered(good, accepted_by={"suffix": 1}),
     }
     for message, line in bad_lines.items():
@@ -93,26 +93,3 @@ def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_r
     assert record.num_steps == 3
     assert record.num_verify_tokens == 7
     assert record.seconds == 1.0
-
-
-def test_records_of_older_versions_have_one_attempt_no_processor_seconds_and_no_sources(
-    tmp_path: Path, make_record: MakeRecord
-) -> None:
-    record = make_record()
-    old = json.loads(record.to_json())
-    del old["attempt"], old["processor_seconds"], old["accepted_by"], old["pace"]
-    (tmp_path / "records.jsonl").write_text(json.dumps(old) + "\n")
-    with RecordFile(tmp_path / "records.jsonl") as file:
-        assert list(file.records.values()) == [record]
-    assert (record.attempt, record.processor_seconds, record.accepted_by, record.pace) == (0, None, None, None)
-
-
-def test_attempts_are_different_records_of_one_answer(make_record: MakeRecord) -> None:
-    """An audit applies to all attempts that emit the same tokens."""
-    first, second = make_record(), make_record(attempt=1)
-    assert first.key != second.key
-    assert first.batch_key != second.batch_key
-    assert first.answer_digest == second.answer_digest != make_record(attempt=1, token_ids=[7, 8, 9]).answer_digest
-    assert [record.is_reference for record in (first, second)] == [True, False]
-    assert "attempt 2" in second.name
-    assert "attempt" not in first.name

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from outrider.data.differences import differences
-from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Roofline, RunInfo
+from outrider.eval.records.run_files import RECORDED_OPTIONS, RunInfo
+
+from ..conftest import ENVIRONMENT, ROOFLINE
 
 METHOD: dict[str, Any] = {"config": {}, "setting": {}, "weights": "w"}
 CONFIG: dict[str, Any] = {
@@ -21,14 +23,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def info() -> RunInfo:
-    environment = Environment(
-        python="3", packages={}, system="s", cpu="c", num_cpus=1, num_threads=1, device="cpu", git_hash=None
-    )
-    return RunInfo(
-        config=CONFIG,
-        environment=environment,
-        roofline=Roofline(weight_bytes=1, bandwidth_gbs=1.0, given=True, cache_bytes=None),
-    )
+    return RunInfo(config=CONFIG, environment=ENVIRONMENT, roofline=ROOFLINE)
 
 
 def tuned(*places: list[float], **methods: dict[str, Any]) -> dict[str, Any]:

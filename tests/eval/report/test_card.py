@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from huggingface_hub import EvalResult, ModelCard
 from markdown_it import MarkdownIt
-from typer.testing import CliRunner
 
-from outrider.cli.eval import eval_command
-from outrider.cli.hub import package_command
 from outrider.data.files import sha256_file
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records import run_files
@@ -29,9 +25,7 @@ from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.export.registry import programs_for
 from outrider.models.llm.hf_target import HFTarget
 
-app = typer.Typer()
-app.command()(eval_command)
-
+from ...commands import invoke
 
 EMPTY_FACTS: dict[str, Any] = {
     **{name: {} for name in ("drafters", "num_turns", "audits")},
@@ -52,10 +46,10 @@ def evaluation(
     output = tmp_path_factory.mktemp("evaluation") / "eval"
     command = [
         *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(output)),
-        *("--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "6"),
-        *("--bandwidth", "10", "--profile-prompts", "0", "--beam-width", "3"),
+        *("--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6"),
+        *("--memory-bandwidth-gbs", "10", "--profile-prompts", "0", "--setting", "{beam_width: 3}"),
     ]
-    result = CliRunner().invoke(app, command)
+    result = invoke(["eval", *command])
     assert result.exit_code == 0, result.output
     # A busy machine must not change what the tests expect.
     rows = json.loads((output / "summary.json").read_text())
@@ -208,13 +202,11 @@ def test_a_card_has_the_command_that_measures_again_but_no_folder_of_the_user(
 
 def test_the_command_has_the_flag_for_disturbed_speeds(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     stalled, _ = changed_summary(evaluation, tmp_path / "stalled", disturbed=[STALL])
-    package = typer.Typer()
-    package.command()(package_command)
-    command = [str(tiny_drafter_dir), "--output", str(tmp_path / "package"), "--records", str(stalled)]
-    refused = CliRunner().invoke(package, command)
-    assert isinstance(refused.exception, ValueError)
+    command = ["package", str(tiny_drafter_dir), "--output", str(tmp_path / "package"), "--records", str(stalled)]
+    refused = invoke(command)
+    assert refused.exit_code == 2
     assert not (tmp_path / "package").exists()
-    allowed = CliRunner().invoke(package, [*command, "--allow-disturbed"])
+    allowed = invoke([*command, "--allow-disturbed"])
     assert allowed.exit_code == 0, allowed.output
     assert ", disturbed |" in (tmp_path / "package" / "README.md").read_text()
 

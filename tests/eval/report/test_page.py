@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.report import report_command
 from outrider.data.files import read_dataclass, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord, TreeTokens, read_records
@@ -34,6 +31,7 @@ from outrider.eval.results.finished import read_rows, rows_of
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 
+from ...commands import invoke
 from ...conftest import REPOSITORY
 from ..conftest import MakeRecord
 
@@ -469,13 +467,11 @@ def test_drafters_of_different_runs_or_ambiguous_ones_are_not_paired(write_run: 
 
 
 def test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report(write_run: WriteRun, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(report_command)
     figures = tmp_path / "report" / "figures"
     figures.mkdir(parents=True)
     for name in ("9-speedup-1.png", "mine.png"):
         (figures / name).write_bytes(b"")
-    result = CliRunner().invoke(app, [str(write_run("one")), "--output", str(tmp_path / "report")])
+    result = invoke(["report", str(write_run("one")), "--output", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "report" / "report.html") in result.output
     names = {path.name for path in figures.iterdir()}

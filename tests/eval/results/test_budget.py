@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import Streaming
 from outrider.eval.records.run_files import BudgetFacts, Roofline
-from outrider.eval.results.rows import Row, build_rows
-from outrider.eval.results.table_files import csv_table, latex_table
-from outrider.eval.results.tables import cells, footnotes, markdown
+from outrider.eval.results.notes import notes
+from outrider.eval.results.rows import Row
+from outrider.eval.results.tables import cells, csv_table, markdown
 from outrider.eval.results.terminal import print_table
 
-from ..conftest import MakeRecord
+from ..conftest import MakeRecord, info_of, rows_of
 
 ROOFLINE = Roofline(weight_bytes=2 * 10**9, bandwidth_gbs=0.5, given=False, cache_bytes=None, streamed=True)
 BUDGET = BudgetFacts(plan="36 layers: 7 stay, 29 stream (9.10 GiB a pass); 3.93 of 4.00 GiB", read_gbs=1.5, peak_bytes=5 << 30)
@@ -35,11 +34,7 @@ def rows_with(make_record: MakeRecord, streaming: Streaming | None, **options: A
     drafted: dict[str, Any] = {"method": "redrafter", "accepted_histogram": [0, 1], "prefill_seconds": 0.1, **options}
     counts = None if streaming is None else replace(streaming, bytes_read=3 * 10**9)
     records = [make_record(streaming=counts and replace(counts, late_seconds=0.0)), make_record(streaming=streaming, **drafted)]
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
-    rows = build_rows(records, [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={}, drafters={})
-    for row in rows:
-        row["budget"] = None if streaming is None else {"plan": BUDGET.plan, "read_gbs": 1.5, "peak_bytes": 5 << 30}
-    return rows
+    return rows_of(records, info=info_of(records, roofline=ROOFLINE), budget=None if streaming is None else BUDGET)
 
 
 def printed(rows: list[Row]) -> str:
@@ -55,8 +50,7 @@ def test_bytes_per_token_count_each_batch_once(make_record: MakeRecord) -> None:
     assert (plain["late_draft_seconds"], drafted["late_draft_seconds"]) == (0.0, 0.25)
     batch: dict[str, Any] = {"batch_size": 2, "num_rows": 2, "streaming": COUNTS}
     records = [make_record(prompt_id=name, **batch) for name in ("81", "82")]
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")], batch_sizes=[2])
-    (row,) = build_rows(records, [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={}, drafters={})
+    (row,) = rows_of(records)
     assert row["read_gb_per_token"] == 1.0, "six tokens share the 6 GB of their batch"
 
 
@@ -70,18 +64,17 @@ def test_tables_show_what_was_read_the_plan_the_rate_and_the_peak(make_record: M
         assert "at 1.50 GB/s" in text
         assert "5.00 GiB" in text
     assert max(map(len, screen.splitlines())) <= 80
-    notes = footnotes(rows)
-    (roofline,) = (note for note in notes if "2000.0 MB of weights read from files per pass at 0.50 GB/s" in note)
+    lines = notes(rows)
+    (roofline,) = (note for note in lines if "2000.0 MB of weights read from files per pass at 0.50 GB/s" in note)
     assert "0.25 tokens/s" in roofline
-    assert any("drafts during waits made verification 0.25 s later" in note for note in notes)
-    assert "GB/tok" in latex_table(rows)
+    assert any("drafts during waits made verification 0.25 s later" in note for note in lines)
     assert "read_gb_per_token" in csv_table(rows).splitlines()[0]
 
 
 def test_tables_without_a_budget_have_nothing_of_it(make_record: MakeRecord) -> None:
     rows = rows_with(make_record, None)
     assert [row["read_gb_per_token"] for row in rows] == [None, None]
-    for text in (markdown(rows), printed(rows), latex_table(rows)):
+    for text in (markdown(rows), printed(rows)):
         assert "GB/tok" not in text
         assert "udget" not in text
 
@@ -89,8 +82,8 @@ def test_tables_without_a_budget_have_nothing_of_it(make_record: MakeRecord) -> 
 @pytest.mark.parametrize("oom", [False, True])
 def test_the_widest_cells_fit_eighty_columns(make_record: MakeRecord, oom: bool) -> None:
     rows = rows_with(make_record, replace(COUNTS, bytes_read=123_456_789_012))
-    rows[1]["name"] = "Draft model + Suffix + Recycling, 256 nodes, paced"
-    rows[1] |= {"speedup": 12.34, "speedup_ci95": (11.11, 13.33), "disturbed": [], "out_of_memory": oom}
+    rows[1]["label"] = "Draft model + Suffix + Recycling, 256 nodes, paced"
+    rows[1] |= {"speedup": 12.34, "speedup_ci95": (11.11, 13.33), "noisy": True, "out_of_memory": oom}
     text = printed(rows)
     assert max(map(len, text.splitlines())) <= 80
     assert "GB/tok" in text

@@ -22,7 +22,7 @@ def answers_of(tiny_target: HFTarget, drafter: Path, output: Path, suites: list[
         suites=suites,
         settings=[{"beam_width": 1}],
         profile_prompts=0,
-        warmup_prompts=0,
+        repeats=1,
         memory_bandwidth_gbs=10.0,
         **{"max_new_tokens": 6, **changes},
     )
@@ -101,7 +101,7 @@ def test_a_prompt_with_a_skipped_turn_is_left_out_and_logged(
     records: list[EvalRecord] = [
         make_record(prompt_id=prompt, turn=turn) for prompt, turn in (("0", 0), ("0", 1), ("1", 0), ("2", 0), ("2", 1))
     ]
-    records += [make_record(prompt_id="0", attempt=1, token_ids=[7, 8, 9])]  # a repetition has no part in it
+    records += [make_record(prompt_id="0", repeat=1, token_ids=[7, 8, 9])]  # a repeat has no part in it
     write_answers(records, [suite], tiny_target.tokenizer, tmp_path, time=1.5)
     lines = read_lines(tmp_path / "mt_bench" / "baseline.jsonl")
     assert [(line["question_id"], line["tstamp"]) for line in lines] == [(0, 1.5), (2, 1.5)]

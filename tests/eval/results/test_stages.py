@@ -1,6 +1,5 @@
 """Figures and notes of a target in stages; tables without stages stay as they are."""
 
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -8,48 +7,29 @@ import pytest
 from rich.console import Console
 
 from outrider.eval.records.records import EvalRecord, Runs
-from outrider.eval.records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, Roofline, RunInfo
-from outrider.eval.results.finished import rows_of
+from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
-from outrider.eval.results.table_files import csv_table, latex_table
-from outrider.eval.results.tables import cells, footnotes, markdown
+from outrider.eval.results.tables import cells, csv_table, markdown
 from outrider.eval.results.terminal import print_table
 
-from ..conftest import MakeRecord
+from ..conftest import ROOFLINE, MakeRecord, info_of, rows_of
 
 PLAIN = Runs(num_runs=2, num_entries=2, num_cancelled=0, num_cancelled_entries=0)
 COUNTS = Runs(num_runs=20, num_entries=50, num_cancelled=8, num_cancelled_entries=15)
-ENVIRONMENT = Environment(
-    python="3.11", packages={}, system="Linux", cpu="c", num_cpus=2, num_threads=1, device="cpu", git_hash=None
-)
-ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
-SETTING = {"length": 4, "top_k": 1}
 
 
 def rows_with(make_record: MakeRecord, layers: list[int] | None) -> list[Row]:
     """Return rows of plain decoding, of a drafter that waits, and of the same without waiting."""
-    config: dict[str, Any] = {"max_new_tokens": 8, "temperatures": [0.0], "batch_sizes": [1], "repeats": 1, "seed": 0}
-    target = {"dtype": "torch.float32", **({} if layers is None else {"stage_layers": layers})}
-    method = {"config": {"pace": "fixed", **SETTING}, "setting": SETTING, "weights": "w"}
-    keys = ["draft_model length=4 top_k=1", "draft_model pipelined length=4 top_k=1"]
-    methods = {keys[0]: method, keys[1]: {**method, "decode": "pipelined"}}
-    info = RunInfo(
-        config={**dict.fromkeys(RECORDED_OPTIONS), **config, "suites": {"mt_bench": "r"}, "target": target, "methods": methods},
-        environment=ENVIRONMENT,
-        roofline=ROOFLINE if layers is None else None,
-    )
+    names = ["draft_model", *([] if layers is None else ["draft_model pipelined"])]
     drafted: dict[str, Any] = {"accepted_histogram": [1, 1], "token_ids": [0, 1, 2, 0]}
-    names = [] if layers is None else [keys[1]]
     records = [make_record(token_ids=[0, 1, 2, 0], accepted_histogram=[3], runs=None if layers is None else PLAIN)]
     records += [
-        make_record(method=key, runs=None if layers is None else COUNTS, decode_seconds=0.05, prefill_seconds=0.01, **drafted)
-        for key in [keys[0], *names]
+        make_record(method=name, runs=None if layers is None else COUNTS, decode_seconds=0.05, prefill_seconds=0.01, **drafted)
+        for name in names
     ]
-    if layers is not None:
-        records = [replace(record, processor_seconds=None) for record in records]
-    drafters = {key: DrafterFacts(parameters=1, training=None) for key in methods}
-    facts = Facts(drafters=drafters, num_turns={"mt_bench": 1}, audits={}, out_of_memory=[], without_profile=[], unaudited=[])
-    return rows_of(records, info, facts)
+    target = {} if layers is None else {"stage_layers": layers}
+    methods = {"draft_model": {}, "draft_model pipelined": {"decode": "pipelined"}}
+    return rows_of(records, info=info_of(records, roofline=ROOFLINE if layers is None else None, methods=methods, **target))
 
 
 def printed(rows: list[Row]) -> str:
@@ -58,15 +38,9 @@ def printed(rows: list[Row]) -> str:
     return screen.getvalue()
 
 
-def test_a_pipelined_method_may_be_faster_than_its_tokens_per_step(make_record: MakeRecord) -> None:
+def test_a_pipelined_method_has_no_ceiling_and_no_split(make_record: MakeRecord) -> None:
     plain, waiting, pipelined = rows_with(make_record, [4, 4])
-    assert [row["name"] for row in (plain, waiting, pipelined)] == [
-        "plain decoding",
-        "Draft model, length 4, top-k 1",
-        "Draft model, pipelined",
-    ]
     assert waiting["speedup"] == pipelined["speedup"]
-    assert (waiting["exceeds"], pipelined["exceeds"]) == ("tokens per step", "")
     assert [row["pipelined"] for row in (plain, waiting, pipelined)] == [False, False, True]
     assert (pipelined["ceiling"], pipelined["time_split"], pipelined["rho"]) == (None, None, None)
 
@@ -76,7 +50,7 @@ def test_a_target_in_stages_has_no_roofline_and_no_processor_times(make_record: 
     for row in rows:
         assert (row["roofline"], row["roofline_fraction"], row["processor_seconds_per_token"]) == (None, None, None)
         assert cells(row)["Of roofline"] == cells(row)["CPU ms/tok"] == "-"
-    assert not any("Roofline" in note for note in footnotes(rows))
+    assert not any("Roofline" in note for note in notes(rows))
 
 
 def test_tables_show_the_stages_and_what_was_cancelled(make_record: MakeRecord) -> None:
@@ -92,13 +66,12 @@ def test_tables_show_the_stages_and_what_was_cancelled(make_record: MakeRecord) 
     values = dict(zip(header.split(","), lines[2].split('"')[-1].split(","), strict=False))
     assert header.split(",").count("num_cancelled_entries") == 1
     assert lines[2].endswith("20,50,8,15"), values
-    assert "pipelined" in latex_table(rows)
 
 
 def test_tables_without_stages_have_nothing_of_them(make_record: MakeRecord) -> None:
     rows = rows_with(make_record, None)
     assert [row["stage_layers"] for row in rows] == [None, None]
-    assert any("Roofline" in note for note in footnotes(rows))
+    assert any("Roofline" in note for note in notes(rows))
     for text in (markdown(rows), printed(rows)):
         assert "tages" not in text
         assert "ipelined" not in text

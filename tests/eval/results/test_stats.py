@@ -78,9 +78,9 @@ def test_the_interval_covers_the_spread_of_prompts_and_narrows_with_their_number
     assert widths[1] == pytest.approx(widths[0] / 4, rel=0.25)  # the square root of 16
 
 
-def test_turns_and_repeats_of_a_prompt_stay_together_in_the_bootstrap(make_record: MakeRecord) -> None:
-    # One prompt measured four times is still one prompt: too few for an interval.
-    plain = [make_record(turn=turn, repeat=repeat) for turn in (0, 1) for repeat in (0, 1)]
+def test_the_turns_of_a_prompt_stay_together_in_the_bootstrap(make_record: MakeRecord) -> None:
+    # One prompt of two turns is still one prompt: too few for an interval.
+    plain = [make_record(turn=turn) for turn in (0, 1)]
     assert stats.speedup(plain, plain, seed=0) == (1.0, None)
 
 
@@ -122,7 +122,6 @@ def test_categories_keep_their_own_numbers(make_record: MakeRecord) -> None:
 
 
 def test_accepted_drafts_are_summed_by_source_with_each_source_alone_first(make_record: MakeRecord) -> None:
-    """A record of an older version lacks the counts, so no sum over it is right."""
     records = [
         make_record(accepted_histogram=[0, 3], accepted_by={"suffix": 0, "drafter": 2, "suffix+drafter": 1}),
         make_record(accepted_histogram=[0, 0, 1], accepted_by={"suffix": 2, "drafter": 0, "third": 0}),

@@ -1,7 +1,9 @@
 """Results of an evaluation: rows, table, notes and plot."""
 
+import csv
 import dataclasses
 import json
+import re
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -10,18 +12,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import DrafterFacts, Roofline
 from outrider.eval.results.lossless import Mismatch
+from outrider.eval.results.markdown import escape_markdown
+from outrider.eval.results.notes import notes
 from outrider.eval.results.plots import plot_comparison, plot_suite
-from outrider.eval.results.rows import Row, build_rows, is_broken
-from outrider.eval.results.tables import cells, footnotes, markdown
+from outrider.eval.results.rows import Row, is_broken
+from outrider.eval.results.tables import cells, csv_table, markdown
 from outrider.eval.results.terminal import print_table
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 
-from ..conftest import MakeRecord
+from .. import conftest
+from ..conftest import MakeRecord, info_of
 
 TRAINING = TrainingFacts(
     steps=500,
@@ -33,7 +37,8 @@ TRAINING = TrainingFacts(
     labels="distilled",
     hardware="8 x H",
 )
-ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
+DRAFTERS = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING), calibrated=None)}
+NASTY = 'redrafter a|b_c/50%, "x" & $y$ \\z {#1} [bold]~^<i>*\n'
 
 
 @pytest.fixture
@@ -56,10 +61,7 @@ def records(make_record: MakeRecord) -> list[EvalRecord]:
 
 
 def rows_of(records: list[EvalRecord], mismatches: list[Mismatch], **changes: Any) -> list[Row]:
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
-    options: dict[str, Any] = {"config": config, "dtype": "float32", "roofline": ROOFLINE, "num_skipped": {}}
-    options["drafters"] = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING))}
-    return build_rows(records, mismatches, **{**options, **changes})
+    return conftest.rows_of(records, mismatches, **{"drafters": DRAFTERS, **changes})
 
 
 def test_rows_hold_the_timed_records_numbers_and_split_the_profiled_ones(records: list[EvalRecord]) -> None:
@@ -99,18 +101,18 @@ def test_a_wrong_answer_has_no_speedup_anywhere(records: list[EvalRecord], tmp_p
     assert cells(drafted)["Speedup [95 %]"] == "-"
     assert [values["speedup"] for values in drafted["by_category"].values()] == [None, None]
     assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 1}
-    assert any("prompt 82, turn 1, token 1" in note and "NOT LOSSLESS" in note for note in footnotes([plain, drafted]))
+    assert any("prompt 82, turn 1, token 1" in note and "NOT LOSSLESS" in note for note in notes([plain, drafted]))
     plot_suite([plain, drafted], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
 
 
 def test_differences_within_low_precision_noise_keep_the_speedup_and_are_noted(records: list[EvalRecord]) -> None:
     noisy = Mismatch(record=records[5], position=1, within_noise=True)
-    plain, drafted = rows_of(records, [noisy], dtype="bfloat16")
+    plain, drafted = rows_of(records, [noisy], info=info_of(records, dtype="torch.bfloat16"))
     assert drafted["speedup"] == pytest.approx(2.0)
     assert drafted["lossless"] is False
     assert drafted["lossless_label"] == "within noise (1)"
-    assert any("this precision's rounding noise" in note for note in footnotes([plain, drafted]))
+    assert any("rounding noise explains" in note for note in notes([plain, drafted]))
 
 
 def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(records: list[EvalRecord]) -> None:
@@ -123,9 +125,9 @@ def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(recor
 
 
 def test_skipped_turns_are_noted(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [], num_skipped={("mt_bench", 0.0, 1): 3})
+    rows = rows_of(records, [], num_turns={"mt_bench": 5})
     assert rows[0]["num_skipped"] == 3
-    assert any("3 turns were SKIPPED" in note for note in footnotes(rows))
+    assert any("3 turns were SKIPPED" in note for note in notes(rows))
 
 
 def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
@@ -138,7 +140,7 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
     assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
     assert lines[2].startswith("| mt_bench | 0 | 1 | plain decoding |")
     assert lines[3].startswith(
-        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00], above its ceiling | 1.20x | yes | "
+        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | "
         "2.10x | 1 of 2 | 12.50 | 1.50x | 1.4M | 160 | 250.00 | 50% |"
     )
 
@@ -146,7 +148,7 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
 def test_parameter_counts_are_rounded_to_about_three_digits(records: list[EvalRecord]) -> None:
     shown = []
     for number in (850, 1_440_000, 33_500, 2_000_000_000):
-        facts = DrafterFacts(parameters=number, training=None)
+        facts = DrafterFacts(parameters=number, training=None, calibrated=None)
         shown.append(cells(rows_of(records, [], drafters={"redrafter": facts})[1]))
     assert [texts["Params"] for texts in shown] == ["850", "1.4M", "33.5k", "2.0B"]
     assert {texts["Trained s"] for texts in shown} == {"-"}
@@ -167,13 +169,10 @@ def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
     ]
 
 
-TWO_TEMPERATURES = EvalConfig(suites=[SuiteConfig(name="mt_bench")], temperatures=[0.7, 0.0])
-
-
-def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
+def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(
     records: list[EvalRecord], sampled: list[EvalRecord]
 ) -> None:
-    rows = rows_of([*records, *sampled], [], config=TWO_TEMPERATURES, num_skipped={("mt_bench", 0.7, 1): 1})
+    rows = rows_of([*sampled, *records], [], num_turns={"mt_bench": 3})
     assert [(row["temperature"], row["method"]) for row in rows] == [
         (0.7, "baseline"),
         (0.7, "redrafter"),
@@ -181,10 +180,10 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
         (0.0, "redrafter"),
     ]
     assert [row["num_turns"] for row in rows] == [2] * 4
-    assert [row["num_skipped"] for row in rows] == [1, 1, 0, 0]
-    notes = footnotes(rows)
-    assert sum("1 turns were SKIPPED" in note for note in notes) == 1
-    assert any(note.startswith("mt_bench, temperature 0.7 ") for note in notes)
+    assert [row["num_skipped"] for row in rows] == [1, 1, 1, 1]
+    lines = notes(rows)
+    assert sum("1 turns were SKIPPED" in note for note in lines) == 2
+    assert any(note.startswith("mt_bench, temperature 0.7 ") for note in lines)
     screen = StringIO()
     print_table(rows, Console(width=110, file=screen))
     shown = [line.strip() for line in screen.getvalue().splitlines()]
@@ -194,18 +193,18 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
 def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(
     records: list[EvalRecord], sampled: list[EvalRecord]
 ) -> None:
-    plain, drafted = rows_of([*sampled, *records], [], config=TWO_TEMPERATURES)[:2]
+    plain, drafted = rows_of([*sampled, *records], [])[:2]
     assert (plain["lossless"], plain["lossless_label"]) == (True, "yes")
     assert (drafted["lossless"], drafted["lossless_label"]) == (None, "by rule")
     assert drafted["speedup"] == pytest.approx(2.0)
     assert not is_broken(drafted)
-    assert any("outrider certify" in note for note in footnotes([plain, drafted]))
-    assert not any("outrider certify" in note for note in footnotes([plain]))
+    assert any("outrider certify" in note for note in notes([plain, drafted]))
+    assert not any("outrider certify" in note for note in notes([plain]))
 
 
 def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRecord]) -> None:
     assert [row["num_loops"] for row in rows_of(records, [])] == [0, 0]
-    assert not any(note.startswith("Loops") for note in footnotes(rows_of(records, [])))
+    assert not any(note.startswith("Loops") for note in notes(rows_of(records, [])))
     circling = [
         dataclasses.replace(record, token_ids=[7] * 65, accepted_histogram=[64], num_verify_tokens=64, truncated=True)
         if record.prompt_id == "81"
@@ -214,17 +213,17 @@ def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRec
     ]
     rows = rows_of(circling, [])
     assert [row["num_loops"] for row in rows] == [1, 1]
-    (note,) = [note for note in footnotes(rows) if note.startswith("Loops")]
+    (note,) = [note for note in notes(rows) if note.startswith("Loops")]
     assert "1 of 2 answers of plain decoding on mt_bench (greedy) end in a short cycle of tokens (50%)" in note
-    old: Any = [{name: value for name, value in row.items() if name != "num_loops"} for row in rows]
-    assert not any(note.startswith("Loops") for note in footnotes(old)), "summaries of older versions lack the count"
 
 
 def test_a_note_names_a_roofline_of_weights_that_fit_the_cache(records: list[EvalRecord]) -> None:
-    cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, given=False, cache_bytes=2**25)
+    cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, given=False, cache_bytes=2**25, streamed=False)
     assert cached.tokens_per_second == 2000.0
-    assert any("fit into the cache (34 MB)" in note for note in footnotes(rows_of(records, [], roofline=cached)))
-    assert not any("cache" in note for note in footnotes(rows_of(records, [])))
+    assert any(
+        "fit into the cache (34 MB)" in note for note in notes(rows_of(records, [], info=info_of(records, roofline=cached)))
+    )
+    assert not any("cache" in note for note in notes(rows_of(records, [])))
 
 
 def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRecord], tmp_path: Path) -> None:
@@ -235,9 +234,7 @@ def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRec
     assert not (tmp_path / "none.png").exists()
 
 
-def test_plots_show_no_speed_for_an_error_of_measurement_and_mark_a_disturbed_one(
-    records: list[EvalRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plots_mark_a_noisy_speed(records: list[EvalRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
     texts: list[str] = []
@@ -245,17 +242,11 @@ def test_plots_show_no_speed_for_an_error_of_measurement_and_mark_a_disturbed_on
     monkeypatch.setattr(
         Axes, "annotate", lambda axes, text, *args, **options: [texts.append(text), draw(axes, text, *args, **options)][1]
     )
-    other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
+    other = [dataclasses.replace(record, method="medusa") for record in records if record.method != "baseline"]
     plain, first, second = rows_of([*records, *other], [])
-    first |= {"exceeds": "tokens per step", "speedup": 7.77}
-    second |= {"exceeds": "", "disturbed": [{"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "ratio": 27.0}]}
-    plot_suite([plain, first, second], tmp_path / "suite.png")
-    assert texts.count("error") == 3, "in both categories and over all"
-    texts.clear()
+    second["noisy"] = True
     plot_comparison([plain, first, second], tmp_path / "comparison.png")
-    assert texts.count("error") == 1
-    assert "2.00x (disturbed)" in texts
-    assert not [text for text in texts if "7.77" in text]
+    assert [text for text in texts if text.startswith("2.00x")] == ["2.00x", "2.00x (noisy)"]
 
 
 def test_drafters_are_compared_where_there_are_two_of_them(
@@ -263,9 +254,62 @@ def test_drafters_are_compared_where_there_are_two_of_them(
 ) -> None:
     other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
     wrong = Mismatch(record=other[0], position=1)
-    rows = rows_of([*records, *other, *sampled], [wrong], config=TWO_TEMPERATURES)
+    rows = rows_of([*sampled, *records, *other], [wrong])
     assert len(rows) == 5
-    plot_comparison([{**row, "method": r"$\foo$ " + row["method"]} for row in rows[2:]], tmp_path / "one.png")
+    plot_comparison([{**row, "label": r"$\foo$ " + row["label"]} for row in rows[2:]], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     plot_comparison(rows[:2], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.fixture
+def rows(records: list[EvalRecord]) -> list[Row]:
+    """Return the rows of a method with a name of all special characters."""
+    return rows_of([dataclasses.replace(r, label=NASTY) if r.method != "baseline" else r for r in records], [])
+
+
+def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> None:
+    rows[1]["noisy"] = True
+    plain, drafted = csv.DictReader(StringIO(csv_table(rows)))
+    assert (plain["method"], plain["label"]) == ("baseline", "plain decoding")
+    assert (drafted["method"], drafted["label"]) == ("redrafter", NASTY)
+    assert float(drafted["speedup"]) == rows[1]["speedup"]
+    interval = rows[1]["speedup_ci95"]
+    assert interval is not None
+    assert (float(drafted["speedup_ci95_low"]), float(drafted["speedup_ci95_high"])) == interval
+    assert (plain["speedup_ci95_low"], plain["rho"]) == ("", "")
+    assert (drafted["batch_size"], drafted["noisy"], plain["noisy"]) == ("1", "True", "False")
+    assert float(drafted["training_seconds"]) == 160.4
+    assert None not in drafted  # as many cells as column headers
+    assert None not in drafted.values()
+    assert "accepted_by" not in csv_table(rows), "no method is merged"
+    rows[1] |= {"accepted_by": {"suffix": 3, "suffix+drafter": 2}}
+    plain, drafted = csv.DictReader(StringIO(csv_table(rows)))
+    assert (drafted["accepted_by_suffix"], drafted["accepted_by_suffix+drafter"]) == ("3", "2")
+    assert (plain["accepted_by_suffix"], plain["accepted_by_suffix+drafter"]) == ("", "")
+
+
+def test_markdown_and_terminal_show_any_name(rows: list[Row]) -> None:
+    lines = [line for line in markdown(rows).splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {22}
+    assert r"redrafter a\|b_c/50%," in lines[3]
+    assert escape_markdown("a_b _c_ *d* <e>") == r"a_b \_c\_ \*d\* \<e\>"
+    screen = StringIO()
+    print_table(rows, Console(width=300, file=screen))
+    assert "{#1} [bold]~^<i>*" in screen.getvalue()
+
+
+def test_each_batch_size_has_its_lines(make_record: MakeRecord) -> None:
+    records = [make_record(prompt_id=str(index), method=name) for index in range(6) for name in ("baseline", "redrafter")]
+    batched = [dataclasses.replace(record, batch_size=2, batch=int(record.prompt_id) // 2, num_rows=2) for record in records]
+    rows = rows_of([*records, *batched], [])
+    assert [row["batch_size"] for row in csv.DictReader(StringIO(csv_table(rows)))] == ["1", "1", "2", "2"]
+    # Two prompts share their seconds, so the batch is twice as fast. It reaches the same fraction
+    # of the roofline.
+    assert rows[2]["tokens_per_second"] == 2 * (rows[0]["tokens_per_second"] or 0)
+    assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
+    assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
+    assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
+    few = [note for note in notes(rows) if "Too few batches for a reliable interval: 3." in note]
+    assert len(few) == 1
+    assert few[0].startswith("mt_bench, greedy, batch size 2 ")

@@ -1,0 +1,149 @@
+"""The plan of a measurement: which method decodes which batch, in which order."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...data.suites import Prompt, PromptSet
+from ..config import EvalConfig
+from ..records.records import RecordKey
+from ..records.run_files import OutOfMemory, Place
+from .texts import Texts
+from .turns import Method, TurnBatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A batch of turns that a method decodes once."""
+
+    batch: TurnBatch
+    method: Method
+    repeat: int = 0
+    profiled: bool = False
+
+    def keys_of(self, repeat: int) -> list[RecordKey]:
+        """Build the keys of the answers' records in a repeat."""
+        return [turn.key(self.method.name, repeat=repeat, profiled=self.profiled) for turn in self.batch.turns]
+
+    def is_in(self, records: Collection[RecordKey]) -> bool:
+        """Check whether the records have all answers of the job."""
+        return all(key in records for key in self.keys_of(self.repeat))
+
+    @property
+    def place(self) -> str:
+        """Description of where it decodes, in messages."""
+        turn = self.batch.turns[0]
+        return f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+
+    def out_of_memory(self, method: Method) -> OutOfMemory:
+        """Build the entry of `facts.json` for a method that ran out of memory here."""
+        turn = self.batch.turns[0]
+        return OutOfMemory(
+            suite=turn.suite.name,
+            prompt_set_revision=turn.suite.revision,
+            prompt_set_source=turn.suite.source,
+            temperature=turn.temperature,
+            batch_size=turn.batch_size,
+            method=method.name,
+            label=method.label,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One pass of all methods over prompts of a suite, in batches of one size."""
+
+    suite: PromptSet
+    prompts: Sequence[Prompt]
+    batch_size: int
+    repeat: int = 0
+    profiled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that a run measures.
+
+    `methods` are by temperature and batch size, plain decoding first.
+    """
+
+    suites: Sequence[PromptSet]
+    methods: Mapping[Place, Sequence[Method]]
+    texts: Texts
+    config: EvalConfig
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes in their order: the repeats, then the profiles.
+
+        Profiles consist of whole batches only, since a smaller batch takes a different time.
+        """
+        sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
+        timed = [
+            Pass(suite=suite, prompts=suite.prompts, batch_size=size, repeat=repeat)
+            for repeat in range(self.config.repeats)
+            for suite in self.suites
+            for size in sizes
+        ]
+        profiles = [
+            Pass(
+                suite=suite,
+                prompts=evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size),
+                batch_size=size,
+                profiled=True,
+            )
+            for suite in self.suites
+            for size in sizes
+        ]
+        return timed + profiles
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers, without those of prompts whose first turn is too long."""
+        fitting = {
+            (suite.name, prompt.id): len(prompt.turns)
+            for suite in self.suites
+            for prompt in self.texts.fitting(suite, suite.prompts)
+        }
+        return sum(
+            fitting.get((one_pass.suite.name, prompt.id), 0) * len(self.taking_part(one_pass, temperature))
+            for one_pass in self.passes
+            for prompt in one_pass.prompts
+            for temperature in self.config.temperatures
+        )
+
+    def taking_part(self, one_pass: Pass, temperature: float) -> list[Method]:
+        """List the methods of a pass: only phases can be profiled."""
+        methods = self.methods[temperature, one_pass.batch_size]
+        return [method for method in methods if method.has_phases or not one_pass.profiled]
+
+    def jobs(self, fits: Callable[[Job], bool]) -> Iterator[Job]:
+        """Yield every batch at every temperature with every method, interleaved.
+
+        The first method changes from group to group, in rotation. A second turn needs the baseline's
+        answer to the first: the caller must record each answer before it goes on. `fits` tells
+        whether the method still fits into memory there; where plain decoding doesn't, no method
+        decodes.
+        """
+        for one_pass in self.passes:
+            suite, size = one_pass.suite, one_pass.batch_size
+            for index, group in enumerate(self.texts.groups(suite, one_pass.prompts, size)):
+                for temperature in self.config.temperatures:
+                    methods = self.taking_part(one_pass, temperature)
+                    first = (index + one_pass.repeat) % len(methods)
+                    for batch in self.texts.batches(suite, group, index, temperature, size):
+                        for method in (*methods[first:], *methods[:first]):
+                            job = Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=one_pass.profiled)
+                            if fits(job):
+                                yield job
+                        if not fits(Job(batch=batch, method=self.methods[temperature, size][0])):
+                            break
+
+
+def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
+    """Select up to `num` items, evenly spaced, so that all categories are represented."""
+    num = min(num, len(items))
+    return [items[index * len(items) // num] for index in range(num)]

@@ -1,0 +1,241 @@
+"""Notes of an evaluation's results: what went wrong, and how to read the numbers.
+
+The table in the terminal, the file of the table, the report and the card take their notes from here.
+A note is one line of plain text.
+"""
+
+from collections.abc import Sequence
+
+from ..records.names import BASELINE, OOM
+from .lossless import LOSSY
+from .repeats import NOISY_SHARE, SLOW
+from .rows import (
+    Row,
+    depends_on_clock,
+    group_name,
+    is_broken,
+    is_unproven,
+    loop_share,
+    num_units,
+    row_name,
+    units,
+)
+from .sources import BONUS, SEVERAL, merged_rows, shares_text
+
+FEW_UNITS = 8
+"""Number of prompts or batches below which a bootstrap interval means little."""
+LOOP_SHARE = 0.1
+"""Smallest share of answers with loops at which a note warns about them."""
+NOISY_NOTE = (
+    f"noisy: more than {NOISY_SHARE:.0%} of the time is of answers, plain decoding's or the method's, that took over {SLOW:g} "
+    "times their processor time, or their fastest repeat, also when they were decoded again. Measure again while the machine "
+    "is quiet."
+)
+BY_RULE_NOTE = (
+    "by rule: the method samples its draft tokens at random, so its answers differ from those of plain decoding. Its "
+    "acceptance rule preserves the target's distribution. The command outrider certify tests this."
+)
+LOSSY_NOTE = (
+    f"{LOSSY}: typical acceptance (arXiv 2401.10774, section 2.3.1) changes the target's distribution. Its speedup can't be "
+    "compared with that of a lossless method."
+)
+PACE_NOTE = (
+    "pace: expected means that the draft trees depend on the clock. So tokens per step vary from run to run. The answers "
+    "don't, apart from rounding noise. With pace: fixed tokens per step can be reproduced."
+)
+PIPELINED_NOTE = (
+    "pipelined: the drafter drafts while the stages read earlier drafts. Several passes are under way at a time, so tokens per "
+    "step bound no speedup, and there is no ceiling. Steps and passes depend on the clock, the answers don't."
+)
+SOURCES_NOTE = (
+    "Sources: shares of the tokens that the steps emitted. A draft token counts for the source that proposed it, or as "
+    f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
+)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Write all notes: what went wrong, what was measured, and how to read the numbers."""
+    return [*problems(rows), *measured_notes(rows), *explanations(rows)]
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """Say what went wrong, or misleads, the most important first."""
+    measured = [row for row in rows if not row["out_of_memory"]]
+    result = [mismatch_note(row) for row in measured if is_broken(row)]
+    if left_out := [row for row in rows if row["out_of_memory"]]:
+        result.append(f"{OOM}: memory ran out, so there are no figures of {'; '.join(map(row_name, left_out))}.")
+        if any(row["method"] == BASELINE for row in left_out):
+            result.append(f"{OOM} of plain decoding: without it no method has a speedup there.")
+    if any(row["noisy"] for row in measured):
+        result.append(NOISY_NOTE)
+    result += [
+        f"{row['num_skipped']} turns were SKIPPED ({group_name(row)}): too long for the context window of target or drafter."
+        for row in measured
+        if row["method"] == BASELINE and row["num_skipped"]
+    ]
+    if (looping := max(measured, key=loop_share, default=None)) is not None and loop_share(looping) >= LOOP_SHARE:
+        result.append(loop_note(looping))
+    if any(row["lossless_label"] == LOSSY for row in measured):
+        result.append(LOSSY_NOTE)
+    if any(row["lossless"] is None for row in measured):
+        result.append(BY_RULE_NOTE)
+    return result + [mismatch_note(row) for row in measured if row["first_mismatch"] and not is_broken(row)]
+
+
+def measured_notes(rows: Sequence[Row]) -> list[str]:
+    """Say what was measured: the prompts of each group, the target's placement, the sources of merges."""
+    plain = [row for row in rows if row["method"] == BASELINE and not row["out_of_memory"]]
+    measured = [row for row in rows if not row["out_of_memory"]]
+    result = [group_note(row) for row in plain]
+    result += [*stages_notes(rows), *(runs_note(row) for row in measured if row["runs"] and row["pipelined"])]
+    if rows[0]["budget"]:
+        result.append(budget_note(rows[0]))
+        result += [
+            f"{row_name(row)}: drafts during waits made verification {row['late_draft_seconds']:.2f} s later in all."
+            for row in measured
+            if row["late_draft_seconds"]
+        ]
+    if merged := merged_rows(measured):
+        result += [SOURCES_NOTE, *(f"Sources of {row_name(row)}: {shares_text(row)}." for row in merged)]
+    return result
+
+
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """Say how to read the numbers."""
+    over = "/".join(dict.fromkeys(map(units, rows)))
+    result = [
+        "Tok/step: tokens emitted per step of the target, with the bonus token and without the prefill.",
+        speed_note(rows),
+        f"Median and Faster on: the median of the speedups of single {over}, and how many {over} were faster.",
+        "CPU ms/tok: processor time of all threads per token; CPU speedup compares it with plain decoding's.",
+        "Ceiling: Tok/step / (1 + rho), where rho is the drafter's time per step over a plain step's. Computed, not measured.",
+        "Draft ms: the drafter's time per step. It and the shares of time come from a separate pass with phase timers on.",
+    ]
+    if rows[0]["budget"]:
+        result.append("GB/tok: gigabytes of weights read from the target's files per token of the answers, prefill included.")
+    if rows[0]["roofline"] is not None:
+        result.append(roofline_note(rows[0]))
+    if any(row["batch_size"] > 1 for row in rows):
+        result.append(
+            "Batches: Tok/step counts one answer, Tok/s the whole batch. The speedup compares with plain decoding in batches "
+            "of the same prompts. Rounding depends on the other rows of a batch, so answers that differ are audited, as in "
+            "low precision."
+        )
+    if any(row["temperature"] > 0 for row in rows):
+        result.append(
+            "Above temperature 0 all methods sample with the same seeds. A method without random drafts must give exactly the "
+            "tokens of plain decoding, and each of its answers is compared."
+        )
+    return result + [PACE_NOTE] * any(map(depends_on_clock, rows))
+
+
+def speed_note(rows: Sequence[Row]) -> str:
+    """Say how speeds are computed, so that a reader can repeat it from the table."""
+    number = rows[0]["num_repeats"]
+    repeats = "" if number == 1 else f" Of the {number} repeats of an answer, the one with the median time counts."
+    return (
+        "Tok/s: tokens of all answers over the time of all answers, prefill included. Speedup: Tok/s over plain decoding's "
+        f"Tok/s in the same group, which has the same answers.{repeats} The headline is the highest speedup of the table. The "
+        f"interval is a bootstrap over {'/'.join(dict.fromkeys(map(units, rows)))}."
+    )
+
+
+def mismatch_note(row: Row) -> str:
+    """Describe the row's answers that differ from plain decoding's."""
+    first, number = row["first_mismatch"], row["num_mismatched_prompts"]
+    where = "" if first is None else f"the first at prompt {first['prompt_id']}, turn {first['turn'] + 1}"
+    position = "" if first is None else f"{where}, token {first['position']} (counted from 0)"
+    if is_unproven(row):
+        reason = (
+            f"memory ran out in the audits of answers to {row['num_unaudited']} prompts, {where}. To audit them, run the "
+            "evaluation's command again with more free memory."
+            if row["num_unaudited"]
+            else "plain decoding is unproven there."
+        )
+        return f"{row_name(row)} is NOT PROVEN to be lossless, so it has no speedup: {reason}"
+    if is_broken(row):
+        reason = f"the answers to {number} prompts differ from plain decoding, {position}"
+        reason = reason if first else "plain decoding is wrong there"
+        return f"{row_name(row)} is NOT LOSSLESS, so it has no speedup: {reason}."
+    return (
+        f"{row_name(row)}: the answers to {number} prompts differ from plain decoding, {position}. An audit confirmed that "
+        "rounding noise explains every difference."
+    )
+
+
+def loop_note(row: Row) -> str:
+    """Describe the row's answers that end in a loop, and how they distort the figures."""
+    return (
+        f"Loops: {row['num_loops']} of {row['num_turns']} answers of {row_name(row)} end in a short cycle of tokens "
+        f"({loop_share(row):.0%}). Loops are easy to draft, so tokens per step and speedup mean little for such answers."
+    )
+
+
+def too_few(row: Row) -> str:
+    """Format a warning about intervals over few prompts or batches; empty for enough of them."""
+    return f" Too few {units(row)} for a reliable interval: {num_units(row)}." if num_units(row) < FEW_UNITS else ""
+
+
+def group_note(row: Row) -> str:
+    """Describe what was measured in the group of a row of plain decoding."""
+    source = "" if row["prompt_set_source"] is None else f" of {row['prompt_set_source']}"
+    repeats = f", each answered {row['num_repeats']} times" if row["num_repeats"] > 1 else ""
+    weights = f" with quantised weights ({row['quantization']})" if row["quantization"] else ""
+    batches = f", in {row['num_batches']} batches" if row["batch_size"] > 1 else ""
+    return (
+        f"{group_name(row)} (prompts {row['prompt_set_revision'][:12]}{source}): {row['num_prompts']} prompts, "
+        f"{row['num_turns']} turns{repeats}, in {row['dtype']}{weights}{batches}; {row['num_truncated']} of {row['num_turns']} "
+        f"plain answers ended at the limit of {row['max_new_tokens']} tokens.{too_few(row)}"
+    )
+
+
+def roofline_note(row: Row) -> str:
+    """Describe the bound on plain decoding's speed; the row must have one."""
+    bound = row["roofline"] or {}
+    megabytes, speed = bound["weight_bytes"] / 1e6, bound["tokens_per_second"]
+    if bound["streamed"]:
+        return (
+            f"Roofline of plain decoding: {megabytes:.1f} MB of weights read from files per pass at "
+            f"{bound['bandwidth_gbs']:.2f} GB/s (the rate at which they were read): {speed:.3g} tokens/s."
+        )
+    how = "given" if bound["given"] else "measured on a buffer of that size, at most 1 GiB (4 GiB on an accelerator)"
+    cached = (
+        f" The weights fit into the cache ({bound['cache_bytes'] / 1e6:.0f} MB), so main memory doesn't bound this target."
+        if bound["fits_in_cache"]
+        else ""
+    )
+    return (
+        f"Roofline of plain decoding: {megabytes:.1f} MB of weights per token at {bound['bandwidth_gbs']:.1f} GB/s ({how}): "
+        f"{speed:.0f} tokens/s.{cached}"
+    )
+
+
+def budget_note(row: Row) -> str:
+    """Describe the target's memory budget: its plan, the measured rate, and the peak of memory."""
+    budget = row["budget"] or {}
+    peak = budget["peak_bytes"]
+    memory = "" if peak is None else f" Peak memory, with Python, torch and the drafters: {peak / 2**30:.2f} GiB."
+    return f"Memory budget: {budget['plan']}. Weights were read at {budget['read_gbs']:.2f} GB/s.{memory}"
+
+
+def stages_notes(rows: Sequence[Row]) -> list[str]:
+    """Describe the target's stages, and pipelined methods, if there are any."""
+    layers = rows[0]["stage_layers"] if rows else None
+    if not layers:
+        return []
+    divided = f"{len(layers)} processes ({', '.join(map(str, layers))})" if len(layers) > 1 else "1 process"
+    note = (
+        f"Stages: the target's {sum(layers)} layers ran in {divided}, beside the one of embeddings, head and drafters. Times "
+        "are wall times."
+    )
+    return [note, *([PIPELINED_NOTE] if any(row["pipelined"] for row in rows) else [])]
+
+
+def runs_note(row: Row) -> str:
+    """Describe the passes of a pipelined method."""
+    runs = row["runs"] or {}
+    mean, cancelled = runs["num_entries"] / runs["num_runs"], runs["num_cancelled_entries"] / runs["num_entries"]
+    return (
+        f"{row_name(row)}: {runs['num_runs']:,} passes of {mean:.1f} tokens on average; {cancelled:.0%} of these tokens were "
+        "cancelled."
+    )
