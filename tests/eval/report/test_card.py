@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from huggingface_hub import EvalResult, ModelCard
 from markdown_it import MarkdownIt
-from typer.testing import CliRunner
 
-from outrider.cli.eval import eval_command
 from outrider.data.files import sha256_file
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.report.card import model_card
@@ -27,8 +24,7 @@ from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.export.registry import programs_for
 from outrider.models.llm.hf_target import HFTarget
 
-app = typer.Typer()
-app.command()(eval_command)
+from ...commands import invoke
 
 
 def forge_summary(folder: Path, rows: list[Any]) -> None:
@@ -44,10 +40,10 @@ def evaluation(
     output = tmp_path_factory.mktemp("evaluation") / "eval"
     command = [
         *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(output)),
-        *("--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "6"),
-        *("--bandwidth", "10", "--profile-prompts", "0", "--beam-width", "3"),
+        *("--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6"),
+        *("--memory-bandwidth-gbs", "10", "--profile-prompts", "0", "--setting", "{beam_width: 3}"),
     ]
-    result = CliRunner().invoke(app, command)
+    result = invoke(["eval", *command])
     assert result.exit_code == 0, result.output
     # A busy machine must not change what the tests expect.
     rows = json.loads((output / "summary.json").read_text())

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.report import report_command
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.labels import setting_words
@@ -26,6 +23,7 @@ from outrider.eval.report.runs import read_groups
 from outrider.eval.results.finished import rows_of
 from outrider.models.phases import PhaseSeconds
 
+from ...commands import invoke
 from ..conftest import ENVIRONMENT, ROOFLINE, MakeRecord, facts_of
 
 DRAFTER = "redrafter beam_width=4 beam_length=3"
@@ -365,9 +363,7 @@ def test_notes_name_intervals_of_batches_and_too_few_batches_or_prompts(write_ru
 
 
 def test_the_command_writes_one_page(write_run: WriteRun, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(report_command)
-    result = CliRunner().invoke(app, [str(write_run("one")), "--output", str(tmp_path / "report")])
+    result = invoke(["report", str(write_run("one")), "--output", str(tmp_path / "report")])
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "report" / "report.html") in result.output
     assert [path.name for path in (tmp_path / "report").iterdir()] == ["report.html"]

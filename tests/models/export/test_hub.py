@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from huggingface_hub import constants
-from typer.testing import CliRunner
 
-from outrider.cli.tune import tune_command
 from outrider.data.files import sha256_file
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.medusa import Medusa
@@ -27,6 +24,7 @@ from outrider.models.export.hub import pull, push
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
+from ...commands import invoke
 from .hub_server import READER, WRITER, Hub, serving
 
 # huggingface_hub itself uploads this way.
@@ -39,9 +37,9 @@ SCRIPT = """
 import sys
 import torch
 from transformers import AutoModelForCausalLM
-from outrider.cli.main import app
+from outrider.cli.main import run_command
 folder, target, repo = sys.argv[1:]
-app(["push", folder, repo, "--public"], standalone_mode=False)
+run_command(["push", folder, repo, "--public"])
 model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
 inputs = {"input_ids": torch.tensor([[1, 70, 71, 72, 2]]), "max_new_tokens": 12, "do_sample": False}
 tokens = model.generate(**inputs, custom_generate=repo, trust_remote_code=True)
@@ -291,10 +289,8 @@ def test_training_starts_from_a_drafter_on_the_hub(hub, folder, tiny_target_dir)
 
 
 def test_tuning_a_drafter_on_the_hub_is_an_error_before_any_work(hub, tmp_path):
-    app = typer.Typer()
-    app.command()(tune_command)
-    result = CliRunner().invoke(app, ["--target", "no/target", "--drafter", REPO, "--output", str(tmp_path)])
-    assert "`outrider pull user/drafter --output DIR` and tune DIR" in str(result.exception)
+    result = invoke(["tune", "--target", "no/target", "--drafter", REPO, "--output", str(tmp_path)])
+    assert "`outrider pull user/drafter --output DIR` and tune DIR" in result.message
     assert not hub.requests
 
 
