@@ -7,9 +7,11 @@ import json
 import shlex
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
+from pydantic.dataclasses import dataclass
+
+from ..data.fields import OPTIONS
 
 if TYPE_CHECKING:
     from .init_facts import DataFacts, TargetFacts
@@ -41,32 +43,42 @@ CPU_RECORDS, CPU_LENGTH = 1000, 512
 """Without a GPU: records of the data, and tokens of an example, at most. They take hours."""
 
 
-def init_command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe's file to write, such as my.yaml.")],
-    target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
-    data: Annotated[Path, typer.Option(help="Training data: conversations (.json, .jsonl, .parquet), or text files.")],
-    drafter: Annotated[
-        str, typer.Option(help="Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model.")
-    ] = "eagle3",
-    chat_template: Annotated[
-        str | None, typer.Option(help="A .jinja file or a template's name, if the target's tokenizer has no template.")
-    ] = None,
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class InitOptions:
+    """Options of `outrider init`."""
+
+    recipe: Path
+    """The recipe's file to write, such as my.yaml."""
+    target: str
+    """The target: a directory or a Hub id."""
+    data: Path
+    """Training data: conversations (.json, .jsonl, .parquet), or text files."""
+    drafter: str = "eagle3"
+    """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model."""
+    chat_template: str | None = None
+    """A .jinja file or a template's name, if the target's tokenizer has no template."""
+
+    POSITIONAL: ClassVar = ("recipe",)
+    NAMES_FILES: ClassVar = False  # the drafter is a kind, and init itself checks the others
+
+
+def init_command(options: InitOptions) -> None:
     """Write a commented recipe for your target and data, ready for: outrider run my.yaml"""
     from .init_facts import read_data_facts, read_target_facts  # reads the target's files, maybe from the Hub
 
     # 1. Check the arguments before anything is read.
+    recipe, target, drafter = options.recipe, options.target, options.drafter
     recipe = recipe if recipe.suffix in (".yaml", ".yml") else recipe.with_name(f"{recipe.name}.yaml")
     prompts = recipe.with_name(f"{recipe.stem}.prompts.jsonl")
     if existing := [str(path) for path in (recipe, prompts) if path.exists()]:
         verb = "exists" if len(existing) == 1 else "exist"
         raise ValueError(f"{' and '.join(existing)} {verb}, and init doesn't overwrite files; name another file")
     if drafter not in kinds():
-        raise ValueError(f"--drafter is {drafter!r}; it must be one of {', '.join(kinds())}")
+        raise ValueError(f"drafter is {drafter!r}; it must be one of {', '.join(kinds())}")
 
     # 2. Read the target's sizes and the data: the recipe depends on them.
-    target_facts = read_target_facts(target, chat_template)
-    data_facts = read_data_facts(data, max_chars=max_length(target_facts))
+    target_facts = read_target_facts(target, options.chat_template)
+    data_facts = read_data_facts(options.data, max_chars=max_length(target_facts))
 
     # 3. Write the recipe, and the prompts beside it.
     text = recipe_text(recipe, drafter, target_facts, data_facts, prompts.resolve())
@@ -74,11 +86,11 @@ def init_command(
     if data_facts.prompts:
         lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        typer.echo(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
+        print(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
-    typer.echo(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
+    print(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
     command = f"outrider run {shlex.quote(str(recipe))}"
-    typer.echo(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
+    print(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
 
 
 def kinds() -> list[str]:

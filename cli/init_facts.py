@@ -71,10 +71,10 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     """
     # 1. Read its config.json. A multimodal model has the sizes in text_config.
     if looks_like_path(target) and not Path(target).is_dir():
-        raise ValueError(f"--target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
+        raise ValueError(f"target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
     config = _read_json(target, "config.json")
     if config is None:
-        raise ValueError(f"--target is {target!r}, which has no config.json; give a model's directory or its Hub id")
+        raise ValueError(f"target is {target!r}, which has no config.json; give a model's directory or its Hub id")
     config |= config.get("text_config") or {}
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
@@ -129,7 +129,7 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
             return chat_template, "a template that ships with outrider"
         if not Path(chat_template).is_file():
             names = ", ".join(built_in_templates())
-            raise ValueError(f"--chat-template is {chat_template!r}; give a .jinja file, or one of {names}")
+            raise ValueError(f"chat_template is {chat_template!r}; give a .jinja file, or one of {names}")
         return str(Path(chat_template).resolve()), "replaces the tokenizer's template"
     template = _read(target, "chat_template.jinja")
     if template is None:
@@ -178,9 +178,9 @@ def _read(target: str, name: str) -> str | None:
     except EntryNotFoundError as error:
         if is_online or name != "config.json":
             return None
-        raise ValueError(f"--target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
+        raise ValueError(f"target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"--target is {target!r}, which is no directory, and the Hub raises: {error}") from error
+        raise ValueError(f"target is {target!r}, which is no directory, and the Hub raises: {error}") from error
 
 
 def _has_accelerator() -> bool:
@@ -197,7 +197,7 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     # 1. Check the path. Text files have no prompts.
     if not path.exists():
         raise ValueError(
-            f"--data is {path}, and there is no such file; give a local file. To download a "
+            f"data is {path}, and there is no such file; give a local file. To download a "
             "data set from the Hub: `hf download ID --repo-type dataset`"
         )
     if path.is_dir() or path.suffix not in SUFFIXES:
@@ -240,7 +240,7 @@ def _require_text(path: Path) -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
             begins_as_json = re.match(r'\s*\[?\s*\{\s*"', file.read(1000))
         if begins_as_json:
-            raise ValueError(f"--data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
+            raise ValueError(f"data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
 
 
 def _source_of(records: list[Any], path: Path) -> str:
@@ -259,7 +259,7 @@ def _source_of(records: list[Any], path: Path) -> str:
         names = list(record) if isinstance(record, dict) else []
         description = f"the keys {', '.join(names)}" if names else f"no keys: {record!r:.60}"
         raise ValueError(
-            f"--data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
+            f"data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
             "conversations (ShareGPT), messages, instruction and output (Alpaca), or text"
         )
 
@@ -267,7 +267,7 @@ def _source_of(records: list[Any], path: Path) -> str:
     reasons = [_why_unusable(record, source) for record in records]
     if all(reasons):
         raise ValueError(
-            f"--data is {path}, and none of its first {len(records)} records can be trained on as {source} "
+            f"data is {path}, and none of its first {len(records)} records can be trained on as {source} "
             f"({location}: {reasons[0]}); repair the records, or give another file"
         )
     return source

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 from rich.console import Console
 from tqdm import tqdm
 from yaml import YAMLError
@@ -103,6 +104,7 @@ def run(config: RunConfig) -> None:
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     # 1. Load the target, and check that the drafters fit it.
+    log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
@@ -158,7 +160,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     calibrate(config, target, folder)
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
     print_table(rows, console)
-    write_report([folder / "eval"], folder, figures=False)
+    write_report([folder / "eval"], folder)
     return rows
 
 
@@ -276,7 +278,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
     Sections of stages that don't run now come from the folder's earlier config.yaml.
     """
-    merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    merged: Any = TypeAdapter(RunConfig).dump_python(config, mode="json")
     if path.is_file():
         try:
             earlier: Any = OmegaConf.to_container(OmegaConf.load(path))

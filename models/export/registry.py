@@ -119,7 +119,7 @@ def engine_format(engine: str, directory: Path) -> str:
     the formats for this kind.
     """
     saved = read_drafter_config(directory)
-    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"--to is {engine}", str(directory))
+    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"to is {engine}", str(directory))
 
 
 def holds_kind(name: str, kind: str) -> bool:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cli.arguments import parse_arguments
-from outrider.cli.compose import compose
-from outrider.cli.config import RunConfig, to_run_config
-from outrider.cli.init import MAX_SHARE, eagle3_layers, init_command, kinds, recipe_text
+from outrider.cli.compose import load_recipe
+from outrider.cli.config import RunConfig
+from outrider.cli.init import MAX_SHARE, InitOptions, eagle3_layers, init_command, kinds, recipe_text
 from outrider.cli.init_facts import NUM_PROMPTS, DataFacts, TargetFacts, read_data_facts, read_target_facts
 from outrider.cli.run import require_trainable, run
 from outrider.models.drafters import DRAFTERS
@@ -48,7 +47,7 @@ def write_chats(path: Path, number: int = 30) -> Path:
 
 
 def config_of(recipe: Path, *overrides: str) -> RunConfig:
-    return to_run_config(compose(parse_arguments([str(recipe), *overrides])))
+    return load_recipe(str(recipe), *overrides)
 
 
 @pytest.mark.parametrize("drafter", kinds())
@@ -56,7 +55,7 @@ def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(
     drafter: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
-    init_command(tmp_path / "my.yaml", str(qwen3), chats, drafter=drafter)
+    init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats, drafter=drafter))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = config_of(tmp_path / "my.yaml", "train.steps=20")
@@ -125,7 +124,7 @@ def test_a_machine_without_a_gpu_gets_less_data(tmp_path: Path) -> None:
 
 def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    init_command(Path("my"), str(qwen3), write_chats(tmp_path / "chats.jsonl"))
+    init_command(InitOptions(recipe=Path("my"), target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl")))
     few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0", "eval.memory_bandwidth_gbs=10.0"]
     run(config_of(Path("my.yaml"), *few, "num_threads=1"))
     rows = json.loads((tmp_path / "outputs/my/eval/summary.json").read_text())
@@ -138,7 +137,7 @@ def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "my.yaml").write_text("mine")
     with pytest.raises(ValueError, match=r"my\.yaml exists"):
-        init_command(tmp_path / "my.yaml", str(qwen3), chats)
+        init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats))
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
@@ -154,7 +153,14 @@ def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it
 ) -> None:
     config = json.loads((qwen3 / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    init_command(tmp_path / "a.yaml", str(tmp_path), write_chats(tmp_path / "chats.jsonl"), chat_template="vicuna_v1.1")
+    init_command(
+        InitOptions(
+            recipe=tmp_path / "a.yaml",
+            target=str(tmp_path),
+            data=write_chats(tmp_path / "chats.jsonl"),
+            chat_template="vicuna_v1.1",
+        )
+    )
     written = config_of(tmp_path / "a.yaml")
     assert written.export.allow_no_format == (usual is None)
     assert usual is None or f"formats: [{usual}]" in (tmp_path / "a.yaml").read_text()
@@ -169,7 +175,9 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     config = json.loads((qwen3 / "config.json").read_text()) | {"vocab_size": 151_936, "max_position_embeddings": 40_960}
     (large / "config.json").write_text(json.dumps({"text_config": config}))
     (large / "chat_template.jinja").write_text("{{ enable_thinking }}")
-    init_command(tmp_path / "large.yaml", str(large), write_chats(tmp_path / "chats.jsonl", 400))
+    init_command(
+        InitOptions(recipe=tmp_path / "large.yaml", target=str(large), data=write_chats(tmp_path / "chats.jsonl", 400))
+    )
     config = config_of(tmp_path / "large.yaml")
     assert config.drafter["draft_vocab_size"] == 8_000, "a tenth of the tiny target has no room for more"
     assert config.drafter["feature_layers"] == [1, 3, 5]
@@ -194,7 +202,9 @@ def test_a_recipe_that_cannot_be_written_is_an_error(
     (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
     folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", qwen3=qwen3)
     with pytest.raises(ValueError, match=message):
-        init_command(tmp_path / "my.yaml", folder, write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
+        init_command(
+            InitOptions(recipe=tmp_path / "my.yaml", target=folder, data=write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
+        )
     assert not (tmp_path / "my.yaml").exists()
 
 
@@ -270,7 +280,9 @@ def test_a_damaged_config_is_named_and_an_empty_part_ignored(qwen3: Path, tmp_pa
 
 def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my runs").mkdir()
-    init_command(tmp_path / "my runs/a.yaml", str(qwen3), write_chats(tmp_path / "chats.jsonl", 1))
+    init_command(
+        InitOptions(recipe=tmp_path / "my runs/a.yaml", target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl", 1))
+    )
     printed = capsys.readouterr().out
     assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
     assert "on 1 record (messages)" in printed

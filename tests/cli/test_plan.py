@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 
 from outrider.cli import plan, samples
-from outrider.cli.config import register, to_run_config
+from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
 from outrider.data.types import Example
@@ -40,10 +39,7 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        composed = compose("config", overrides=list(overrides))
-    run(to_run_config(composed))
+    run(load_recipe(*overrides))
 
 
 def titles(printed: str) -> list[str]:

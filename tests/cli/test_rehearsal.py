@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from hydra import compose, initialize_config_module
 
 from outrider.cli import rehearsal
-from outrider.cli.config import DrafterRun, register, to_run_config
+from outrider.cli.compose import load_recipe
+from outrider.cli.config import DrafterRun
 from outrider.cli.rehearsal import rehearse
 from outrider.cli.run import run, training_labels
 from outrider.data.manifest import Manifest
@@ -138,9 +138,7 @@ def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        run(to_run_config(compose("config", overrides=list(overrides))))
+    run(load_recipe(*overrides))
 
 
 @pytest.mark.parametrize("place", ["loss", "propose"])
@@ -178,9 +176,7 @@ def test_answers_beyond_the_context_are_refused_before_the_distillation(override
 
 def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, tmp_path, monkeypatch, accelerator):
     run_here(*options, "stages=[distill]")
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        config = to_run_config(compose("config", overrides=[*options, "stages=[train]"]))
+    config = load_recipe(*options, "stages=[train]")
     labels = training_labels(config)
     assert isinstance(labels, Manifest)
     monkeypatch.setattr(rehearsal, "label_shard", None)

@@ -12,7 +12,8 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.export.registry import FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
+from outrider.models.export import config
+from outrider.models.export.registry import ENGINES, FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
 
 DSPARK: dict[str, Any] = {
     "correction": "markov",
@@ -297,3 +298,7 @@ def test_an_engine_stands_for_the_format_of_the_drafters_kind() -> None:
     assert formats_for(["vllm", "sglang"], "eagle", None) == ["eagle1-vllm", "eagle1-sglang"]
     assert formats_for(["vllm", "apple"], "redrafter", None) == ["apple"]
     assert not holds_kind("vllm", "redrafter")
+
+
+def test_a_recipe_knows_the_formats_without_loading_torch() -> None:
+    assert (set(config.FORMATS), set(config.ENGINES)) == (FORMATS.keys(), ENGINES.keys())
