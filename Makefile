@@ -58,7 +58,7 @@ lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and th
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
-	$(BIN)/deptry . scripts scripts/engines scripts/gpu
+	$(BIN)/deptry . scripts scripts/bench scripts/engines scripts/gpu
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -1,267 +1,233 @@
-"""Entry of train.py and `outrider run`: compose a recipe with Hydra and run its stages.
+"""Composition of a recipe: a packaged one by Hydra, then the user's file, then the command line.
 
-This module doesn't import torch, so `--help`, `--cfg job` and a mistyped option get an answer at
-once.
+This module doesn't import torch, so a mistyped option gets an answer at once.
 """
 
-import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..models.drafters.losses import MIXTURE_EXAMPLE
-from .arguments import Request, parse_arguments, run_help
-from .config import field_problems, missing_values, problem_report, register, to_run_config
-from .describe import GROUPS, Option, choices, sections
+from .build import build, problem_report
+from .command_line import CommandLine, read_command_line
+from .config import RunConfig, RunOptions
+from .describe import GROUPS, choices, run_sections, sections_of
 from .errors import user_errors
-from .keys import unknown_keys
+from .help import command_help
+from .inputs import recipe_paths
 from .launch import launch, require_stages
-from .recipe_file import RecipeFile, find_recipe_file, read_recipe_file, unknown_choice
 
-register()
-WHOLE_OPTIONS = ("train.loss",)
-"""Options whose mappings replace the recipe's, where Hydra would merge both."""
-LIST_OPTIONS = ("stages", "export.formats", "eval.suites", "eval.temperatures", "eval.batch_sizes")
-"""Options whose lists may be written without brackets."""
+SUFFIXES = (".yaml", ".yml")
+DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
 
 def main() -> None:
-    """Compose the recipe that the command line names, and run it."""
+    """Run the recipe that the command line of train.py names."""
     if {"--help", "-h"} & set(sys.argv[1:]):
-        sys.stdout.write(run_help())
+        print(command_help("run", show_all="--all" in sys.argv), end="")
         return
     with user_errors():
-        # 1. Hydra's own options (--hydra-help, --multirun): Hydra does everything.
-        request = parse_arguments(sys.argv[1:])
-        if request.hydra_options:
-            overrides, _, problems = _take_files(request.overrides)
-            if problems:
-                raise ValueError(problem_report(problems))
-            sys.argv[1:] = [*overrides, *request.hydra_options]
-            _compose_and_run()
-            return
-
-        # 2. Compose the recipe, and print it if `--cfg job` is given.
-        composed = compose(request)
-        if request.show:
-            sys.stdout.write(OmegaConf.to_yaml(composed, resolve=request.resolve))
-            return
-        if not any(_key(override) == "conf" for override in request.overrides):
-            raise ValueError(
-                f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
-                "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
-            )
-        config = to_run_config(composed)  # checked before torch is imported
-
-        # 3. Run it, in processes of accelerate if `--launch` is given.
-        from .run import require_inputs, run  # imports torch, transformers and all stages
-
-        if request.launch is not None:
-            require_inputs(config)  # here, so that a mistake is printed once
-            require_stages(request.launch, request.launch_options, config.target)
-            launch(request.launch, request.launch_options, ["outrider.train", *request.overrides])
-        run(config)
+        run_command(sys.argv[1:])
 
 
-def compose(request: Request) -> DictConfig:
-    """Compose a recipe.
+def run_command(arguments: Sequence[str]) -> None:
+    """Compose a recipe, and run it, in processes of accelerate if `--launch` is given."""
+    # 1. Compose the recipe, and print it if that is asked for.
+    line = read_run_line(arguments)
+    composed = compose(line)
+    if line.values.get("show"):
+        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        return
+    if not line.values["conf"]:
+        raise ValueError(
+            f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
+            "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
+        )
+    config = to_run_config(composed, line.problems)  # checked before torch is imported
 
-    Raises one ValueError with all wrong keys, choices and values, before torch is imported.
-    """
-    unreadable = {override: problem for override in request.overrides if (problem := _unreadable(override))}
-    named, files, problems = _take_files([override for override in request.overrides if override not in unreadable])
-    problems += unreadable.values()
-    overrides = []
-    for override in named:
-        group, _, value = override.partition("=")
-        is_choice = group in GROUPS and group != "conf" and not value.startswith(("[", "{", "null"))
-        if is_choice and (problem := unknown_choice(group, value)):
-            problems.append(problem)
-        else:
-            if group.lstrip("+") in WHOLE_OPTIONS and value.startswith("{"):
-                overrides.append(f"++{group.lstrip('+')}=null")
-            overrides.append(_forced(override))
-    composed, wrong_values = _compose_what_can_be(overrides, files)
-    values: Any = OmegaConf.to_container(composed, enum_to_str=True)
-    unknown = unknown_keys(values)
-    for name, message in unknown.items():
-        where = next((f"{file.where(name)}: " for file in files.values() if name in file.lines), "")
-        problems.append(f"{where}{message}")
-    problems += wrong_values.values()
-    problems += [problem for option in WHOLE_OPTIONS if (problem := _lost_value(option, values, request.overrides))]
-    if problems:
-        missing = missing_values(composed)
-        problems += [missing[name] for name in missing if name not in wrong_values]
-        if not missing:  # what is wrong with the values that have the right type
-            problems += [line for line in _field_problems(composed) if re.split("[=:]", line)[0] not in unknown]
-        raise ValueError(problem_report(problems))
+    # 2. Run it.
+    from .run import require_inputs, run  # imports torch, transformers and all stages
+
+    if line.launch is not None:
+        require_inputs(config)  # here, so that a mistake is printed once
+        require_stages(line.launch, line.launch_options, config.target)
+        launch(line.launch, line.launch_options, ["outrider.train", *line.own])
+    run(config)
+
+
+def read_run_line(arguments: Sequence[str]) -> CommandLine:
+    """Sort the arguments of `outrider run`. Words are recipes: `demo` is conf=demo."""
+    line = read_command_line(arguments, run_sections(), launches=True)
+    words = [word for text in line.words for word in text.strip("[]").split(",")]
+    line.values["conf"] = [*line.values.get("conf", []), *words]
+    return line
+
+
+def load_recipe(*arguments: str) -> RunConfig:
+    """Return the configuration that `outrider run` would run with these arguments."""
+    line = read_run_line(arguments)
+    return to_run_config(compose(line), line.problems)
+
+
+def compose(line: CommandLine) -> DictConfig:
+    """Compose a recipe. Problems of its choices and files go to the command line's problems."""
+    # 1. Sort the layers: packaged recipes and choices for Hydra, then files, then the command line.
+    chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
+    own = [option.name for option in sections_of(RunOptions)[""].options]
+    line.problems += [
+        f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
+        for name in line.values
+        if name.startswith("train.loss.")
+    ]
+    layers = Layers()
+    for recipe in line.values["conf"]:
+        layers.add_recipe(recipe)
+    layers.add(chosen)
+    layers.add(line.nested(without=[*chosen, *own]))
+
+    # 2. Put them on top of each other.
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        overrides = [f"{group}={name}" for group, name in layers.chosen.items()]
+        composed = hydra_compose("config", overrides=[*overrides, f"conf=[{','.join(layers.packaged)}]"])
+    OmegaConf.set_struct(composed, False)
+    for layer in layers.values:
+        composed = on_top(composed, layer)
+    line.problems += layers.problems
     return composed
 
 
-def _lost_value(option: str, values: dict[str, Any], overrides: list[str]) -> str | None:
-    """Return the message for overrides of a mapping's parts that alone make the mapping.
+@dataclass
+class Layers:
+    """The parts of a recipe, from the lowest to the highest."""
 
-    The recipe's value was a name then, and nobody asked to drop it.
+    packaged: list[str] = field(default_factory=list)
+    """Recipes that ship with outrider."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Packaged choices by group: {"drafter": "medusa"}."""
+    values: list[dict[str, Any]] = field(default_factory=list)
+    """Contents of files and of the command line."""
+    problems: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    """Files that are read."""
+
+    def add_recipe(self, name: str) -> None:
+        """Add a packaged recipe, or a file with what its `base` names below it: recipes and choices."""
+        path = None if name in choices("conf") else find_recipe_file(name)
+        if path is None:
+            if problem := unknown_choice("conf", name):
+                self.problems.append(problem)
+            elif self.values:
+                self.problems.append(f"conf has {name} after a file; name recipes that ship with outrider first")
+            else:
+                self.packaged.append(name)
+            return
+        if path in self.files:
+            self.problems.append(f"{path} is built on itself; change its base")
+            return
+        self.files.append(path)
+        values = read_recipe_file(path)
+        base = values.pop("base", None)
+        for below in [base] if isinstance(base, str) else base or []:
+            group, is_choice, choice = str(below).partition("=")
+            if is_choice:
+                self.add({group: choice})
+            else:
+                self.add_recipe(group)
+        self.add({"name": path.stem, **values})
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Add values. A name in place of a section is a packaged choice: {"drafter": "medusa"}."""
+        for group in GROUPS[:-1]:
+            if isinstance(name := values.get(group), str):
+                del values[group]
+                if problem := unknown_choice(group, name):
+                    self.problems.append(problem)
+                else:
+                    self.chosen[group] = name
+        self.values.append(values)
+
+
+def on_top(below: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Put values on top of a configuration.
+
+    A drafter of another kind inherits no options of the one below, and a mixture of losses replaces
+    the loss below.
     """
-    section, _, name = option.partition(".")
-    parts = [_key(override).removeprefix(f"{option}.") for override in overrides if _key(override).startswith(f"{option}.")]
-    made = values.get(section, {}).get(name)
-    if not parts or not isinstance(made, dict) or set(made) != set(parts):
-        return None
-    return f"{option}.{parts[0]} leaves nothing else of {option}; give the whole mixture, such as '{option}={MIXTURE_EXAMPLE}'"
+    drafter, train = values.get("drafter"), values.get("train")
+    kind = drafter.get("kind") if isinstance(drafter, Mapping) else None
+    if kind is not None and kind != OmegaConf.select(below, "drafter.kind"):
+        below.drafter = {}
+    if isinstance(train, Mapping) and isinstance(train.get("loss"), Mapping):
+        OmegaConf.update(below, "train.loss", None)
+    merged = OmegaConf.merge(below, values)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
-def _field_problems(composed: DictConfig) -> list[str]:
+def to_run_config(composed: DictConfig, problems: Sequence[str] = ()) -> RunConfig:
+    """Convert a composed configuration to a RunConfig.
+
+    Raises one ValueError with `problems` and all others, each under its option's full name.
+    """
     try:
+        missing = [f"{name} is missing; give {name}=VALUE" for name in sorted(OmegaConf.missing_keys(composed))]
         values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException:  # an interpolation without a value, maybe because of another problem
-        return []
-    return field_problems(values)
+    except OmegaConfBaseException as error:  # an interpolation without a value, maybe because of another problem
+        line = f"{error.full_key}: {str(error.msg or error).splitlines()[0]}"
+        raise ValueError(problem_report(list(problems) or [line])) from None
+    problems = [*problems, *missing]
+    return build(RunConfig, values, recipe_paths, problems)
 
 
-def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile], list[str]]:
-    """Read the recipes that are files.
-
-    Returns the overrides with a name in place of each file, the files by these names, and a line
-    for each problem.
-    """
-    # 1. Recipes are in conf=NAME or conf=[NAME,NAME]; other overrides stay.
-    recipe_values = [override.partition("=")[2] for override in overrides if override.startswith("conf=")]
-    if len(recipe_values) > 1:
-        stacked = ",".join(value.strip("[]") for value in recipe_values)
-        raise ValueError(
-            f"{len(recipe_values)} recipes are on the command line: {', '.join(recipe_values)}. Give one, or "
-            f"conf=[{stacked}] to put the later on top of the earlier"
-        )
-    named: list[str] = []
-    files: dict[str, RecipeFile] = {}
-    problems: list[str] = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key != "conf":
-            named.append(override)
-            continue
-
-        # 2. Read each recipe that is a file, and give it a name for Hydra.
-        is_list = value.startswith("[")
-        recipes: Any = OverridesParser.create().parse_override(override).value() if is_list else [value]
-        chosen: list[str] = []
-        for recipe in recipes:
-            path = None if recipe in choices("conf") else find_recipe_file(str(recipe))
-            if path is not None:
-                name = f"file_{len(files)}"
-                files[name], wrong = read_recipe_file(path, below=chosen)
-                problems += wrong
-                chosen.append(name)
-            elif problem := unknown_choice("conf", recipe):
-                problems.append(problem)
-            else:
-                chosen.append(str(recipe))
-        if chosen:
-            named.append(f"conf=[{','.join(chosen)}]" if is_list else f"conf={chosen[0]}")
-    return named, files, problems
+def find_recipe_file(name: str) -> Path | None:
+    """Return the file of a recipe, named with or without its suffix; None if there is none."""
+    path = Path(name).expanduser()
+    candidates = [path] if path.suffix in SUFFIXES else [path.parent / f"{path.name}{suffix}" for suffix in SUFFIXES]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _unreadable(override: str) -> str | None:
-    """Return the message for an override that Hydra's grammar can't read; None if it can."""
-    key, _, value = override.partition("=")
-    if key == "conf" and not value.startswith("["):  # a path may have any characters
-        return None
+def read_recipe_file(path: Path) -> dict[str, Any]:
+    """Read a recipe's file. Raises ValueError for a file that isn't a mapping in YAML."""
     try:
-        is_sweep = OverridesParser.create().parse_override(_forced(override)).is_sweep_override()
-    except (HydraException, RecursionError):
-        opened = value.lstrip().startswith(("[", "{"))
-        quoted = "close each bracket and quote" if opened else f"""put a text in quotes: '{key}="{value}"'"""
-        return f"{_key(override)} is {value}, which can't be read; {quoted}"
-    if is_sweep:
-        return f"""{_key(override)} is {value}: several values; write a list as [{value}], a text as '{key}="{value}"'"""
-    return None
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError, OSError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: this is not YAML: {problem}") from error
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{path} is not a recipe; it must be a mapping of options, such as `train: {{steps: 20}}`")
+    return {str(key): value for key, value in values.items()}
 
 
-def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> tuple[DictConfig, dict[str, str]]:
-    """Compose without the values that the schema rejects.
-
-    Returns the composed configuration, and a message for each rejected value by its option.
-    """
-    wrong: dict[str, str] = {}
-    while True:
-        for label, recipe in files.items():
-            recipe.register(label)
-        try:
-            with hydra.initialize_config_module("outrider.conf", version_base="1.3"):
-                return hydra.compose("config", overrides=overrides), wrong
-        except (HydraException, OmegaConfBaseException) as error:
-            key_line = re.search(r"full_key: (\S+)", f"{error}\n{error.__cause__}")
-            name = key_line[1] if key_line else ""
-            culprit = next((override for override in overrides if str(error) == f"Error merging override {override}"), None)
-            file = next((file for file in files.values() if name in file.lines), None)
-            if culprit is not None:
-                overrides.remove(culprit)
-                key, value = _key(culprit), OverridesParser.create().parse_override(culprit).value()
-                wrong |= unknown_keys(_nested(key, value)) or {key: _wrong_value(key, value)}
-            elif file is not None and name not in wrong:
-                wrong[name] = f"{file.where(name)}: {_wrong_value(name, file.drop(name))}"
-            else:
-                raise ValueError(_in_our_words(error, files)) from error
+def unknown_choice(group: str, name: str) -> str | None:
+    """Return the message for an unknown choice GROUP=NAME; None if the choice exists."""
+    known = list(choices(group))
+    if name in known:
+        return None
+    path = Path(name).expanduser()
+    close = get_close_matches(name, known, 1) or [str(near) for near in _near_files(path)] if group == "conf" else []
+    close = close or get_close_matches(name, known, 1)
+    meant = f"did you mean {group}={close[0]}? T" if close else "t"
+    what = f"there is no file {path.absolute()}" if path.suffix in SUFFIXES else "there is no such choice"
+    return f"{group}={name}: {what}; {meant}here are: {', '.join(known)}"
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return the configuration that has only this value, such as {train: {steps: 20}}."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return dict(value)
+def _near_files(path: Path) -> Iterator[Path]:
+    """Yield the YAML file whose name is almost that of a path, such as my.yaml for my.yam."""
+    files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
+    for name in get_close_matches(path.name, list(files), 1, 0.8):
+        yield files[name]
 
 
-def _wrong_value(name: str, value: Any) -> str:
-    """Return the message for a value that doesn't have its option's type."""
-    options: dict[str, Option] = {option.name: option for section in sections().values() for option in section.options}
-    option = options.get(name)
-    if option is None:
-        return f"{name} is {value!r}; it must be a section of options, such as {name}.OPTION=VALUE"
-    rule = f"one of {', '.join(option.choices)}" if option.choices else option.type
-    return f"{name} is {value!r}; it must be: {rule} (outrider options {name})"
-
-
-def _in_our_words(error: Exception, files: dict[str, RecipeFile]) -> str:
-    """Return Hydra's message with the user's file names, without advice about internals."""
-    if isinstance(error, OverrideParseException):
-        return f"{error.override.removeprefix('++')} can't be read: {str(error).splitlines()[0]}"
-    text = str(error) if error.__cause__ is None else f"{error} ({str(error.__cause__).splitlines()[0]})"
-    for name, file in files.items():
-        text = text.replace(f"conf/{name}", str(file.path))
-    return text.partition("\nSee https")[0]
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _forced(override: str) -> str:
-    """Put `++` before an override, so that Hydra accepts an unknown key.
-
-    All unknown keys are then reported at once, after composing. A list of texts needs no brackets,
-    which some shells expand: stages=distill,train. `~/` becomes the home directory.
-    """
-    key, separator, value = override.partition("=")
-    key = key.lstrip("+~")
-    if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
-        return override
-    value = re.sub(r"(^|(?<=[\[,:\s]))~(?=/)", str(Path.home()), value)  # Hydra's grammar has no such sign
-    if separator and key in LIST_OPTIONS and value and not value.startswith(("[", "{", "$", "null")):
-        value = f"[{value}]"
-    return f"++{key}{separator}{value}"
-
-
-@hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
-def _compose_and_run(composed: DictConfig) -> None:
-    with user_errors():
-        config = to_run_config(composed)
-        from .run import run  # imports torch, transformers and all stages
-
-        run(config)
+def register() -> None:
+    """Make the `${demo_target:}` resolver known to OmegaConf."""
+    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)

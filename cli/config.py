@@ -1,44 +1,57 @@
-"""The configuration of a run: the schema that Hydra composes a recipe into."""
+"""The configuration of a run: a target, data, drafters, and what the stages do with them."""
 
 import dataclasses
 import json
 import re
-from collections.abc import Callable
-from dataclasses import field
+from dataclasses import asdict, field
+from difflib import get_close_matches
 from pathlib import Path
-from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ..data.choices import TEACHER_TEMPERATURE
 from ..data.config import DataConfig
-from ..data.fields import OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
-from ..data.paths import expand_home, require_paths
+from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
+from ..models.drafters.options import DRAFTER_OPTIONS, START_FROM
 from ..models.export.config import ExportConfig
 from ..models.llm.config import TargetConfig
 from ..train.config import TrainConfig
-from .inputs import named_paths
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.build import DrafterSpec
 
-Parsed = TypeVar("Parsed")
 STAGES = ("distill", "train", "eval", "export")
-DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
 
 def _plain_word(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
         raise PydanticCustomError("plain_word", "names a folder, so it must be one plain word")
     return name
+
+
+def checked_drafter(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a drafter's options. Raises ValueError for an unknown kind, unknown options and wrong values."""
+    kind, own = options.get("kind"), {name: value for name, value in options.items() if name not in ("kind", START_FROM)}
+    if kind is None and options.get(START_FROM) is not None:
+        return options  # the kind is that of the trained drafter, which is read later
+    if kind is None:
+        raise ValueError(f"the kind is missing; give drafter.kind=KIND, one of {', '.join(DRAFTER_OPTIONS)}")
+    if not isinstance(kind, str) or kind not in DRAFTER_OPTIONS:
+        close = get_close_matches(str(kind), DRAFTER_OPTIONS, 1)
+        meant = f"did you mean {close[0]}? T" if close else "t"
+        raise ValueError(f"kind is {kind!r}; {meant}here are: {', '.join(DRAFTER_OPTIONS)}")
+    try:
+        TypeAdapter(DRAFTER_OPTIONS[kind]).validate_json(json.dumps(own))
+    except ValidationError as error:
+        lines = problems_of(error, known=[field.name for field in dataclasses.fields(DRAFTER_OPTIONS[kind])])
+        text = "\n".join(lines).replace("no such option", f"no such option of the kind {kind}")
+        raise ValueError(text) from None
+    return options
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -49,8 +62,46 @@ class Variant:
     drafter: dict[str, Any] = field(default_factory=dict)
     settings: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
 
+    def drafter_options(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Return the drafter's options. A drafter of another kind inherits none of the run's."""
+        return self.drafter if self.is_other_kind(shared) else {**shared, **self.drafter}
 
-VARIANT_OPTIONS = tuple(Variant.__dataclass_fields__)
+    def is_other_kind(self, shared: dict[str, Any]) -> bool:
+        """Whether the drafter is of another kind than the run's."""
+        return bool(self.drafter.get("kind", shared.get("kind")) != shared.get("kind"))
+
+    def train_config(self, shared: TrainConfig | None) -> TrainConfig:
+        """Return the run's training options with the variant's changes.
+
+        Without the run's options, which may be wrong, the changes are checked alone.
+        """
+        values = {**({"steps": MAX_COUNT - 1} if shared is None else asdict(shared)), **self.train}
+        try:
+            return TypeAdapter(TrainConfig).validate_json(json.dumps(values))
+        except ValidationError as error:
+            raise ValueError("\n".join(problems_of(error, "train", known=TRAIN_OPTIONS))) from None
+
+
+TRAIN_OPTIONS = [f"train.{field.name}" for field in dataclasses.fields(TrainConfig)]
+VARIANT_OPTIONS = tuple(field.name for field in dataclasses.fields(Variant))
+
+
+def checked_variants(variants: dict[str, Variant], info: Any) -> dict[str, Variant]:
+    """Return the variants. Raises ValueError for those that don't fit the run's drafter and training.
+
+    `info` is pydantic's ValidationInfo, which beartype can't check.
+    """
+    problems = []
+    for name, variant in variants.items():
+        try:
+            variant.train_config(info.data.get("train"))
+            if "drafter" in info.data or variant.drafter.get("kind"):  # otherwise the run's own options are wrong
+                checked_drafter(variant.drafter_options(info.data.get("drafter", {})))
+        except ValueError as error:
+            is_own = str(error).startswith("train.")
+            problems += [f"{name}.{line if is_own else f'drafter.{line}'}" for line in str(error).splitlines()]
+    raise_problems(problems)
+    return variants
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -77,13 +128,13 @@ class RunConfig:
     """The target: the large model whose decoding gets faster. It isn't trained."""
     data: DataConfig
     """The conversations to train on."""
-    drafter: dict[str, Any]
+    drafter: Annotated[dict[str, Any], AfterValidator(checked_drafter)]
     """The drafter to train: `kind` selects it, the other keys are options of that kind."""
     distill: DistillConfig
     train: TrainConfig
     eval: EvalConfig
     export: ExportConfig = field(default_factory=ExportConfig)
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    variants: Annotated[dict[str, Variant], AfterValidator(checked_variants)] = field(default_factory=dict)
     """Several drafters from one distillation, compared in one table. Each has a name, and its changes
     to `train` or `drafter`.
 
@@ -106,16 +157,17 @@ class RunConfig:
                 f"target.device_map is {self.target.device_map}, for evaluation only, and stages has {' and '.join(others)}: "
                 "set stages=[eval], and target.tensor_parallel=true in the run of the other stages"
             )
-        parsed, parsing_problems = parse_variants(
-            self.variants, lambda changes: _parse_variant(changes, self.train, self.drafter)
-        )
-        problems += parsing_problems
-        self._drafter_runs = [self._make_drafter_run(variant, train, spec) for variant, (train, spec) in parsed.items()]
+        self._drafter_runs: list[DrafterRun] = []
+        for name, variant in (self.variants or {"": Variant()}).items():
+            try:
+                self._drafter_runs.append(run := self._make_drafter_run(name, variant))
+                problems += self._drafter_problems(name, variant, run)
+            except ValueError as error:
+                section = f"variants.{name}" if name else ""
+                problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
         if "eval" in self.stages:
             kinds = {run.drafter.kind for run in self._drafter_runs}
             problems += stage_problems(self.eval, self.target.stage_layers, kinds)
-        for variant, drafter_run in zip(parsed, self._drafter_runs, strict=True):
-            problems += self._drafter_problems(variant, drafter_run)
         raise_problems(list(dict.fromkeys(problems)))
         raise_problems(self._export_problems() if "export" in self.stages else [])
 
@@ -123,19 +175,24 @@ class RunConfig:
         """Return the drafters to train: one, or one per variant."""
         return self._drafter_runs
 
-    def _make_drafter_run(self, variant: str, train: TrainConfig, spec: "DrafterSpec") -> "DrafterRun":
-        changes = self.variants.get(variant, {})
-        settings = changes.get("settings", [{}] if _is_other_kind(changes, self.drafter) else self.eval.settings)
-        folder = Path(self.output_dir) / "variants" / variant if variant else Path(self.output_dir)
+    def _make_drafter_run(self, name: str, variant: Variant) -> "DrafterRun":
+        from ..models.drafters.saved.build import parse_drafter  # imports torch and transformers
+
+        settings = variant.settings or ([{}] if variant.is_other_kind(self.drafter) else self.eval.settings)
+        folder = Path(self.output_dir) / "variants" / name if name else Path(self.output_dir)
         return DrafterRun(
-            train=train, drafter=spec, settings=settings, train_dir=folder / "train", drafter_dir=folder / "drafter"
+            train=variant.train_config(self.train),
+            drafter=parse_drafter(variant.drafter_options(self.drafter)),
+            settings=settings,
+            train_dir=folder / "train",
+            drafter_dir=folder / "drafter",
         )
 
-    def _drafter_problems(self, variant: str, run: "DrafterRun") -> list[str]:
+    def _drafter_problems(self, name: str, variant: Variant, run: "DrafterRun") -> list[str]:
         """Check options that depend on each other: the labels' horizon and the drafter's settings."""
-        from ..models.drafters.saved.build import require_horizon  # imports torch and transformers
+        from ..models.drafters.saved.build import require_horizon
 
-        section, problems = f"variants.{variant}" if variant else "", []
+        section, problems = f"variants.{name}" if name else "", []
         if "distill" in self.stages:
             try:
                 require_horizon(run.drafter, self.distill.horizon)
@@ -153,15 +210,15 @@ class RunConfig:
                 f"eval.merge is {self.eval.merge}, and the drafter's temperature is {temperature:g}: drafts "
                 "that are drawn at random can't be merged; set eval.merge=[], or the drafter's temperature to 0"
             )
-        name = f"{section}.settings" if "settings" in self.variants.get(variant, {}) else "eval.settings"
+        option = f"{section}.settings" if variant.settings else "eval.settings"
         for index, setting in enumerate(run.settings):
             try:
                 run.drafter.with_options(setting)
             except ValueError as error:
                 lines = [re.sub(r"^drafter(\.|: )", "", line) for line in str(error).splitlines()]
-                problems += [under(f"{name}[{index}]", line, setting) for line in lines]
+                problems += [under(f"{option}[{index}]", line, setting) for line in lines]
             if setting in run.settings[:index]:
-                problems.append(f"{name} has the setting {setting} twice; remove one")
+                problems.append(f"{option} has the setting {setting} twice; remove one")
         return problems
 
     def _export_problems(self) -> list[str]:
@@ -185,6 +242,27 @@ class RunConfig:
         ]
 
 
+@dataclass(kw_only=True, config=OPTIONS)
+class RunOptions:
+    """Run a recipe: distil a target's answers, train drafters, evaluate and export them.
+
+    The recipe is one that ships with outrider (outrider recipes), your own YAML file, or several:
+    outrider run redrafter_vicuna7b adapt puts the later on top of the earlier. target=NAME,
+    data=NAME, drafter=NAME and eval=NAME choose packaged settings. `accelerate launch -m
+    outrider.train conf=RECIPE` does the same in processes of your own launch.
+    """
+
+    conf: list[str] = field(default_factory=list)
+    """The recipe, by name or file."""
+    show: bool = False
+    """Only print the composed configuration."""
+    launch: str | None = None
+    """Run in several processes: a launch file of accelerate by name or path. Options of `accelerate
+    launch` may follow it: --launch one_node --num_processes 4"""
+
+    POSITIONAL: ClassVar = ("conf",)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterRun:
     """One drafter of a run: its training options, settings and folders."""
@@ -195,150 +273,3 @@ class DrafterRun:
     """Run-time options of the drafter; each setting is evaluated."""
     train_dir: Path
     drafter_dir: Path
-
-
-def parse_variants(variants: dict[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> tuple[dict[str, Parsed], list[str]]:
-    """Parse the changes of each variant, and collect the problems of the wrong ones.
-
-    Without variants there is one drafter, named "".
-    """
-    # 1. Parse each variant.
-    parsed: dict[str, Parsed] = {}
-    problems = []
-    for variant, changes in (variants or {"": {}}).items():
-        try:
-            parsed[variant] = parse(changes)
-        except ValueError as error:
-            problems += [(variant, line) for line in str(error).splitlines()]
-    if not problems:
-        return parsed, []
-
-    # 2. A problem of the run's own options is in every variant: report it once, under the run's name.
-    try:
-        parse({})
-        shared = set()
-    except ValueError as error:
-        shared = set(str(error).splitlines())
-    lines = [
-        line if not variant or line in shared else under(f"variants.{variant}", line, (*VARIANT_OPTIONS, *variants[variant]))
-        for variant, line in problems
-    ]
-    return parsed, list(dict.fromkeys(lines))
-
-
-def _parse_variant(changes: dict[str, Any], train: Any, drafter: dict[str, Any]) -> tuple[TrainConfig, "DrafterSpec"]:
-    """Apply a variant's changes to the run's options.
-
-    Raises one ValueError with a line for each problem.
-    """
-    from ..models.drafters.saved.build import parse_drafter  # imports torch and transformers
-
-    variant, problems = _variant(changes), []
-    try:
-        merged = _parse_train(changes, train)
-    except ValueError as error:
-        problems += str(error).splitlines()
-    try:
-        spec = parse_drafter(variant.drafter if _is_other_kind(changes, drafter) else {**drafter, **variant.drafter})
-    except ValueError as error:
-        problems += str(error).splitlines()
-    raise_problems(problems)
-    return merged, spec
-
-
-def _parse_train(changes: dict[str, Any], train: Any) -> TrainConfig:
-    """Apply a variant's changes to the run's training options. Imports no torch."""
-    variant = _variant(changes)
-    replaced = {name: None for name, value in variant.train.items() if isinstance(value, dict)}  # whole, not merged
-    try:
-        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, replaced, variant.train))
-    except (ValidationError, OmegaConfBaseException) as error:
-        raise ValueError("\n".join(_lines(error, "train"))) from None
-    return cast(TrainConfig, merged)
-
-
-def _variant(changes: dict[str, Any]) -> Variant:
-    try:
-        return Variant(**changes)
-    except ValidationError as error:
-        raise ValueError("\n".join(problems_of(error))) from None
-
-
-def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
-    return bool(changes.get("drafter", {}).get("kind", drafter.get("kind")) != drafter.get("kind"))
-
-
-def to_run_config(composed: DictConfig) -> RunConfig:
-    """Convert a composed configuration to a RunConfig.
-
-    Raises one ValueError with all problems, each under its option's full name.
-    """
-    try:
-        problems = list(missing_values(composed).values())
-        if not problems:
-            # The sections are checked before the drafters, whose checks import torch.
-            values = checked_values(composed)
-            if problems := field_problems(values):
-                problems += parse_variants(values["variants"], lambda changes: _parse_train(changes, values["train"]))[1]
-            else:
-                return TypeAdapter(RunConfig).validate_json(json.dumps(values))
-    except ValidationError as error:
-        problems = problems_of(error)
-    except OmegaConfBaseException as error:
-        problems = _lines(error)
-    raise ValueError(problem_report(problems))
-
-
-def field_problems(values: dict[str, Any]) -> list[str]:
-    """Return a line for each wrong value of a composed configuration's fields.
-
-    Imports no torch, and so leaves out the section `export`, whose checks do.
-    """
-    problems = []
-    for name, hint in get_type_hints(RunConfig, include_extras=True).items():
-        if name not in values or name == "export":
-            continue
-        try:
-            TypeAdapter(hint).validate_json(json.dumps(values[name]))
-        except ValidationError as error:
-            problems += problems_of(error, name)
-    return problems
-
-
-def checked_values(composed: DictConfig) -> dict[str, Any]:
-    """Return the values of a composed config, with `~` expanded. Imports no torch.
-
-    Raises ValueError with all local paths that don't exist, and OmegaConfBaseException for an
-    interpolation without a value.
-    """
-    values: Any = expand_home(OmegaConf.to_container(composed, resolve=True, enum_to_str=True))
-    require_paths(named_paths(values))
-    return dict(values)
-
-
-def missing_values(composed: DictConfig) -> dict[str, str]:
-    """Return a message for each option without its required value, by the option's name."""
-    return {key: f"{key}: Missing mandatory value; give {key}=VALUE" for key in sorted(OmegaConf.missing_keys(composed))}
-
-
-def problem_report(problems: list[str]) -> str:
-    """Return one message with all problems of a configuration."""
-    # Sections interpolate the run's seed: report a wrong seed once.
-    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
-    layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
-    lines = "\n".join(map(layout.fill, problems))
-    return f"{len(problems)} problem(s) in the configuration:\n{lines}"
-
-
-def _lines(error: ValidationError | OmegaConfBaseException, section: str = "") -> list[str]:
-    """Return a line for each problem, with the option's full name."""
-    if isinstance(error, ValidationError):
-        return problems_of(error, section)
-    name = f"{section}.{error.full_key}" if section else error.full_key
-    return [f"{name}: {str(error.msg or error).splitlines()[0]}"]
-
-
-def register() -> None:
-    """Make the schema and the `${demo_target:}` resolver known to Hydra."""
-    ConfigStore.instance().store(name="run_schema", node=RunConfig)
-    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)

@@ -1,27 +1,32 @@
 """`outrider data`: check folders of distilled data."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import ClassVar
 
-import typer
+from pydantic.dataclasses import dataclass
 
-app = typer.Typer(help="Check folders of distilled data.", no_args_is_help=True)
-
-
-@app.callback()
-def options() -> None:
-    """Declare the options before the command. Users see the application's help, not this text."""
+from ..data.fields import OPTIONS
 
 
-@app.command("verify")
-def verify_command(
-    directory: Annotated[Path, typer.Argument(help="A folder that the stage distill wrote: RUN/distill or RUN/answers.")],
-    target: Annotated[str | None, typer.Option(help="Check that the data is of this target: a directory or Hub id.")] = None,
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class VerifyOptions:
+    """Options of `outrider data verify`."""
+
+    directory: Path
+    """A folder that the stage distill wrote: RUN/distill or RUN/answers."""
+    target: str | None = None
+    """Check that the data is of this target: a directory or Hub id."""
+
+    POSITIONAL: ClassVar = ("directory",)
+
+
+def verify_command(options: VerifyOptions) -> None:
     """Read a folder of distilled data completely, and print each problem.
 
     Exits with status 1 if there is a problem.
     """
+    directory, target = options.directory, options.target
     # 1. Check the argument. A run's folder has two folders of data: the user must choose one.
     from ..data.manifest import MANIFEST_FILE, TargetIdentity
     from ..data.shards import label_store
@@ -62,7 +67,7 @@ def verify_command(
                 f"{'; '.join(changes)}"
             )
     for problem in problems:
-        typer.echo(problem, err=True)
+        print(problem, file=sys.stderr)
     if problems:
-        raise typer.Exit(1)
-    typer.echo(f"{summary}, of the target {identity.name}")
+        raise SystemExit(1)
+    print(f"{summary}, of the target {identity.name}")

@@ -1,8 +1,7 @@
 """Descriptions of options, drafters, groups, recipes and launch files, read from the code.
 
-`outrider options`, `outrider recipes`, the suggestions for mistyped options and the documentation
-use them. This module doesn't import torch: it reads the drafters' options from the source of their
-modules.
+The command line, `outrider options`, `outrider recipes`, the suggestions for mistyped options and
+the documentation use them. This module doesn't import torch.
 """
 
 import ast
@@ -10,29 +9,27 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
 
 import annotated_types
-import pydantic
 import yaml
 from pydantic.fields import FieldInfo
 
 from .. import conf
-from ..data import fields as option_types
 from ..data.fields import OneOf
-from ..models import drafters
-from .config import RunConfig
+from ..models.drafters.options import DRAFTER_OPTIONS, DrafterChoice
+from .config import RunConfig, RunOptions
 
 CONF = Path(conf.__file__).parent
 GROUPS = ("target", "data", "drafter", "eval", "conf")
 """Groups of the configuration: a choice of each is a file in conf/GROUP/."""
-_DRAFTERS = Path(drafters.__file__).parent
 _NO_LIMIT = 2**31
 """A larger bound only keeps a number inside its type. Descriptions leave it out."""
 
@@ -43,14 +40,12 @@ class Option:
 
     name: str
     """Full dotted name, such as train.learning_rate; inside a list eval.suites[].name."""
-    type: str
-    """Type in plain words, such as "whole number above 0, or null"."""
+    hint: Any
+    """Annotation of the field."""
     default: Any
     """Default value as in YAML (lists, mappings, numbers, texts, None); MISSING where a value is required."""
     meaning: str
     """The docstring under the field, on one line."""
-    choices: tuple[str, ...] = ()
-    """The allowed values, if a rule names them; else empty."""
     at_run_time: bool = False
     """Whether this option of a drafter may be changed when a trained drafter is loaded (eval.settings)."""
 
@@ -58,6 +53,36 @@ class Option:
     def required(self) -> bool:
         """Whether the option has no default."""
         return self.default is MISSING
+
+    @property
+    def type(self) -> str:
+        """Type in plain words, such as "whole number above 0, or null"."""
+        return plain_words(self.hint)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values, if a rule names them; else empty."""
+        return _choices(self.hint)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each value but null is a text, so that a command line needs no quotes."""
+        return _kinds(self.hint) <= {"text", "null"}
+
+    @property
+    def is_list(self) -> bool:
+        """Whether each value but null is a list."""
+        return _kinds(self.hint) - {"null"} == {"list"}
+
+    @property
+    def is_list_of_texts(self) -> bool:
+        """Whether each item of the list is a text."""
+        return self.is_list and all(_kinds(item) == {"text"} for item in _items(self.hint))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the option is true or false."""
+        return _kinds(self.hint) == {"true or false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,184 +133,88 @@ class Recipe:
 
 @cache
 def sections() -> dict[str, Section]:
-    """Describe the options of the run (section "") and of each section, without the drafters'."""
-    described = {"": _section("", RunConfig)}
-    for name, kind in typing.get_type_hints(RunConfig).items():
+    """Describe the options of a run (section "") and of each section, without the drafters'."""
+    return sections_of(RunConfig)
+
+
+@cache
+def sections_of(root: type) -> dict[str, Section]:
+    """Describe a configuration's own options (section ""), and those of each section in it."""
+    described = {"": Section(name="", meaning=first_line(root), options=tuple(_options(root, "")))}
+    for name, kind in typing.get_type_hints(root).items():
         if is_dataclass(kind):
-            described[name] = _section(name, typing.cast(type, kind))
+            options = tuple(_options(typing.cast(type, kind), f"{name}."))
+            described[name] = Section(name=name, meaning=first_line(kind), options=options)
     return described
+
+
+def run_sections() -> dict[str, Section]:
+    """Describe all options of `outrider run`: a recipe's, and the command's own."""
+    own, recipe = sections_of(RunOptions)[""], sections()[""]
+    return {**sections(), "": Section(name="", meaning=own.meaning, options=(*own.options, *recipe.options))}
 
 
 @cache
 def drafter_sections() -> dict[str, Section]:
-    """Describe the options of each kind of drafter, by kind.
-
-    Reads the source, because an import of the drafters loads torch.
-    """
-    registry = _Source(_DRAFTERS / "registry.py")
-    (table,) = (
-        node.value
-        for node in registry.tree.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "DRAFTERS" and isinstance(node.value, ast.Dict)
-    )
+    """Describe the options of each kind of drafter, by kind."""
     return {
-        ast.literal_eval(kind): _drafter_section(ast.literal_eval(kind), *registry.find_class(ast.unparse(drafter)))
-        for kind, drafter in zip(table.keys, table.values, strict=True)
-        if kind is not None
+        kind: Section(
+            name=f"drafter.{kind}",
+            meaning=first_line(options),
+            options=(*_options(DrafterChoice, "drafter."), *_options(options, "drafter.")),
+        )
+        for kind, options in DRAFTER_OPTIONS.items()
     }
 
 
-def _drafter_section(kind: str, source: "_Source", drafter: ast.ClassDef) -> Section:
-    """Describe one kind: the options of every drafter, and those of its configuration class."""
-    (config,) = (
-        ast.unparse(node.value)
-        for node in drafter.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Config"
-    )
-    config_source, node = source.find_class(config)
-    start = _Source(_DRAFTERS / "saved" / "build.py").docstrings()["START_FROM"]
-    shared = (
-        Option(name="drafter.kind", type="text", default=kind, meaning="The kind of drafter."),
-        Option(name="drafter.start_from", type="text, or null", default=None, meaning=start),
-    )
-    options = _class_options("drafter.", config_source, node)
-    return Section(name=f"drafter.{kind}", meaning=_first_line(node), options=(*shared, *options))
-
-
-def _section(name: str, kind: type) -> Section:
-    source, node = _source_of(kind)
-    prefix = f"{name}." if name else ""
-    return Section(name=name, meaning=_first_line(node), options=tuple(_class_options(prefix, source, node)))
-
-
-def _class_options(prefix: str, source: "_Source", node: ast.ClassDef) -> Iterator[Option]:
-    """Yield a class's options, after its bases' options. A list's fields come after the list."""
-    for base in node.bases:
-        yield from _class_options(prefix, *source.find_class(ast.unparse(base)))
-    at_run_time = _run_time_names(source, node)
-    for field, meaning in _documented_fields(node):
-        hint = source.evaluate(field.annotation)
-        if get_origin(hint) is typing.ClassVar or is_dataclass(hint):
-            continue
-        name = ast.unparse(field.target)
+def _options(cls: type, prefix: str) -> Iterator[Option]:
+    """Yield a class's options. A list's fields come after the list."""
+    hints, meanings = typing.get_type_hints(cls, include_extras=True), field_docstrings(cls)
+    at_run_time: frozenset[str] = getattr(cls, "RUNTIME_FIELDS", frozenset())
+    for field in fields(cls):
+        hint = hints[field.name]
+        if is_dataclass(hint):
+            continue  # a section
+        default = field.default
+        if isinstance(default, FieldInfo):
+            default = MISSING if default.is_required() else default.get_default(call_default_factory=True)
+        elif default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
         yield Option(
-            name=prefix + name,
-            type=plain_words(hint),
-            default=_plain(source.default(field.value)),
-            meaning=meaning,
-            choices=_choices(hint),
-            at_run_time=name in at_run_time,
+            name=prefix + field.name,
+            hint=hint,
+            default=default if default is MISSING else _plain(default),
+            meaning=re.sub(r"\bNone\b", "null", meanings.get(field.name, "")),  # a recipe writes null
+            at_run_time=field.name in at_run_time,
         )
-        for part in _parts(hint):
+        for part in _parts(hint) if _kinds(hint) == {"list"} else ():
             if isinstance(part, type) and is_dataclass(part):
-                yield from _class_options(f"{prefix}{name}[].", *_source_of(part))
+                yield from _options(part, f"{prefix}{field.name}[].")
 
 
-def _documented_fields(node: ast.ClassDef) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """Yield the annotated fields of a class, each with the docstring under it."""
-    for field, following in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
-        if isinstance(field, ast.AnnAssign):
-            yield field, re.sub(r"\bNone\b", "null", _docstring(following))  # a recipe writes null
+@cache
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a class and of its bases, each on one line."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        node = _classes(base.__module__).get(base.__name__) if is_dataclass(base) else None
+        body = node.body if node else []
+        for field, below in pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts[ast.unparse(field.target)] = " ".join(str(below.value.value).split())
+    return texts
 
 
-def _run_time_names(source: "_Source", node: ast.ClassDef) -> frozenset[str]:
-    for field, _ in _documented_fields(node):
-        if ast.unparse(field.target) == "RUNTIME_FIELDS" and field.value is not None:
-            return source.evaluate(field.value)
-    return frozenset()
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes in the source of an imported module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _docstring(node: ast.stmt) -> str:
-    """Return the text of a docstring, on one line; "" for other statements."""
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return " ".join(typing.cast(Any, node).value.value.split()) if is_text else ""
-
-
-def _first_line(node: ast.ClassDef) -> str:
-    return (ast.get_docstring(node) or "").split("\n\n", maxsplit=1)[0].replace("\n", " ")
-
-
-class _Source:
-    """The source of a module, whose classes and annotations can be read without importing it."""
-
-    def __init__(self, path: Path, names: Mapping[str, Any] | None = None) -> None:
-        self.path = path
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        self._names = names
-
-    @property
-    def names(self) -> Mapping[str, Any]:
-        """Values of the names in annotations.
-
-        For a module that isn't imported: types, rules and plain constants. Other names are None.
-        """
-        if self._names is None:
-            self._names = _Lenient({**vars(typing), **vars(pydantic), **vars(option_types), "field": _field})
-            for node in self.tree.body:
-                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    self._names[node.targets[0].id] = self.evaluate(node.value) if _is_plain(node.value) else None
-        return self._names
-
-    def evaluate(self, node: ast.expr) -> Any:
-        """Return the value of an annotation or of a default."""
-        return eval(compile(ast.Expression(node), str(self.path), "eval"), dict(self.names), self.names)
-
-    def default(self, node: ast.expr | None) -> Any:
-        """Return the default of a field: MISSING if there is none."""
-        if node is None:
-            return MISSING
-        value = self.evaluate(node)
-        if isinstance(value, _Factory):
-            return value.make()
-        if hasattr(value, "default_factory"):  # dataclasses.field of an imported module
-            return value.default_factory()
-        return value
-
-    def find_class(self, name: str) -> "tuple[_Source, ast.ClassDef]":
-        """Return the class of this name, from this module or from the one it is imported from."""
-        for node in self.tree.body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return self, node
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and name in [alias.name for alias in node.names]:
-                return _Source(self.path.parent / f"{node.module}.py").find_class(name)
-        raise AssertionError(f"{self.path} has no class {name}")
-
-    def docstrings(self) -> dict[str, str]:
-        """Return the docstrings under the module's constants, by name."""
-        pairs = zip(self.tree.body, self.tree.body[1:], strict=False)
-        return {ast.unparse(node.targets[0]): _docstring(below) for node, below in pairs if isinstance(node, ast.Assign)}
-
-
-class _Lenient(dict[str, Any]):
-    """Names of a module that isn't imported. An unknown name is a rule without a description."""
-
-    def __missing__(self, name: str) -> Any:
-        return BUILTINS.get(name)
-
-
-BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, tuple, frozenset)}
-
-
-@dataclass(frozen=True)
-class _Factory:
-    """The value of `field(default_factory=...)` in a module that isn't imported."""
-
-    make: Any
-
-
-def _field(default_factory: Any) -> _Factory:
-    return _Factory(default_factory)
-
-
-def _is_plain(node: ast.expr) -> bool:
-    """Whether an expression has only constants, such as 2**12 or ("exact", "full")."""
-    return not any(isinstance(part, ast.Name | ast.Call | ast.Attribute) for part in ast.walk(node))
-
-
-def _source_of(kind: type) -> "tuple[_Source, ast.ClassDef]":
-    path = inspect.getsourcefile(kind)
-    assert path is not None
-    return _Source(Path(path), vars(sys.modules[kind.__module__])).find_class(kind.__name__)
+def first_line(documented: Any) -> str:
+    """Return the first paragraph of a docstring, on one line."""
+    return (inspect.getdoc(documented) or "").split("\n\n", maxsplit=1)[0].replace("\n", " ")
 
 
 # --- types in words
@@ -295,18 +224,36 @@ def plain_words(hint: Any) -> str:
     """Return a type in plain words, with its bounds: "whole number above 0, or null"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        described = next((rule for rule in arguments[1:] if get_origin(rule) in (list, UnionType)), arguments[0])
-        return plain_words(described) + _bounds(tuple(rule for rule in arguments[1:] if rule is not described))
+        return plain_words(arguments[0]) + _bounds(arguments[1:])
     if origin in (typing.Union, UnionType):
         return ", or ".join(plain_words(part) for part in arguments)
     if origin is list:
         return f"list of {_plural(plain_words(arguments[0]))}"
     if hint is dict or origin is dict or is_dataclass(hint):
         return "mapping"
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if isinstance(hint, type) and issubclass(hint, Enum | Path):
         return "text"
     names = {bool: "true or false", int: "whole number", float: "number", str: "text", NoneType: "null", Any: "any value"}
     return names[hint]
+
+
+def _kinds(hint: Any) -> set[str]:
+    """Return the kinds of value that a type has, without their bounds: {"list", "null"}."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _kinds(arguments[0])
+    if origin in (typing.Union, UnionType):
+        return set().union(*map(_kinds, arguments))
+    return {"list"} if origin is list else {plain_words(hint)}
+
+
+def _items(hint: Any) -> Iterator[Any]:
+    """Yield the types of the items of a list, which may be null."""
+    if get_origin(hint) is list:
+        yield get_args(hint)[0]
+    elif get_origin(hint) in (Annotated, typing.Union, UnionType):
+        for part in get_args(hint):
+            yield from _items(part)
 
 
 def _plural(words: str) -> str:
@@ -345,7 +292,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    return str(value.value) if isinstance(value, Enum) else value
+    return str(value.value) if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
 
 
 # --- groups and recipes
@@ -365,7 +312,7 @@ def recipes() -> dict[str, Recipe]:
     """Describe the recipes that ship with outrider, by name."""
     described = {}
     for name, choice in choices("conf").items():
-        chosen = _chosen(CONF / "config.yaml") | _chosen(choice.path)
+        chosen = dict.fromkeys(GROUPS, "") | _chosen(choice.path)
         described[name] = Recipe(
             name=name,
             summary=choice.summary,

@@ -1,39 +1,17 @@
 """Print a user's mistake as one message, without a traceback."""
 
 import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from .quiet import silence_libraries
 
 USER_ERROR = 2
 """Exit status after a user's mistake."""
-COMMAND_OPTIONS = {
-    "data.chat_template": "--chat-template",
-    "target.name_or_path": "--target",
-    "target.revision": "--revision",
-    "target.dtype": "--dtype",
-    "target.cuda_graphs": "--cuda-graphs",
-    "target.device_map": "--device-map",
-    "target.memory_budget_gib": "--memory-budget-gib",
-    "target.budget_tokens": "--budget-tokens",
-    "target.stage_layers": "--stage-layers",
-    "target.stall_seconds": "--stall-seconds",
-    "eval.acceptance": "--acceptance",
-    "eval.batch_sizes": "--batch-size",
-    "eval.decode": "--decode",
-    "eval.max_new_tokens": "--max-new-tokens",
-    "eval.memory_bandwidth_gbs": "--bandwidth",
-    "eval.micro_batch": "--micro-batch",
-    "eval.too_long": "--too-long",
-}
-"""Options of a configuration, and their names in the commands other than `outrider run`."""
 COMMAND_VARIABLE = "OUTRIDER_COMMAND"
 """Environment variable with the command that the user ran, such as `make demo`."""
 SAME_ERROR_SECONDS = 5.0
@@ -58,7 +36,7 @@ def starts_again(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Print a ValueError or OSError as one message and exit with USER_ERROR.
 
     With OUTRIDER_DEBUG=1 the error is raised with its traceback. Ctrl-C exits with INTERRUPTED, and
@@ -75,15 +53,16 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
             purpose = "start again" if isinstance(interrupt, StartsAgain) else "resume"
             sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To {purpose}, run the same command: {command_line()}\n")
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # such as `outrider options | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # With the same error the first process ends earlier, and the launcher then ends this one.
             time.sleep(SAME_ERROR_SECONDS)
-        sys.stderr.write(
-            f"outrider: error: {printable(words(error_message(error)))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n"
-        )
+        sys.stderr.write(f"outrider: error: {printable(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
 
 
@@ -99,37 +78,6 @@ def printable(text: str) -> str:
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text
     )
-
-
-def in_command_words(text: str) -> str:
-    """Replace a configuration's options in a message by command options (`--chat-template`).
-
-    An option is named with its section, or without it where a value follows: `decode is pipelined`.
-    A list becomes the text of the option: `--stage-layers 4,4`.
-    """
-    for option, name in COMMAND_OPTIONS.items():
-        section, _, field = option.partition(".")
-        # A name with an underscore is no word of a sentence.
-        bare = field if "_" in field else rf"{field}(?=\[?=| is | to )"
-        named = rf"(?<![\w.-])(?:{section}\.{field}|{bare})(?!\w)"
-        text = re.sub(rf"{named}=\[([^]]*)\]", partial(_as_text, name), text)
-        text = re.sub(rf"{named}(\[\d+\])?=", f"{name} ", text)
-        text = re.sub(named, name, text)
-    return re.sub(r"eval\.suites=\[.*\]", _suite_paths, text)
-
-
-def _as_text(name: str, values: re.Match[str]) -> str:
-    return f"{name} {values[1].replace(' ', '')}"
-
-
-def _suite_paths(suites: re.Match[str]) -> str:
-    """Return the command options for the suites that need a file, `{name: NAME, path: FILE}`.
-
-    `outrider eval` takes several suites, and each file with its suite's name; other commands take
-    one suite and its file.
-    """
-    options = [f"--suite-path {name}=FILE" for name in re.findall(r"name: ([^,}]+), path: FILE\b", suites[0])]
-    return f"--suite-path FILE (`outrider eval`: {options[0]})" if len(options) == 1 else " ".join(options)
 
 
 def command_line() -> str:

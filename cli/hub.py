@@ -1,79 +1,99 @@
 """`outrider package`, `push` and `pull`: share drafters on the Hub."""
 
 import tempfile
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-import typer
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
 
-from .options import parse_quantization, take_paths
+from ..data.fields import OPTIONS
+from ..models.llm.quantization import check_method
 
 
-def package_command(
-    drafter: Annotated[
-        str, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run; or DIR+suffix+recycling.")
-    ],
-    output: Annotated[Path, typer.Option(help="The folder to write.")],
-    records: Annotated[
-        list[Path] | None, typer.Option(help="Folder of an evaluation; its figures go into the model card. Repeat.")
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="Folder of the training run; its data and cost go into the card.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="Certificate that `outrider certify` wrote.")] = None,
-    licence: Annotated[
-        str | None, typer.Option("--licence", "--license", help="The drafter's licence, by the Hub's name: apache-2.0.")
-    ] = None,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the target, if training read it from a directory.")] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="Quantisation of the target in the card's code (as in outrider eval). Default: as in training."),
-    ] = None,
-    repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the card's commands.")] = None,
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class PackageOptions:
+    """Options of `outrider package`."""
+
+    drafter: str
+    """A drafter's directory: the `drafter/` folder of a run; or DIR+suffix+recycling."""
+    output: Path
+    """The folder to write."""
+    records: list[Path] = field(default_factory=list)
+    """Folders of evaluations; their figures go into the model card."""
+    run: Path | None = None
+    """Folder of the training run; its data and cost go into the card."""
+    certificate: Path | None = None
+    """Certificate that `outrider certify` wrote."""
+    licence: str | None = None
+    """The drafter's licence, by the Hub's name: apache-2.0."""
+    base_model: str | None = None
+    """Hub id of the target, if training read it from a directory."""
+    quantization: Annotated[Any, AfterValidator(check_method)] = None
+    """Quantisation of the target in the card's code, as target.quantization. null: as in training."""
+    repo: str | None = None
+    """Hub id of the drafter, for the card's commands."""
+
+    POSITIONAL: ClassVar = ("drafter",)
+
+
+def package_command(options: PackageOptions) -> None:
     """Write a drafter's folder for the Hub.
 
     The folder has the drafter, a model card, and code to decode with plain transformers. Nothing
     is uploaded: `outrider push` does that.
     """
-    paths = take_paths({**locals()}, drafter="DRAFTER")
-    drafter, output, records, run, certificate = (
-        paths[name] for name in ("drafter", "output", "records", "run", "certificate")
-    )
-    # 1. Write the card from the evaluations and the run.
     from ..data.files import guarded
     from ..eval.report.card import model_card
     from ..eval.report.card_options import CardOptions
     from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.export.package import make_package, package_files
 
-    parts = parse_drafter_name(drafter)
-    options = CardOptions(
-        evaluations=records or (),
-        run=run,
-        certificate=certificate,
-        licence=licence,
-        base_model=base_model,
-        quantization=parse_quantization(quantization),
-        repo=repo,
+    # 1. Write the card from the evaluations and the run.
+    parts, output = parse_drafter_name(options.drafter), options.output
+    card_options = CardOptions(
+        evaluations=options.records,
+        run=options.run,
+        certificate=options.certificate,
+        licence=options.licence,
+        base_model=options.base_model,
+        quantization=options.quantization,
+        repo=options.repo,
     )
-    card = model_card(parts, options)
+    card = model_card(parts, card_options)
 
     # 2. Write the folder, and list it.
     with guarded(output):
-        make_package(parts, output, card, certificate)
+        make_package(parts, output, card, options.certificate)
     _print_files(package_files(output))
     _print_names_left_open(card)
-    typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
+    print(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
 
 
-def push_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of `outrider package`, or a drafter's directory.")],
-    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name. Created if missing.")],
-    public: Annotated[bool, typer.Option("--public", help="Create the repository as public. Default: private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch, created if missing. Default: main.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the branch's files.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files to upload, without network.")] = False,
-    message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class PushOptions:
+    """Options of `outrider push`."""
+
+    folder: Path
+    """Folder of `outrider package`, or a drafter's directory."""
+    repo: str
+    """The repository on the Hub: user/name. Created if missing."""
+    public: bool = False
+    """Create the repository as public. Default: private."""
+    revision: str | None = None
+    """The branch, created if missing. null: main."""
+    overwrite: bool = False
+    """Replace the branch's files."""
+    dry_run: bool = False
+    """Only list the files to upload, without network."""
+    message: str = ""
+    """Message of the commit."""
+
+    POSITIONAL: ClassVar = ("folder", "repo")
+
+
+def push_command(options: PushOptions) -> None:
     """Upload a drafter to the Hub.
 
     A drafter's directory is packaged first, as `outrider package` does without options. Log in with
@@ -85,6 +105,7 @@ def push_command(
     from ..models.export.certificate_file import read_certificate
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files
 
+    folder, repo, revision, public = options.folder, options.repo, options.revision, options.public
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name")
     with telling_hub_errors(repo):
@@ -99,30 +120,40 @@ def push_command(
         if card is not None:
             _print_names_left_open(card.read_text(encoding="utf-8"))
         if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE]).passed:
-            typer.echo(f"{CERTIFICATE_FILE}: decoding with this drafter is NOT LOSSLESS")
+            print(f"{CERTIFICATE_FILE}: decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
-        if dry_run:
-            typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is created, branch {revision or 'main'})")
+        if options.dry_run:
+            print(f"dry run: nothing was uploaded to {repo} ({visibility} if it is created, branch {revision or 'main'})")
             return
         from ..models.export.hub import push
 
         # 2. Upload, and report the difference.
-        pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
+        pushed = push(package, repo, public=public, revision=revision, overwrite=options.overwrite, message=options.message)
     if not pushed.added and not pushed.deleted:
         visibility = "private" if pushed.private else "public"
-        typer.echo(f"{pushed.url} ({visibility}) has all these files already, at commit {pushed.commit}")
+        print(f"{pushed.url} ({visibility}) has all these files already, at commit {pushed.commit}")
     else:
         deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
-        typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
+        print(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
     if public and pushed.private:
-        typer.echo("the repository existed before, and stays private; change that in its settings on the Hub")
+        print("the repository existed before, and stays private; change that in its settings on the Hub")
 
 
-def pull_command(
-    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name.")],
-    output: Annotated[Path, typer.Option(help="The folder to write.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class PullOptions:
+    """Options of `outrider pull`."""
+
+    repo: str
+    """The repository on the Hub: user/name."""
+    output: Path
+    """The folder to write."""
+    revision: str | None = None
+    """Branch, tag or commit. null: main."""
+
+    POSITIONAL: ClassVar = ("repo",)
+
+
+def pull_command(options: PullOptions) -> None:
     """Download a drafter's folder from the Hub. Its code is downloaded too, but not run.
 
     To evaluate a drafter, no pull is needed: `outrider eval --drafter user/name` downloads the
@@ -131,9 +162,9 @@ def pull_command(
     from ..data.files import guarded
     from ..models.export.hub import pull
 
-    with guarded(output):
-        commit = pull(repo, output, revision)
-    typer.echo(f"{output}: {repo} at commit {commit}")
+    with guarded(options.output):
+        commit = pull(options.repo, options.output, options.revision)
+    print(f"{options.output}: {options.repo} at commit {commit}")
 
 
 def _is_bare_drafter(folder: Path) -> bool:
@@ -155,7 +186,7 @@ def _package(drafter: Path, output: Path, repo: str) -> Path:
 
     make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))
     if left_out := sorted(path.name for path in drafter.iterdir() if path.name not in READ_FILES):
-        typer.echo(
+        print(
             f"left out: {', '.join(left_out)}. `outrider package` takes a certificate, and writes a README.md that you may "
             "change before you push its folder"
         )
@@ -167,10 +198,10 @@ def _print_names_left_open(card: str) -> None:
 
     for what, option in names_left_open(card):
         flag = f"--{option.replace('_', '-')}"
-        typer.echo(f"the card names {what} by a local folder: `outrider package {flag} user/name` writes its name on the Hub")
+        print(f"the card names {what} by a local folder: `outrider package {flag} user/name` writes its name on the Hub")
 
 
 def _print_files(files: dict[str, Path]) -> None:
     for name, path in files.items():
-        typer.echo(f"{path.stat().st_size:>13,}  {name}")
-    typer.echo(f"{sum(path.stat().st_size for path in files.values()):>13,}  bytes in {len(files)} files")
+        print(f"{path.stat().st_size:>13,}  {name}")
+    print(f"{sum(path.stat().st_size for path in files.values()):>13,}  bytes in {len(files)} files")

@@ -1,133 +1,212 @@
-"""`outrider init`: write a commented recipe for the user's target and data."""
+"""`outrider init`: write a commented recipe for the user's target and data.
+
+The recipe of each kind of drafter is a file in `templates/`. Its `$names` are filled in here.
+"""
 
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from string import Template
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
+from pydantic.dataclasses import dataclass
+
+from ..data.fields import OPTIONS
 
 if TYPE_CHECKING:
     from .init_facts import DataFacts, TargetFacts
-    from .init_kinds import KindDefaults
 
+TEMPLATES = Path(__file__).with_name("templates")
 SUITE = "held_out"
 """Name of the suite of prompts that are held out of the training data."""
 
+MAX_SHARE = 0.1
+"""Largest share of the target's parameters that one pass of a drafter reads, if its sizes allow it: a
+draft of several passes must cost less than the tokens that it saves."""
+REDUCED_VOCABULARIES = (32_000, 16_000, 8_000, 4_000)
+"""Sizes of a reduced vocabulary. The first one is that of EAGLE-3's release."""
+LARGE_VOCABULARY = 64_000
+"""From this size, the vocabulary is reduced in any case."""
+DEEP_TARGET, BLOCK_LAYERS, BLOCK_SHARE = 24, 5, 0.13
+"""Targets of at least DEEP_TARGET layers get a block drafter of five layers, as the released ones have,
+if its one pass reads at most BLOCK_SHARE of the target's parameters, as theirs of 8B targets do."""
+PUBLISHED_LAYERS, MIN_EAGLE3_LAYERS = 7, 3
+"""Fewest layers of a target whose published three layers (2, half, all - 3) differ, and that has
+three layers at all."""
+HEADS = 4
+"""Heads of the Medusa drafter."""
+EPOCHS = {"redrafter": 2, "medusa": 2, "draft_model": 2}
+"""Epochs of each kind of drafter; others have four, as in EAGLE-3's release."""
+LARGE_BATCHES = ("redrafter", "medusa")
+"""Kinds whose published recipes have 128 texts per step; others have 16."""
+CPU_RECORDS, CPU_LENGTH = 1000, 512
+"""Without a GPU: records of the data, and tokens of an example, at most. They take hours."""
 
-def init_command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe's file to write, such as my.yaml.")],
-    target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
-    data: Annotated[Path, typer.Option(help="Training data: conversations (.json, .jsonl, .parquet), or text files.")],
-    drafter: Annotated[str, typer.Option(help="Kind: eagle3, redrafter, block, medusa, eagle or draft_model.")] = "eagle3",
-    chat_template: Annotated[
-        str | None, typer.Option(help="A .jinja file or a template's name, if the target's tokenizer has no template.")
-    ] = None,
-) -> None:
+
+@dataclass(kw_only=True, config=OPTIONS)
+class InitOptions:
+    """Options of `outrider init`."""
+
+    recipe: Path
+    """The recipe's file to write, such as my.yaml."""
+    target: str
+    """The target: a directory or a Hub id."""
+    data: Path
+    """Training data: conversations (.json, .jsonl, .parquet), or text files."""
+    drafter: str = "eagle3"
+    """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model."""
+    chat_template: str | None = None
+    """A .jinja file or a template's name, if the target's tokenizer has no template."""
+
+    POSITIONAL: ClassVar = ("recipe",)
+    NAMES_FILES: ClassVar = False  # the drafter is a kind, and init itself checks the others
+
+
+def init_command(options: InitOptions) -> None:
     """Write a commented recipe for your target and data, ready for: outrider run my.yaml"""
     from .init_facts import read_data_facts, read_target_facts  # reads the target's files, maybe from the Hub
-    from .init_kinds import KIND_DEFAULTS
 
     # 1. Check the arguments before anything is read.
+    recipe, target, drafter = options.recipe, options.target, options.drafter
     recipe = recipe if recipe.suffix in (".yaml", ".yml") else recipe.with_name(f"{recipe.name}.yaml")
     prompts = recipe.with_name(f"{recipe.stem}.prompts.jsonl")
     if existing := [str(path) for path in (recipe, prompts) if path.exists()]:
         verb = "exists" if len(existing) == 1 else "exist"
         raise ValueError(f"{' and '.join(existing)} {verb}, and init doesn't overwrite files; name another file")
-    if drafter not in KIND_DEFAULTS:
-        raise ValueError(f"--drafter is {drafter!r}; it must be one of {', '.join(KIND_DEFAULTS)}")
+    if drafter not in kinds():
+        raise ValueError(f"drafter is {drafter!r}; it must be one of {', '.join(kinds())}")
 
     # 2. Read the target's sizes and the data: the recipe depends on them.
-    target_facts = read_target_facts(target, chat_template)
-    data_facts = read_data_facts(data, max_chars=target_facts.max_length)
+    target_facts = read_target_facts(target, options.chat_template)
+    data_facts = read_data_facts(options.data, max_chars=max_length(target_facts))
 
     # 3. Write the recipe, and the prompts beside it.
-    text = recipe_text(recipe, drafter, KIND_DEFAULTS[drafter], target_facts, data_facts, prompts.resolve())
+    text = recipe_text(recipe, drafter, target_facts, data_facts, prompts.resolve())
     recipe.parent.mkdir(parents=True, exist_ok=True)
     if data_facts.prompts:
         lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        count = _count(len(data_facts.prompts), "prompt")
-        typer.echo(f"{prompts}: {count} to evaluate on, from the data; training leaves them out")
+        print(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
-    typer.echo(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
+    print(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
     command = f"outrider run {shlex.quote(str(recipe))}"
-    typer.echo(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
+    print(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
 
 
-def recipe_text(
-    recipe: Path, drafter: str, kind: "KindDefaults", target: "TargetFacts", data: "DataFacts", prompts: Path
-) -> str:
-    """Return the recipe: a YAML file with the reason for each value beside it."""
-    from .init_kinds import export_lines  # its module reads the target's files
+def kinds() -> list[str]:
+    """Return the kinds of drafters that a recipe can be written for."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.yaml"))
 
+
+def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFacts", prompts: Path) -> str:
+    """Return the recipe: the template of this kind of drafter, filled in."""
     # 1. At least ten steps per epoch, and at least 100 steps.
-    batch = kind.global_batch_size if data.num_records >= 10 * kind.global_batch_size else 8
-    steps = max(100, -(-kind.epochs * data.num_records // batch))
+    limit = None if target.has_accelerator or data.num_records <= CPU_RECORDS else CPU_RECORDS
+    num_texts, largest = limit or data.num_records, 128 if drafter in LARGE_BATCHES else 16
+    batch = largest if num_texts >= 10 * largest else 8
+    steps = max(100, -(-EPOCHS.get(drafter, 4) * num_texts // batch))
 
-    # 2. The lines, section by section.
-    lines = [
-        "# @package _global_",
-        f"# {kind.title} for {target.name_or_path}. Written by `outrider init`; change what you like.",
-        f"#   outrider run {shlex.quote(recipe.name)} --plan     prints the time, memory and disk that it needs",
-        f"#   outrider run {shlex.quote(recipe.name)}            runs it; train.steps=20 for a first try",
-        "# `outrider options SECTION` explains each option. Paths are relative to the working directory.",
-        "defaults:",
-        f"  - override /drafter: {drafter} # its other options: outrider options {drafter}",
-        "",
-        f"name: {recipe.stem} # the results are in outputs/{recipe.stem}",
-        *(["mixed_precision: bf16"] if target.has_accelerator else []),
-        "",
-        f"target: # {target.description}",
-        f"  name_or_path: {_quoted(target.name_or_path)}",
-        *target.dtype_lines,
-        "",
-        "data:",
-        f"  source: {data.source} # the form of the records",
-        f"  path: {_quoted(str(data.path))} # {_count(data.num_records, 'record')}",
-        f"  max_length: {target.max_length} # tokens of an example; longer ones are cut",
-        f"  chat_template: {_quoted(target.chat_template)} # {target.template_reason}",
-        "",
-        "distill:",
-        f"  horizon: {kind.horizon} # {kind.horizon_reason}",
-        "  features: none # training recomputes the target's states; storing them takes disk and saves time",
-        "",
-        *_section("drafter", kind.drafter_lines(target)),
-        "train:",
-        f"  steps: {steps} # {kind.epochs} epochs or 100 steps, whichever is more",
-        f"  batch_size: {min(kind.batch_size, batch)} # texts at a time on each GPU; lower it if memory runs out",
-        f"  global_batch_size: {batch} # texts per step, over all GPUs",
-        "  max_positions: 2048 # positions trained at a time; lower it if memory runs out",
-        *(f"  {line}" for line in kind.train),
-        f"  warmup_steps: {min(15, steps // 20)}",
-        "",
-        "eval:",
-        *_suite_lines(data, prompts),
-        f"  max_new_tokens: {min(256, target.positions // 4)}",
-        "  settings: # run-time options of the drafter; each is a row of the table",
-        *(f"    - {setting}" for setting in kind.settings),
-        "",
-        *export_lines(drafter, kind, target),
-    ]
-    return "\n".join(lines) + "\n"
+    # 2. What follows from the target, the data and the machine.
+    reason = f"without a GPU; null: all {data.num_records}" if limit else f"null: all {_count(data.num_records, 'record')}"
+    values = {
+        "target": target.name_or_path,
+        "recipe": shlex.quote(recipe.name),
+        "name": recipe.stem,
+        "try_output": f"outputs/{recipe.stem}_try",
+        "precision": "bf16" if target.has_accelerator else '"no"',
+        "description": target.description,
+        "target_path": _yaml(target.name_or_path),
+        "dtype": "auto" if target.has_accelerator else "float32",
+        "dtype_reason": "that of its files" if target.has_accelerator else "a CPU emulates bfloat16; on a GPU: auto",
+        "source": data.source,
+        "data_path": _yaml(str(data.path)),
+        "limit": _yaml(limit),
+        "limit_reason": reason,
+        "max_length": max_length(target),
+        "chat_template": _yaml(target.chat_template),
+        "template_reason": target.template_reason,
+        "steps": steps,
+        "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
+        "global_batch_size": batch,
+        "warmup_steps": min(15, steps // 20),
+        "suite": suite_line(data, prompts),
+        "max_new_tokens": min(256, target.positions // 4),
+    }
+    # 3. The drafter's sizes.
+    template = Template((TEMPLATES / f"{drafter}.yaml").read_text(encoding="utf-8"))
+    return template.substitute(values | drafter_sizes(target))
 
 
-def _section(name: str, lines: list[str]) -> list[str]:
-    return [f"{name}:", *(f"  {line}" for line in lines), ""] if lines else []
+def max_length(target: "TargetFacts") -> int:
+    """Return the maximum number of tokens of an example."""
+    return target.max_length if target.has_accelerator else min(target.max_length, CPU_LENGTH)
 
 
-def _suite_lines(data: "DataFacts", prompts: Path) -> list[str]:
-    """Return the suites to evaluate on: held-out prompts, or stdlib if there are none."""
-    mt_bench = "    # MT-Bench from a local file (without `path`: from the Hub): - {name: mt_bench, path: FILE}"
+def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
+    """Return the sizes of all kinds of drafters by which one pass reads at most MAX_SHARE of the target."""
+    hidden, layer, vocabulary = target.hidden_size, target.layer_parameters, target.vocab_size
+    num_parameters = target.num_layers * layer + hidden * vocabulary
+    room = MAX_SHARE * num_parameters
+    # 1. EAGLE-3 and block drafters: layers, then a head of a reduced vocabulary.
+    is_deep = target.num_layers >= DEEP_TARGET and BLOCK_LAYERS * layer < BLOCK_SHARE * num_parameters
+    num_layers = BLOCK_LAYERS if is_deep else 1
+    reduced = reduced_vocabulary(vocabulary, int(max(0, room - 2 * layer) // hidden))  # EAGLE-3's layer is wider
+    layers, reason, formats = eagle3_layers(target.num_layers)
+    # 2. A ReDrafter: the head's width. The recurrence and the blocks have matrices of the target's width.
+    widths = [width for width in (2 * hidden, hidden, hidden // 2) if width * (vocabulary + 2 * width + 2 * hidden) < room]
+    width = widths[0] if widths else max(1, hidden // 4)
+    # 3. Medusa: an output layer for each head, the target's, or one of low rank.
+    owns, shares = HEADS * (hidden**2 + hidden * vocabulary) < room, HEADS * hidden**2 + hidden * vocabulary < room
+    ranks = [rank for rank in (hidden // 2, hidden // 4, hidden // 8) if rank * (hidden + vocabulary) < room]
+    return {
+        "feature_layers": layers,
+        "layers_reason": reason,
+        "formats": f"[{', '.join(formats)}]",
+        "unserved": _yaml(not formats),
+        "draft_vocab_size": _yaml(reduced),
+        "vocab_reason": "null: the whole vocabulary" if reduced is None else f"the most frequent of {vocabulary} tokens",
+        "num_layers": num_layers,
+        "mask_token_id": target.unused_token,
+        "block_init": "target" if target.model_type == "qwen3" else "random",
+        "exit_width": width,
+        "width_reason": f"of the head's input, which is read for each of {vocabulary} tokens",
+        "heads_reason": "each head has an output layer" if owns else "output layers of its own would cost more than they save",
+        "share_head": _yaml(shares and not owns),
+        "head_rank": _yaml(None if owns or shares else (ranks or [max(1, hidden // 16)])[0]),
+        "medusa_formats": "[medusa]" if owns else "[]",
+        "medusa_unserved": _yaml(not owns),
+        "model_layers": max([1, *(number for number in range(1, 5) if number * layer + hidden * vocabulary < room)]),
+    }
+
+
+def reduced_vocabulary(vocabulary: int, room: int) -> int | None:
+    """Return the size of a draft vocabulary of at most `room` tokens; None if the whole has room."""
+    if vocabulary <= min(room, LARGE_VOCABULARY):
+        return None
+    sizes = [size for size in REDUCED_VOCABULARIES if size < vocabulary]
+    return next((size for size in sizes if size <= room), sizes[-1] if sizes else None)
+
+
+def eagle3_layers(num_layers: int) -> tuple[list[int], str, list[str]]:
+    """Return the target's layers to read, the reason, and the formats of such a drafter."""
+    published = sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
+    if num_layers >= PUBLISHED_LAYERS:
+        return published, "an early, a middle and a late layer, as in the paper", ["eagle3"]
+    if num_layers >= MIN_EAGLE3_LAYERS:
+        layers = [min(1, num_layers - 3), num_layers // 2, num_layers - 1]
+        return layers, "the target is too shallow for the paper's layers; vLLM reads these", ["speculators"]
+    return published, "this target is too shallow for serving engines, which need three layers", []
+
+
+def suite_line(data: "DataFacts", prompts: Path) -> str:
+    """Return the suite to evaluate on: held-out prompts, or stdlib if there are none."""
     if data.prompts:
-        suite = f"    - {{name: {SUITE}, path: {_quoted(str(prompts))}}} # from your data, left out of training"
-    else:
-        suite = "    - {name: stdlib, limit: 30} # Python code; better: {name: mine, path: FILE.jsonl} of your own prompts"
-    return ["  suites:", suite, mt_bench]
+        return f"{{name: {SUITE}, path: {_yaml(str(prompts))}}} # from your data, left out of training"
+    return "{name: stdlib, limit: 30} # Python code; better: {name: mine, path: FILE.jsonl} of your own prompts"
 
 
-def _quoted(value: str | None) -> str:
-    """Quote a value for YAML."""
+def _yaml(value: str | int | bool | None) -> str:
+    """Write a value in YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 

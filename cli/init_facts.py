@@ -38,6 +38,10 @@ class TargetFacts:
     num_layers: int
     vocab_size: int
     positions: int
+    layer_parameters: int
+    """Parameters of a decoder layer of Llama's kind and of the target's sizes."""
+    unused_token: int
+    """A token that no text has, as far as the tokenizer's files show."""
     chat_template: str | None
     """Value of data.chat_template."""
     template_reason: str
@@ -47,11 +51,6 @@ class TargetFacts:
     def max_length(self) -> int:
         """Maximum number of tokens of an example for this target."""
         return min(MAX_LENGTH, max(2, self.positions - LENGTH_MARGIN))
-
-    @property
-    def dtype_lines(self) -> list[str]:
-        """The line of the option target.dtype, if there is no accelerator."""
-        return [] if self.has_accelerator else ["  dtype: float32 # no GPU here, and a CPU emulates bfloat16; on a GPU: auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +71,10 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     """
     # 1. Read its config.json. A multimodal model has the sizes in text_config.
     if looks_like_path(target) and not Path(target).is_dir():
-        raise ValueError(f"--target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
+        raise ValueError(f"target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
     config = _read_json(target, "config.json")
     if config is None:
-        raise ValueError(f"--target is {target!r}, which has no config.json; give a model's directory or its Hub id")
+        raise ValueError(f"target is {target!r}, which has no config.json; give a model's directory or its Hub id")
     config |= config.get("text_config") or {}
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
@@ -94,10 +93,30 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],
         positions=positions,
+        layer_parameters=_layer_parameters(config),
+        unused_token=_unused_token(target, config["vocab_size"]),
         chat_template=template,
         template_reason=reason,
         has_accelerator=_has_accelerator(),
     )
+
+
+def _layer_parameters(config: dict[str, Any]) -> int:
+    """Count the weights of a decoder layer: attention and a gated MLP."""
+    hidden, heads = config["hidden_size"], config.get("num_attention_heads") or 1
+    head_size = config.get("head_dim") or hidden // heads
+    kv_size = (config.get("num_key_value_heads") or heads) * head_size
+    return hidden * (2 * heads * head_size + 2 * kv_size + 3 * (config.get("intermediate_size") or 4 * hidden))
+
+
+def _unused_token(target: str, vocab_size: int) -> int:
+    """Return the first id after the tokenizer's tokens, or its last special token."""
+    tokenizer = _read_json(target, "tokenizer.json") or {}
+    vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or [], tokenizer.get("added_tokens") or []
+    num_tokens = max([len(vocabulary), *(token["id"] + 1 for token in added)])
+    if num_tokens < vocab_size:
+        return num_tokens
+    return max((token["id"] for token in added if token.get("special")), default=vocab_size - 1)
 
 
 def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str]:
@@ -110,7 +129,7 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
             return chat_template, "a template that ships with outrider"
         if not Path(chat_template).is_file():
             names = ", ".join(built_in_templates())
-            raise ValueError(f"--chat-template is {chat_template!r}; give a .jinja file, or one of {names}")
+            raise ValueError(f"chat_template is {chat_template!r}; give a .jinja file, or one of {names}")
         return str(Path(chat_template).resolve()), "replaces the tokenizer's template"
     template = _read(target, "chat_template.jinja")
     if template is None:
@@ -159,9 +178,9 @@ def _read(target: str, name: str) -> str | None:
     except EntryNotFoundError as error:
         if is_online or name != "config.json":
             return None
-        raise ValueError(f"--target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
+        raise ValueError(f"target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"--target is {target!r}, which is no directory, and the Hub raises: {error}") from error
+        raise ValueError(f"target is {target!r}, which is no directory, and the Hub raises: {error}") from error
 
 
 def _has_accelerator() -> bool:
@@ -178,7 +197,7 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     # 1. Check the path. Text files have no prompts.
     if not path.exists():
         raise ValueError(
-            f"--data is {path}, and there is no such file; give a local file. To download a "
+            f"data is {path}, and there is no such file; give a local file. To download a "
             "data set from the Hub: `hf download ID --repo-type dataset`"
         )
     if path.is_dir() or path.suffix not in SUFFIXES:
@@ -221,7 +240,7 @@ def _require_text(path: Path) -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
             begins_as_json = re.match(r'\s*\[?\s*\{\s*"', file.read(1000))
         if begins_as_json:
-            raise ValueError(f"--data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
+            raise ValueError(f"data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
 
 
 def _source_of(records: list[Any], path: Path) -> str:
@@ -240,7 +259,7 @@ def _source_of(records: list[Any], path: Path) -> str:
         names = list(record) if isinstance(record, dict) else []
         description = f"the keys {', '.join(names)}" if names else f"no keys: {record!r:.60}"
         raise ValueError(
-            f"--data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
+            f"data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
             "conversations (ShareGPT), messages, instruction and output (Alpaca), or text"
         )
 
@@ -248,7 +267,7 @@ def _source_of(records: list[Any], path: Path) -> str:
     reasons = [_why_unusable(record, source) for record in records]
     if all(reasons):
         raise ValueError(
-            f"--data is {path}, and none of its first {len(records)} records can be trained on as {source} "
+            f"data is {path}, and none of its first {len(records)} records can be trained on as {source} "
             f"({location}: {reasons[0]}); repair the records, or give another file"
         )
     return source

@@ -1,4 +1,4 @@
-"""Local files and folders in a composed recipe, to check before torch is loaded."""
+"""Local files and folders in a configuration, to check before torch is loaded."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import Any
 
 from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, folders_of, models_of, nearest_name
 from ..data.paths import NamedPath, built_in_templates
+from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from ..models.drafters.losses import MISSED_BY
+from .config import STAGES
 
 DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
@@ -17,12 +19,61 @@ ANY_DRAFTER = (
 )
 
 
-def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+ALWAYS_LOCAL = {
+    "records": "the folder of an evaluation",
+    "run": "the folder of a training run",
+    "certificate": "a certificate of `outrider certify`",
+    "directories": "the folder of an evaluation",
+}
+"""Options of commands that name a local file or folder, with their valid values."""
+
+
+def command_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    """Yield the paths in the configuration of a command, with their options."""
+    yield from _path(values, "target", "name_or_path", MODEL)
+    if isinstance(target := values.get("target"), str):
+        yield NamedPath(option="target", value=target, expected=MODEL)
+    yield from _suite_paths(values)
+    for name in _list(values, "eval", "baselines"):
+        yield from named_models("eval.baselines", str(name))
+    for name in _texts(values, "drafter"):
+        yield from named_folders("drafter", name)
+    for name in _texts(values, "folder"):
+        is_local = "/" not in name
+        yield NamedPath(option="folder", value=name, expected="a folder, or its name on the Hub (user/name)", is_local=is_local)
+    for name in _texts(values, "chat_template"):
+        if name not in (templates := built_in_templates()):
+            expected = f"a .jinja file, or one of {', '.join(templates)}"
+            yield NamedPath(option="chat_template", value=name, expected=expected, is_local=True)
+    for option, expected in ALWAYS_LOCAL.items():
+        for name in _texts(values, option):
+            yield NamedPath(option=option, value=name, expected=expected, is_local=True)
+
+
+def no_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    """Yield nothing."""
+    yield from ()
+
+
+def _suite_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    for index, suite in enumerate(_list(values, "eval", "suites")):
+        path = suite.get("path") if isinstance(suite, Mapping) else suite
+        if isinstance(path, str) and (isinstance(suite, Mapping) or path.endswith(FILE_SUFFIXES)):
+            yield NamedPath(option=f"eval.suites[{index}]", value=path, expected=DATA_FILE)
+
+
+def _texts(values: Mapping[str, Any], name: str) -> list[str]:
+    """Return the value of an option, or the values of a list."""
+    value = values.get(name)
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     """Yield the paths that the run's stages read, with their options.
 
     Skips values of a wrong type: the schema reports them.
     """
-    stages = values.get("stages") or []
+    stages = values.get("stages") or STAGES
     yield from _path(values, "target", "name_or_path", MODEL)
     if _get(values, "data", "chat_template") not in (templates := built_in_templates()):
         yield from _path(values, "data", "chat_template", f"a .jinja file, or one of {', '.join(templates)}", is_local=True)
@@ -31,9 +82,7 @@ def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
         if isinstance(drafter := _get(values, "distill", "drafter"), str):
             yield from named_folders("distill.drafter", drafter)
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
-        for index, suite in enumerate(_list(values, "eval", "suites")):
-            if isinstance(suite, Mapping) and isinstance(suite.get("path"), str):
-                yield NamedPath(option=f"eval.suites[{index}].path", value=suite["path"], expected=DATA_FILE)
+        yield from _suite_paths(values)
     for name in _list(values, "eval", "baselines") if "eval" in stages else []:
         yield from named_models("eval.baselines", str(name))
     if "train" in stages:

@@ -1,78 +1,31 @@
-"""`outrider run --launch NAME`: the same command in several processes, started by accelerate."""
+"""`--launch NAME`: the same command in several processes, started by accelerate."""
 
 import os
 import sys
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .arguments import LAUNCHER_OPTIONS, with_underscores
 from .describe import choices
 from .errors import COMMAND_VARIABLE, command_line
-from .keys import closest
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
     from ..models.llm.config import TargetConfig
-
-LAUNCHED_COMMANDS = ("eval", "certify")
-"""Commands that take --launch, for a target in stages. `outrider run` reads its own command line."""
+    from .command_line import CommandLine
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchArguments:
-    """Arguments of a command that takes --launch, for a target in stages, sorted by their readers."""
-
-    file: str | None
-    """Name or path of the launch file; None without --launch."""
-    options: list[str]
-    """Options of accelerate."""
-    command: list[str]
-    """The command and its other options."""
-
-
-def launch_arguments(arguments: Sequence[str]) -> LaunchArguments:
-    """Sort the arguments of `outrider eval` or `outrider certify`.
-
-    Beside --launch, options of accelerate may be anywhere, also with hyphens (--num-processes).
-    """
-    file, options, command = None, [], []
-    is_launched = any(argument.partition("=")[0] == "--launch" for argument in arguments)
-    rest = deque(arguments)
-    while rest:
-        argument = rest.popleft()
-        name, separator, value = argument.partition("=")
-        has_value = not separator and rest and not rest[0].startswith("-")
-        if name == "--launch":
-            if not (file := rest.popleft() if has_value else value):
-                raise ValueError(f"--launch needs a launch file: one of {', '.join(choices('launch'))}, or a path")
-        elif is_launched and with_underscores(name) in LAUNCHER_OPTIONS:
-            options += [argument, rest.popleft()] if has_value else [argument]
-        else:
-            command.append(argument)
-    return LaunchArguments(file, options, command)
-
-
-def own_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that the command itself reads, without the options of accelerate."""
-    if not arguments or arguments[0] not in LAUNCHED_COMMANDS:
-        return list(arguments)
-    parsed = launch_arguments(arguments)
-    return [*parsed.command, *([] if parsed.file is None else ["--launch", parsed.file])]
-
-
-def launch_stages(file: str | None, target: "TargetConfig") -> None:
+def launch_stages(command: str, line: "CommandLine", target: "TargetConfig") -> None:
     """Start this command again in a process for each stage of the target, if there is a launch file.
 
     To be called after everything else that needs no weights is checked. Raises ValueError for
     several processes without stages, and for a target that they couldn't load.
     """
-    parsed = launch_arguments(sys.argv[1:])
-    count = int(os.environ.get("WORLD_SIZE", "1")) if file is None else num_processes(file, parsed.options)
+    file, options = line.launch, line.launch_options
+    count = int(os.environ.get("WORLD_SIZE", "1")) if file is None else num_processes(file, options)
     if target.stage_layers is None and count > 1:
         # Each process would do all the work, in the same folder.
         raise ValueError(
@@ -80,8 +33,8 @@ def launch_stages(file: str | None, target: "TargetConfig") -> None:
             "the layers of each stage (target.stage_layers=[4,4]), or leave --launch out"
         )
     if file is not None:
-        require_stages(file, parsed.options, target)
-        launch(file, parsed.options, ["outrider.cli", *parsed.command])
+        require_stages(file, options, target)
+        launch(file, options, ["outrider.cli", command, *line.own])
 
 
 def require_stages(file: str, options: Sequence[str], target: "TargetConfig") -> None:
@@ -116,9 +69,9 @@ def _path(file: str) -> Path:
     packaged = choices("launch")
     path = packaged[file].path if file in packaged else Path(file).expanduser()
     if not path.is_file():
-        meant = closest(file, list(packaged))
+        close = get_close_matches(file, list(packaged), 1)
         raise ValueError(
-            f"--launch is {file}, and there is no such file; {f'did you mean {meant}? ' if meant else ''}"
+            f"--launch is {file}, and there is no such file; {f'did you mean {close[0]}? ' if close else ''}"
             f"Name a file of accelerate's options, or one that ships with outrider: {', '.join(packaged)}"
         )
     return path

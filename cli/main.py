@@ -1,102 +1,75 @@
 """The command `outrider`."""
 
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import get_type_hints
 
-import typer
-from typer.core import TyperGroup
+from .commands import COMMANDS, function_of
+from .errors import user_errors
 
-from .certify import certify_command
-from .data import app as data_app
-from .errors import in_command_words, user_errors
-from .eval import eval_command
-from .export import export_command, import_command
-from .hub import package_command, pull_command, push_command
-from .init import init_command
-from .launch import own_arguments
-from .reference import options_command, recipes_command
-from .report import report_command
-from .tune import tune_command
+INTRODUCTION = """\
+Usage: outrider COMMAND [ARGUMENTS]
 
-
-class Commands(TyperGroup):
-    """Command group with our message after Ctrl-C, where click would only print "Aborted".
-
-    The help of its commands is plain: rich's tables cut long names of options at 80 columns.
-    """
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with plain help."""
-        command: Any = super().get_command(ctx, cmd_name)
-        if command is not None:
-            command.rich_markup_mode = None
-        return command
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
-        with user_errors(in_command_words):
-            return super().invoke(ctx)
-
-
-app = typer.Typer(
-    cls=Commands,
-    help="Train drafters for speculative decoding, and measure them. To start: outrider run demo, or "
-    "outrider init my.yaml --target DIR_OR_ID --data FILE",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-START, DISTIL = "Start", "Distil and train (a recipe runs all four stages)"
-EVALUATE, EXPORT = "Evaluate", "Export"
-app.command("init", rich_help_panel=START)(init_command)
-app.command("recipes", rich_help_panel=START)(recipes_command)
-app.command("options", rich_help_panel=START)(options_command)
-
-
-@app.command(
-    "run",
-    rich_help_panel=DISTIL,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def run_command(context: typer.Context) -> None:
-    """Run a recipe (outrider run demo train.steps=20) or your own file (outrider run my.yaml)."""
-    from .compose import main as run_recipe  # loads Hydra and the schema
-
-    sys.argv = ["outrider run", *context.args]
-    run_recipe()
-
-
-app.add_typer(data_app, name="data", rich_help_panel=DISTIL)
-app.command("eval", rich_help_panel=EVALUATE)(eval_command)
-app.command("certify", rich_help_panel=EVALUATE)(certify_command)
-app.command("tune", rich_help_panel=EVALUATE)(tune_command)
-app.command("report", rich_help_panel=EVALUATE)(report_command)
-app.command("export", rich_help_panel=EXPORT)(export_command)
-app.command("import", rich_help_panel=EXPORT)(import_command)
-app.command("package", rich_help_panel=EXPORT)(package_command)
-app.command("push", rich_help_panel=EXPORT)(push_command)
-app.command("pull", rich_help_panel=EXPORT)(pull_command)
-
-
-def _print_version(wanted: bool) -> bool:
-    if wanted:
-        typer.echo(f"outrider {version('outrider')}")
-        raise typer.Exit
-    return wanted
-
-
-@app.callback()
-def options(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """Declare the options before the command. Users see the application's help, not this text."""
+Train drafters for speculative decoding, and measure them. To start:
+  outrider run demo
+  outrider init my.yaml --target DIR_OR_ID --data FILE
+"""
 
 
 def main() -> None:
     """Run a command. A user's mistake is printed as one message."""
     with user_errors():
-        app(own_arguments(sys.argv[1:]))
+        run_command(sys.argv[1:])
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """Run the command that the arguments name, or print help. Raises ValueError for an unknown command."""
+    # 1. Options before the command.
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(overview(), end="")
+        return
+    if arguments[0] == "--version":
+        print(f"outrider {version('outrider')}")
+        return
+
+    # 2. Its name has one or two words.
+    name = next((name for words in (2, 1) if (name := " ".join(arguments[:words])) in COMMANDS), None)
+    if name is None:
+        raise ValueError(unknown_command(" ".join(arguments[:2]) if arguments[0] == "data" else arguments[0]))
+    rest = arguments[len(name.split()) :]
+    if {"--help", "-h"} & set(rest):
+        from .help import command_help
+
+        print(command_help(name, show_all="--all" in rest), end="")
+        return
+
+    # 3. Read its options, and run it.
+    command = function_of(name)
+    if name == "run":  # a recipe adds to its options
+        command(rest)
+        return
+    from .build import build_options
+
+    hints = get_type_hints(command)
+    options, line = build_options(hints["options"], rest)
+    command(options, **({"line": line} if "line" in hints else {}))
+
+
+def overview() -> str:
+    """Return the help of `outrider`."""
+    lines = [INTRODUCTION]
+    for panel in dict.fromkeys(command.panel for command in COMMANDS.values()):
+        lines.append(f"{panel}:")
+        lines += [f"  {name:12} {command.summary}" for name, command in COMMANDS.items() if command.panel == panel]
+        lines.append("")
+    lines += ["outrider COMMAND --help prints a command's options; --version prints the version."]
+    return "\n".join(lines) + "\n"
+
+
+def unknown_command(name: str) -> str:
+    """Return the message for an unknown command."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS, 1)
+    return f"there is no command {name}; {f'did you mean {close[0]}? ' if close else ''}The commands are: {', '.join(COMMANDS)}"

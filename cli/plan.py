@@ -1,270 +1,310 @@
-"""`--plan`: estimate time, memory and disk of the unfinished stages, without writing files."""
+"""`--plan`: time, memory and disk of the unfinished stages, without writing files.
 
+Each stage runs its own step for some seconds (see `samples`), and prints its estimate at once. Work
+is counted; sizes of memory and disk follow from shapes.
+"""
+
+import math
 import os
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
 
+from ..data.chat import encode_prompt
 from ..data.decontamination import PromptOverlap
 from ..data.manifest import MANIFEST_FILE
-from ..data.shards import label_store, read_shard
+from ..data.shards import label_store
 from ..data.sources import load_conversations
 from ..data.suites import PromptSet
-from ..data.types import DistilledExample, Example
-from ..distill.estimate import (
-    TIME,
-    estimate,
-    estimate_regeneration,
-    estimate_table,
-    format_time,
-    make_table,
-    regeneration_table,
-)
+from ..data.types import Conversation, DistilledExample, Example, Turn
 from ..distill.label.continuations import require_branch_attention
-from ..distill.label.features import free_bytes
-from ..distill.label.run import label_shard, load_examples, missing_examples
-from ..distill.regenerate.run import missing_conversations
+from ..distill.label.features import bytes_per_token, free_bytes
+from ..distill.label.run import load_examples, missing_examples
+from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
+from ..distill.regenerate.run import count_turns, missing_conversations
 from ..eval.config import BOTH
-from ..eval.estimate import estimate_evaluation
 from ..eval.records.names import SUMMARY_FILE
-from ..models.drafters.saved.folder import WEIGHTS_FILE
-from ..models.export.registry import holds_kind
+from ..eval.run import cpu_threads
+from ..models.drafters.chunks import max_chunk
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
-from ..train.estimate import TrainingEstimate, estimate_training
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
+from .samples import PlainDecoding, sample_decoding, sample_labels, sample_training
 
-WIDTH = 80
-SLOW = 10
-"""Tokens a second below which a speed has decimal places."""
 BUSY = 0.5
 """Load of the machine per core, before anything is measured, above which the times are called rough."""
-SAMPLE_TEXTS = 32
-"""Maximum number of texts for timing steps of training."""
-SAMPLE_PORTION = 4
-LABELLING_SECONDS = 5.0
-"""Without a shard, texts are labelled for this time, SAMPLE_PORTION texts at a time."""
+SAMPLED_PROMPTS = 8
+"""Prompts whose answers show how long answers are."""
+DRAFTED_SPEEDUP = 1.5
+"""Speed of drafted decoding over plain decoding, which the time of an evaluation assumes."""
+FLOAT_BYTES, STATE_COPIES, CHECKPOINT_COPIES = 4, 4, 3
+"""Drafters are trained in float32. Memory holds weights, gradients and AdamW's two moments; a
+checkpoint has no gradients."""
+LONG_SECONDS = 86_400
+"""Time of a run from which the plan shows how to try a part of it."""
+FIRST_TRY = "data.limit=100 train.steps=20 train.warmup_steps=0 eval.max_new_tokens=32 output_dir=outputs/try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """Estimate for one stage."""
+class Texts:
+    """The texts of a run: some of them with labels, and the means of all."""
 
-    table: Table
-    seconds: float
-    num_bytes: int = 0
-
-
-def print_plan(
-    config: RunConfig,
-    target: HFTarget,
-    folder: Path,
-    accelerator: Accelerator,
-    *,
-    overlap: PromptOverlap | None,
-    suites: Sequence[PromptSet] | None,
-) -> None:
-    """Print a table for each unfinished stage, and one line for the whole run.
-
-    All processes measure; the first one prints. `suites` is None if the evaluation's prompts can't
-    be read: then the evaluation isn't planned.
-    """
-    load, num_threads = os.getloadavg()[0], torch.get_num_threads()
-
-    # 1. Plan each stage. Training needs the examples of the distillation.
-    plans: dict[str, list[StagePlan]] = {}
-    examples: list[Example] = []
-    drafter_bytes = {run.drafter_dir: _file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in config.drafter_runs()}
-    if "distill" in config.stages:
-        plans["distill"], examples = _plan_distill(config, target, folder, accelerator, overlap)
-    if "train" in config.stages:
-        trained = _plan_train(config, target, folder, accelerator, examples, overlap)
-        plans["train"] = [_training_plan(config, run, estimate) for run, estimate in trained]
-        drafter_bytes |= {run.drafter_dir: estimate.drafter_bytes for run, estimate in trained}
-    if "eval" in config.stages and suites is not None and accelerator.is_main_process:
-        is_done = not plans.get("train") and (folder / "eval" / SUMMARY_FILE).is_file()
-        plans["eval"] = [] if is_done else [_plan_eval(config, suites, target)]
-    if "export" in config.stages:
-        plans["export"] = [_plan_export(config, drafter_bytes)]
-
-    # 2. Print the tables.
-    if accelerator.is_main_process:
-        _print(plans, folder, load, num_threads)
-    accelerator.wait_for_everyone()
+    labelled: Sequence[DistilledExample]
+    tokens_per_text: float
+    positions_per_text: float
 
 
-def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path, load: float, num_threads: int) -> None:
-    console = Console(highlight=False)
-    console.width = min(WIDTH, console.width)
-    for name, stages in plans.items():
-        for stage in stages:
-            console.print(stage.table)
-        if not stages:
-            console.print(f"{name}: finished in {folder}\n", soft_wrap=True)
-    stages = [stage for plan in plans.values() for stage in plan]
-    if stages:
-        console.print(f"Speeds are measured with {num_threads} CPU thread(s) per process (num_threads).\n")
-    if load > BUSY * (os.cpu_count() or 1):
-        console.print(
-            f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be several "
-            "times longer or shorter. Plan again when the machine is idle.\n"
+class Planner:
+    """The plan of one run. All processes measure; the first one prints."""
+
+    def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+        self.config, self.target, self.folder, self.accelerator = config, target, folder, accelerator
+        self.num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
+        self.seconds, self.num_bytes = 0.0, 0
+        self.console = Console(highlight=False, quiet=not accelerator.is_main_process)
+
+    def print(self, overlap: PromptOverlap | None, suites: Sequence[PromptSet] | None) -> None:
+        """Measure and print each stage, and last the whole run.
+
+        `suites` is None if the evaluation's prompts can't be read: then the evaluation isn't planned.
+        """
+        stages, load = self.config.stages, os.getloadavg()[0]
+        self._say(f"Each stage runs for some seconds, with {torch.get_num_threads()} CPU thread(s) per process.")
+        trainings = self._unfinished_trainings() if "train" in stages else []
+        is_labelled = self._is_labelled()
+        if "distill" in stages and is_labelled:
+            self._say(f"distill: finished in {self.folder}")
+        if trainings or ("distill" in stages and not is_labelled):
+            texts = self._labels(overlap, only_sample="distill" not in stages or is_labelled)
+            for run, steps_done in trainings:
+                self._training(run, steps_done, texts)
+        if "train" in stages and not trainings:
+            self._say(f"train: finished in {self.folder}")
+        if "eval" in stages and suites is not None and self.accelerator.is_main_process:
+            if trainings or not (self.folder / "eval" / SUMMARY_FILE).is_file():
+                self._evaluation(suites)
+            else:
+                self._say(f"eval: finished in {self.folder}")
+        self._whole(load)
+        self.accelerator.wait_for_everyone()
+
+    # --- the stages
+
+    def _labels(self, overlap: PromptOverlap | None, *, only_sample: bool) -> Texts:
+        """Plan the answers and labels that are missing. Labels parts of some texts for the training, too."""
+        # 1. The texts. Regenerated ones have the prompts of the data, and answers of a sampled length.
+        data, options, target = self.config.data, self.config.distill, self.target
+        texts, _ = load_examples(data, target.tokenizer, overlap)
+        num_tokens, num_positions = count(texts)
+        missing, is_regenerated = texts, options.mode == "regenerate"
+        if is_regenerated:
+            conversations, _ = load_conversations(data, overlap)
+            answers = count_turns(conversations) * self._answer_tokens(conversations, texts, only_sample=only_sample)
+            num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
+        elif not only_sample:  # raises ValueError if the folder is another run's
+            missing = missing_examples(options, data, target, texts, self.folder / "distill")
+        require_branch_attention(target, max(len(text.input_ids) for text in texts) + max(options.horizon - 2, 0))
+        self.accelerator.wait_for_everyone()
+        # 2. Label parts of some.
+        self._say("labels: the target labels parts of some texts ...")
+        work, labelled = sample_labels(options, target, Random(0).sample(texts, len(texts)))
+        # The target's own greedy answers need no further passes.
+        per_position = 0.0 if options.is_greedy else work.num_branch_tokens / max(1, work.num_positions)
+        seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
+        num_read = num_tokens + num_positions * per_position
+        sample = Texts(
+            labelled=labelled, tokens_per_text=num_tokens / len(texts), positions_per_text=num_positions / len(texts)
         )
-    needed, free = sum(stage.num_bytes for stage in stages), free_bytes(folder)
-    short = " [bold red]NOT ENOUGH[/]" if needed > free else ""
-    seconds = sum((stage.seconds for stage in stages), 0.0)
-    console.print(
-        f"[bold]Whole run: {format_time(seconds)}, {_size(needed)} on disk[/] ({_size(free)} are free){short}", soft_wrap=True
-    )
+        if only_sample:
+            return sample
+        # 3. Scale up to the texts without labels.
+        rest, num_shards = len(missing) / len(texts), math.ceil(len(missing) / options.shard_examples)
+        share = math.ceil(num_shards / self.num_workers) / num_shards  # of the process with the most shards
+        per_token = bytes_per_token(options, target.hidden_size, labelled=num_positions / num_tokens)
+        self._add(
+            "labels",
+            seconds=num_read * seconds_per_read * rest * share,
+            num_bytes=int(num_tokens * rest * per_token),
+            lines=[
+                f"{len(missing):,} texts of about {num_tokens * rest:,.0f} tokens, {num_positions * rest:,.0f} with a label",
+                f"the target agrees with {100 * work.agreement:.0f} % of the text",
+                f"it reads {num_read / num_tokens:.2f} tokens for each token of text, {1 / seconds_per_read:,.0f} a second",
+            ],
+        )
+        return sample
+
+    def _answer_tokens(self, conversations: Sequence[Conversation], texts: Sequence[Example], *, only_sample: bool) -> float:
+        """Plan the answers that are missing. Returns the mean length of an answer."""
+        options, data = self.config.distill, self.config.data
+        missing = missing_conversations(options, data, self.target, list(conversations), self.folder / "answers")
+        size, limit = options.decode_batch_size or DEFAULT_BATCH_SIZE, min(options.max_new_tokens, data.max_length)
+        self._say("answers: the target answers some prompts by plain decoding ...")
+        decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)
+        mean = decoded.mean_tokens(limit)
+        if missing and not only_sample:
+            # A batch ends with its longest answer.
+            num_batches = math.ceil(count_turns(missing) / size / self.num_workers)
+            self._add(
+                "answers",
+                seconds=num_batches * decoded.batch_seconds(float(min(limit, 2 * mean))),
+                lines=[f"{count_turns(missing):,} answers of about {mean:,.0f} tokens, in batches of {size}"],
+            )
+        return mean
+
+    def _is_labelled(self) -> bool:
+        shards = self.folder / "distill"
+        return (shards / MANIFEST_FILE).is_file() and label_store(shards).load().complete
+
+    def _unfinished_trainings(self) -> list[tuple[DrafterRun, int]]:
+        """Return the unfinished trainings, each with the steps of its last checkpoint."""
+        unfinished = []
+        manifest = label_store(self.folder / "distill").load() if self._is_labelled() else None
+        for run in self.config.drafter_runs():
+            steps_done = 0
+            if manifest is not None:
+                options = with_accumulation(run.train, self.accelerator.num_processes)
+                described = describe_run(options, run.drafter, manifest, self.accelerator)
+                if is_trained(options, described, run.train_dir, run.drafter_dir):
+                    continue
+                checkpoint = latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)
+                steps_done = 0 if checkpoint is None else step_of(checkpoint)
+            unfinished.append((run, steps_done))
+        return unfinished
+
+    def _training(self, run: DrafterRun, steps_done: int, texts: Texts) -> None:
+        # 1. The steps that are left.
+        target, options = self.target, with_accumulation(run.train, self.accelerator.num_processes)
+        name = f"train {run.drafter_dir.parent.name}" if self.config.variants else "train"
+        self._say(f"{name}: a fresh {run.drafter.kind} learns from these labels ...")
+        means = {"tokens_per_text": texts.tokens_per_text, "positions_per_text": texts.positions_per_text}
+        seconds_per_step, num_parameters = sample_training(
+            options, run.drafter, target, texts.labelled, self.accelerator, **means
+        )
+        num_steps = options.steps - steps_done
+        num_texts = options.batch_size * options.gradient_accumulation * self.accelerator.num_processes
+        seconds, lines, num_tokens = num_steps * seconds_per_step, list[str](), num_texts * texts.tokens_per_text
+        # 2. Measurements on held-out texts: plain decoding answers them once, the drafter each time.
+        if options.validation_texts:
+            prompts = [prompt_of(example.example) for example in texts.labelled[: options.batch_size]]
+            decoded = sample_decoding(target, prompts, options.validation_tokens)
+            times = math.ceil(options.steps / (options.validate_every or options.steps)) + 1
+            num_batches = math.ceil(options.validation_texts / self.num_workers / options.batch_size)
+            validation = times * num_batches * decoded.batch_seconds(float(options.validation_tokens))
+            lines.append(f"validation: {format_time(validation)}, at the speed of plain decoding")
+            seconds += validation
+        # 3. Memory and disk, from shapes.
+        drafter_bytes = num_parameters * FLOAT_BYTES
+        num_labels = math.ceil(options.batch_size * texts.positions_per_text) * self.config.distill.horizon
+        logits = FLOAT_BYTES * min(max_chunk(target.device), num_labels * target.vocab_size)
+        sizes = {"target": target.weight_bytes, "drafter and AdamW": STATE_COPIES * drafter_bytes, "a tensor of logits": logits}
+        memory = [f"{what} {format_size(num_bytes)}" for what, num_bytes in sizes.items()]
+        num_copies = CHECKPOINT_COPIES * (options.keep_checkpoints + 1) + 2  # one more checkpoint while it is written
+        self._add(
+            name,
+            seconds=seconds,
+            num_bytes=drafter_bytes * num_copies,
+            lines=[
+                f"{run.drafter.kind} of {num_parameters:,} parameters",
+                f"{num_steps:,} steps of {seconds_per_step:.3g} s, {num_texts:,} texts and {num_tokens:,.0f} tokens",
+                *lines,
+                f"memory: {', '.join(memory)}; activations come on top",
+            ],
+        )
+
+    def _evaluation(self, suites: Sequence[PromptSet]) -> None:
+        """Plan the evaluation from the times and the lengths of some plain answers."""
+        # 1. Time plain decoding at each batch size.
+        config, target = self.config.eval, self.target
+        self._say("eval: plain decoding answers some prompts ...")
+        texts = [prompt.turns[0] for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
+        most = max(SAMPLED_PROMPTS, *config.batch_sizes)
+        prompts = [encode_prompt([Turn(role="user", content=text)], target.tokenizer)[0] for text in texts[:most]]
+        with cpu_threads(config.num_threads):
+            target.choose_linears()
+            mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
+            by_size: dict[int, PlainDecoding] = {
+                size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes
+            }
+        # 2. Each method answers all turns. Some prompts are answered once more, with phases timed.
+        num_drafted = self._num_drafted()
+        methods = len(config.temperatures) * (1 + num_drafted / DRAFTED_SPEEDUP)
+        turns = [sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites]
+        profiled = sum(
+            number * config.profile_prompts / len(suite.prompts) for number, suite in zip(turns, suites, strict=True)
+        )
+        num_batched = sum(turns) * config.repeats + profiled
+        seconds = sum(num_batched / size * methods * decoded.batch_seconds(mean) for size, decoded in by_size.items())
+        speeds = [f"{size * mean / decoded.batch_seconds(mean):,.3g} in batches of {size}" for size, decoded in by_size.items()]
+        num_answers = sum(turns) * config.repeats * len(config.temperatures) * len(by_size) * (1 + num_drafted)
+        self._add(
+            "eval",
+            seconds=seconds,
+            lines=[
+                f"{num_answers:,} answers by {1 + num_drafted} methods, of about {mean:,.0f} tokens",
+                f"plain decoding, tokens a second: {', '.join(speeds)}",
+                f"drafts are assumed to make it {DRAFTED_SPEEDUP:g}x as fast",
+            ],
+        )
+
+    def _num_drafted(self) -> int:
+        """Count the methods of the evaluation without plain decoding."""
+        config, runs = self.config.eval, self.config.drafter_runs()
+        merged = len(runs) * bool(config.merge)
+        num_drafted = len(config.baselines) + sum(len(run.settings) for run in runs) + merged
+        return num_drafted + (len(config.baselines) + len(runs) + merged if config.decode == BOTH else 0)
+
+    # --- the terminal
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def _add(self, name: str, *, seconds: float, num_bytes: int = 0, lines: Sequence[str]) -> None:
+        """Add a stage to the whole, and print it."""
+        self.seconds, self.num_bytes = self.seconds + seconds, self.num_bytes + num_bytes
+        disk = f", {format_size(num_bytes)} on disk" if num_bytes else ""
+        self.console.print(f"[bold]{name}: {format_time(seconds)}{disk}[/]", soft_wrap=True)
+        for line in lines:
+            self._say(f"  {line}")
+
+    def _whole(self, load: float) -> None:
+        """Print the sums, and what makes them doubtful."""
+        if load > BUSY * (os.cpu_count() or 1):
+            self._say(
+                f"Other programs were running (load {load:.1f} on {os.cpu_count()} cores): on a CPU the real times may be "
+                "several times longer or shorter. Plan again when the machine is idle."
+            )
+        free = free_bytes(self.folder)
+        short = " [bold red]NOT ENOUGH[/]" if self.num_bytes > free else ""
+        sums = f"Whole run: {format_time(self.seconds)}, {format_size(self.num_bytes)} on disk"
+        self.console.print(f"[bold]{sums}[/] ({format_size(free)} are free){short}", soft_wrap=True)
+        if self.seconds > LONG_SECONDS:
+            self._say(f"For a first try of some minutes, add: {FIRST_TRY}")
 
 
-def _plan_distill(
-    config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, overlap: PromptOverlap | None
-) -> tuple[list[StagePlan], list[Example]]:
-    """Plan the unfinished part of the distillation, and return its examples too.
-
-    If answers are regenerated, the examples are estimates of the future ones.
-    """
-    data, options = config.data, config.distill
-    num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
-    plans: list[StagePlan] = []
-    examples: list[Example] = []
-    if options.mode == "regenerate":
-        conversations, unread = load_conversations(data, overlap)
-        dropped = Counter[str]()
-        if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
-            answers, examples = estimate_regeneration(options, data, target, missing, unread, num_workers)
-            plans.append(StagePlan(table=regeneration_table(answers), seconds=answers.seconds))
-    else:
-        examples, dropped = load_examples(data, target.tokenizer, overlap)
-        examples = missing_examples(options, data, target, examples, folder / "distill")
-    if examples:
-        require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
-        accelerator.wait_for_everyone()
-        labels = estimate(options, target, examples, dropped, folder, num_workers)
-        plans.append(StagePlan(table=estimate_table(labels), seconds=labels.seconds, num_bytes=labels.num_bytes))
-    return plans, examples
+def prompt_of(text: Example) -> torch.Tensor:
+    """Return the tokens before the first answer, or the whole text if it has none."""
+    wanted = text.wanted.nonzero()
+    return text.input_ids[: int(wanted[0]) + 1] if len(wanted) else text.input_ids
 
 
-def _plan_train(
-    config: RunConfig,
-    target: HFTarget,
-    folder: Path,
-    accelerator: Accelerator,
-    examples: Sequence[Example],
-    overlap: PromptOverlap | None,
-) -> list[tuple[DrafterRun, TrainingEstimate]]:
-    """Estimate each training that isn't finished."""
-    # 1. Find the unfinished trainings, and the steps of their checkpoints.
-    unfinished = []
-    manifest_file = folder / "distill" / MANIFEST_FILE
-    for run in config.drafter_runs():
-        steps_done = 0
-        if manifest_file.is_file() and (manifest := label_store(folder / "distill").load()).complete:
-            options = with_accumulation(run.train, accelerator.num_processes)
-            if is_trained(options, describe_run(options, run.drafter, manifest, accelerator), run.train_dir, run.drafter_dir):
-                continue
-            checkpoint = latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)
-            steps_done = 0 if checkpoint is None else step_of(checkpoint)
-        unfinished.append((run, steps_done))
-    if not unfinished:
-        return []
-
-    # 2. Time steps of each on the same labelled examples.
-    sample = _labelled_sample(config, target, folder, examples, overlap)
-    return [
-        (run, estimate_training(run.train, run.drafter, target, sample, accelerator, steps_done=steps_done))
-        for run, steps_done in unfinished
-    ]
+def count(texts: Sequence[Example]) -> tuple[int, int]:
+    """Count tokens, and positions that get labels."""
+    return sum(len(text.input_ids) for text in texts), sum(int(text.wanted.sum()) for text in texts)
 
 
-def _labelled_sample(
-    config: RunConfig, target: HFTarget, folder: Path, examples: Sequence[Example], overlap: PromptOverlap | None
-) -> list[DistilledExample]:
-    """Return some examples with labels, from a finished shard or labelled now."""
-    store = label_store(folder / "distill")
-    if (store.directory / MANIFEST_FILE).is_file() and (entry := store.read_entry(0)) is not None:
-        return read_shard(store.directory, entry)[:SAMPLE_TEXTS]
-    texts = list(examples) or load_examples(config.data, target.tokenizer, overlap)[0]
-    drawn, labelled = Random(0).sample(texts, min(SAMPLE_TEXTS, len(texts))), list[DistilledExample]()
-    started = time.perf_counter()
-    with tqdm(disable=True) as progress:
-        while len(labelled) < len(drawn) and time.perf_counter() - started < LABELLING_SECONDS:
-            portion = drawn[len(labelled) : len(labelled) + SAMPLE_PORTION]
-            labelled += label_shard(config.distill, target, portion, progress)[0]
-    return labelled
+def format_time(seconds: float) -> str:
+    """Format an estimated time, such as `about 1:02:03`."""
+    return f"about {timedelta(seconds=round(seconds))}"
 
 
-def _training_plan(config: RunConfig, run: DrafterRun, plan: TrainingEstimate) -> StagePlan:
-    name = f" {run.drafter_dir.parent.name}" if config.variants else ""
-    memory = (
-        f"{_size(plan.target_bytes)} target + {_size(plan.state_bytes)} drafter (weights, gradients, AdamW) + at most "
-        f"{_size(plan.chunk_bytes)} a tensor of logits (computed; activations come on top)"
-    )
-    beside = [f"copies for checkpoints {_seconds(plan.checkpoint_seconds)}"]
-    if run.train.validation_texts:
-        beside.append(f"validation {_seconds(plan.validation_seconds)}, at the speed of plain decoding")
-    rows = {
-        "drafter": f"{run.drafter.kind}, {plan.parameters:,} parameters",
-        "steps": f"{plan.num_steps:,} of {plan.texts_per_step:,} texts, about {plan.tokens_per_step:,.0f} tokens",
-        "speed": f"{plan.seconds_per_step:.3g} s a step, measured on a fresh drafter (median)",
-        "beside": ", ".join(beside),
-        TIME: format_time(plan.seconds),
-        "memory": memory,
-        "disk": f"{_size(plan.disk_bytes)}: {plan.num_checkpoints - 1} checkpoints, one more while it is written, and drafters "
-        "(computed)",
-    }
-    return StagePlan(table=make_table(f"train{name}", rows), seconds=plan.seconds, num_bytes=plan.disk_bytes)
-
-
-def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget) -> StagePlan:
-    num_drafters = sum(len(run.settings) + bool(config.eval.merge) for run in config.drafter_runs())
-    num_methods = 1 + len(config.eval.baselines) + num_drafters
-    if config.eval.decode == BOTH:  # each drafter once more
-        num_methods += len(config.eval.baselines) + len(config.drafter_runs()) * (1 + bool(config.eval.merge))
-    plan = estimate_evaluation(config.eval, suites, num_methods, target)
-    speeds = ", ".join(f"{_speed(speed)} in batches of {size}" for size, speed in plan.tokens_per_second.items())
-    rows = {
-        "answers": f"{plan.num_answers:,}: {plan.num_prompts:,} prompts x {num_methods} methods x temperatures, batch sizes, "
-        "turns and repeats",
-        "speed": f"plain decoding, tokens a second: {speeds} (measured)",
-        TIME: f"{format_time(plan.seconds)}, if all answers reach {plan.max_new_tokens} tokens at the speed of plain decoding",
-    }
-    return StagePlan(table=make_table("eval", rows), seconds=plan.seconds)
-
-
-def _plan_export(config: RunConfig, drafter_bytes: Mapping[Path, int]) -> StagePlan:
-    num_bytes = sum(
-        drafter_bytes[run.drafter_dir] * (1 + sum(holds_kind(name, run.drafter.kind) for name in config.export.formats))
-        for run in config.drafter_runs()
-    )
-    rows = {"disk": f"{_size(num_bytes)} for the package and {len(config.export.formats)} format(s) (computed)"}
-    return StagePlan(table=make_table("export", rows), seconds=0.0, num_bytes=num_bytes)
-
-
-def _speed(tokens_per_second: float) -> str:
-    """Format a speed; that of a target with a memory budget may be below 1."""
-    return f"{tokens_per_second:,.0f}" if tokens_per_second >= SLOW else f"{tokens_per_second:.2g}"
-
-
-def _file_bytes(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else format_time(seconds)
-
-
-def _size(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

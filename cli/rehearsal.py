@@ -5,12 +5,17 @@ tokens that the target verifies. These are the functions of the stages themselve
 architecture and a drafter can't do together fails here, and not after hours of distillation.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Int
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
 from ..data.collate import text_continuations
@@ -20,23 +25,31 @@ from ..distill.config import DistillConfig
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
-from ..models.drafters import build_drafter
+from ..models.decoding.protocols import Drafter
+from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.text_states import require_packing
 from ..models.machine import is_out_of_memory
 from ..train.batches import target_reads, with_hidden_states
-from ..train.estimate import count_tokens, draw_batch
 from ..train.missed_by import open_other
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room
 from .config import DrafterRun
+from .samples import count_tokens, draw_batch
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (11, 8)
 """Tokens of the made texts: of different lengths, as in any batch."""
 PROMPT_TOKENS = 4
 NEW_TOKENS = 4
+GOOD_TOKENS = 2.5
+"""Tokens per step of a good drafter, for the warning about slow drafts: six in ten drafts are right at
+each depth."""
+LEAST_LINEAR = 0.5
+"""Share of a target's weights in linear layers below which its work isn't known by them."""
 FIRST_TOKEN = 3
 RAW_ERRORS = (TypeError, AttributeError, LookupError, NotImplementedError, ArithmeticError, AssertionError, RuntimeError)
 """Errors that name no remedy. A ValueError is a message of the project, and passes unchanged."""
@@ -79,14 +92,19 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
     eager = target
     if target.has_fixed_shapes:
         eager = HFTarget(target.model, target.tokenizer, target.identity, tensor_parallel=target.tensor_parallel)
+    kinds = dict.fromkeys(run.drafter.kind for run in waiting)
+    if accelerator.is_main_process:
+        log.info("trying the recipe on %d tokens: labels, and the training and drafts of %s", sum(LENGTHS), ", ".join(kinds))
     with works_together(eager):
         examples = make_examples(labels, eager)
     contexts = [target.context_length]
     for run in waiting:
         with works_together(eager, run.drafter.kind):
-            drafter = build_drafter(run.drafter, eager)
+            drafter = build_drafter(run.drafter.with_options(run.settings[0]), eager)
             rehearse_loss(run, drafter, examples, eager, accelerator)
-            rehearse_decoding(drafter, examples, eager)
+            slow = rehearse_decoding(drafter, examples, eager)
+        if slow is not None and accelerator.is_main_process:
+            log.warning("%s: %s", run.drafter_dir, slow)
         contexts += [] if drafter.context_length is None else [drafter.context_length]
     eager.release_cache()
     return min(contexts)
@@ -131,7 +149,7 @@ def rehearse_loss(
     reads = target_reads(drafter, objective, other)
     if reads.top and examples[0].top is None:
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
-    batch = draw_batch(config, examples, reads, 0).decoded()
+    batch = draw_batch(config, examples, reads).decoded()
     if config.packing and _lacks_states(batch, reads.hidden_states, reads.layers):
         require_packing(target)
     batch = with_hidden_states(batch, target, reads, other)
@@ -144,12 +162,44 @@ def rehearse_loss(
     drafter.zero_grad()
 
 
-def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> None:
-    """Decode a few tokens of two prompts, in the target's type, as in an evaluation."""
+def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> str | None:
+    """Decode a few tokens of two prompts, in the target's type, as in an evaluation.
+
+    Returns a warning if a step with drafts reads more weights than its tokens could save; None if
+    it doesn't.
+    """
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
-    for _ in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
-        pass
+    plain, drafted = (reads_per_step(target, proposer, prompts) for proposer in (NullDrafter(), drafter))
+    # Reading weights from files takes longer than any draft.
+    is_known = target.stream is None and plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
+    if not is_known or drafted <= GOOD_TOKENS * plain:
+        return None
+    steps = drafted / plain
+    return (
+        f"a step with drafts reads as many weights as {steps:.1f} steps of plain decoding, so it is slower below {steps:.1f} "
+        f"tokens per step, and a good drafter makes about {GOOD_TOKENS}. Make it smaller (drafter.draft_vocab_size, and its "
+        "widths), or draft fewer tokens (eval.settings)"
+    )
+
+
+def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[Int[torch.Tensor, " _"]]) -> int:
+    """Decode a few tokens. Returns the parameters that a step reads.
+
+    They are those of linear layers, counted as often as a layer is called.
+    """
+    num_reads, most = 0, 0
+
+    def count(module: nn.Module, _: object) -> None:
+        nonlocal num_reads
+        num_reads += module.weight.numel() if isinstance(module, nn.Linear) else 0
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(count).remove)
+        for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
+            most = most if step.is_prefill else max(most, num_reads)
+            num_reads = 0
+    return most
 
 
 def _lacks_states(batch: DrafterBatch, hidden_states: bool, layers: Sequence[int]) -> bool:

@@ -1,19 +1,28 @@
-"""`outrider report`: tables and figures from the records of evaluations."""
+"""`outrider report`: one page of tables from the records of evaluations."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-import typer
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ..data.fields import OPTIONS
 
 
-def report_command(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of finished evaluations, from `outrider eval`.")
-    ],
-    output: Annotated[Path, typer.Option(help="Folder for report.html and figures/.")] = Path("outputs/report"),
-    figures: Annotated[bool, typer.Option(help="Also write the first tables of each section as PNGs.")] = True,
-) -> None:
-    """Write tables and figures of evaluations as one static page, and as PNGs.
+@dataclass(kw_only=True, config=OPTIONS)
+class ReportOptions:
+    """Options of `outrider report`."""
+
+    directories: Annotated[list[Path], Field(min_length=1)]
+    """Folders of finished evaluations, from `outrider eval`."""
+    output: Path = Path("outputs/report")
+    """Folder for report.html."""
+
+    POSITIONAL: ClassVar = ("directories",)
+
+
+def report_command(options: ReportOptions) -> None:
+    """Write the tables of evaluations as one static page.
 
     Nothing is measured. Evaluations with different targets, options or environments are in separate
     chapters.
@@ -21,6 +30,6 @@ def report_command(
     from ..data.files import guarded
     from ..eval.report.page import write_report
 
-    with guarded(output):
-        page = write_report(directories, output, figures=figures)
-    typer.echo(f"Report: {page}")
+    with guarded(options.output):
+        page = write_report(options.directories, options.output)
+    print(f"Report: {page}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 from rich.console import Console
 from tqdm import tqdm
 from yaml import YAMLError
@@ -28,7 +29,7 @@ from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
 from ..eval.measure.turns import require_room
-from ..eval.records.names import RUN_FILE, TABLE_FILE
+from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
 from ..eval.results.rows import Row, is_broken
@@ -45,17 +46,18 @@ from ..models.export.registry import refusals_after_training
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.batches import target_reads
+from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.missed_by import open_other, require_other
 from ..train.processes import require_supported_launch
 from ..train.records import require_tracker
+from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
-from .kept import describe_kept
-from .plan import print_plan
+from .plan import Planner
 from .quiet import silence_bars
 from .rehearsal import rehearse, works_together
 from .results import print_next
@@ -102,6 +104,7 @@ def run(config: RunConfig) -> None:
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     # 1. Load the target, and check that the drafters fit it.
+    log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
@@ -157,7 +160,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     calibrate(config, target, folder)
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
     print_table(rows, console)
-    write_report([folder / "eval"], folder, figures=False)
+    write_report([folder / "eval"], folder)
     return rows
 
 
@@ -248,7 +251,7 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
             log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
     if suites is not None:
         require_room(config.eval, suites, target.tokenizer, context_length)
-    print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
+    Planner(config, target, folder, accelerator).print(overlap, suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
@@ -275,7 +278,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
     Sections of stages that don't run now come from the folder's earlier config.yaml.
     """
-    merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    merged: Any = TypeAdapter(RunConfig).dump_python(config, mode="json")
     if path.is_file():
         try:
             earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -312,6 +315,25 @@ def require_inputs(config: RunConfig) -> None:
         require_fitting_certificate(config.export, config.drafter_runs())
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
+
+
+def describe_kept(config: RunConfig) -> str:
+    """Return a sentence on finished shards, last checkpoints, and evaluated answers."""
+    folder, parts = Path(config.output_dir), []
+    for name, what in (("answers", "answers"), ("distill", "labels")):
+        if (folder / name / MANIFEST_FILE).is_file():
+            num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
+            parts += [f"{num_shards} shard{'' if num_shards == 1 else 's'} of {what}"] if num_shards else []
+    parts += [
+        f"the checkpoint of step {step_of(checkpoint)} of {run.train.steps} ({run.train_dir})"
+        for run in config.drafter_runs()
+        if (checkpoint := latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)) is not None
+    ]
+    if (records := folder / "eval" / RECORDS_FILE).is_file():
+        with records.open("rb") as file:
+            num_answers = sum(1 for _ in file)
+        parts += [f"{num_answers} evaluated answer{'' if num_answers == 1 else 's'}"] if num_answers else []
+    return f"Kept in {folder}: {', '.join(parts) or 'nothing yet'}."
 
 
 class LogHandler(logging.StreamHandler[Any]):

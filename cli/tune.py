@@ -2,97 +2,102 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
+from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..data.drafter_names import folders_of
-from . import options as shared
+from ..data.fields import OPTIONS, PositiveInt
+from ..eval.config import EvalConfig
+from ..models.llm.config import TargetConfig
 from .errors import starts_again
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths, target_config
+from .options import BY_MACHINE, load_chosen_target, with_limit
 
 if TYPE_CHECKING:
     from ..eval.tune.halving import Speed
     from ..eval.tune.run import Tuning
     from ..models.drafters.saved.parts import DrafterParts
 
-Settings = Annotated[list[str] | None, typer.Option(help="Try only this setting: '{depth: 5, top_k: 8}'. Repeat for several.")]
 NameOf = Callable[[dict[str, Any] | None], str]
 """A function that names a setting in words; None is plain decoding."""
 
 
-def tune_command(
-    target: shared.Target,
-    drafter: Annotated[str, typer.Option(help=f"{shared.DRAFTER_HELP} A Hub id needs --no-write.")],
-    suite: Annotated[str, typer.Option(help="Prompts: a suite's name as in outrider eval, or FILE.jsonl.")] = "stdlib",
-    suite_path: shared.SuitePath = None,
-    suite_revision: Annotated[str | None, typer.Option(help="Commit of the suite on the Hub.")] = None,
-    limit: shared.Limit = 16,
-    batch_sizes: shared.BatchSizes = None,
-    setting: Settings = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    max_new_tokens: shared.MaxNewTokens = 128,
-    write: Annotated[bool, typer.Option(help="Write the choice to the drafter's directory, for eval --tuned.")] = True,
-    output: Annotated[Path, typer.Option(help="Folder for the measured speeds.")] = Path("outputs/tune"),
-    revision: shared.Revision = None,
-    dtype: shared.Dtype = None,
-    quantization: shared.Quantization = None,
-    memory_budget_gib: shared.MemoryBudget = None,
-    budget_tokens: shared.BudgetTokens = None,
-    device: shared.Device = None,
-    device_map: shared.DeviceMap = None,
-    compiled: shared.Compiled = False,
-    cuda_graphs: shared.CudaGraphs = False,
-    num_threads: shared.Threads = None,
-    fast_linears: shared.FastLinears = True,
-    chat_template: shared.ChatTemplate = None,
-    tokenizer_options: shared.TokenizerOptions = None,
-    seed: shared.Seed = 0,
-) -> None:
+@dataclass(kw_only=True, config=OPTIONS)
+class TuneOptions:
+    """Options of `outrider tune`."""
+
+    drafter: str
+    """The drafter: its directory, prompt_lookup, suffix, recycling, or several joined by +. A drafter
+    on the Hub needs --no-write."""
+    limit: PositiveInt = 16
+    """Draw at most this many prompts."""
+    write: bool = True
+    """Write the choice to the drafter's directory, for `outrider eval --tuned`."""
+    chat_template: str | None = None
+    """A .jinja file or a template's name. null: the tokenizer's."""
+    output: Path = Path("outputs/tune")
+    """Folder for the measured speeds."""
+    target: TargetConfig
+    eval: EvalConfig
+
+    DEFAULTS: ClassVar = {"target": BY_MACHINE, "eval": {"suites": ["stdlib"]}}
+    USUAL: ClassVar = (
+        *("target.name_or_path", "target.dtype", "target.device"),
+        *("eval.suites", "eval.settings", "eval.temperatures", "eval.batch_sizes", "eval.max_new_tokens", "eval.num_threads"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.eval.max_new_tokens < 2:
+            raise ValueError(
+                f"eval.max_new_tokens is {self.eval.max_new_tokens}; it must be at least 2: the prefill yields the first token"
+            )
+        if len(self.eval.suites) > 1 or len(self.eval.temperatures) > 1:
+            raise ValueError("eval.suites or eval.temperatures has several values; tuning is for one suite and one temperature")
+
+
+def tune_command(options: TuneOptions) -> None:
     """Find the setting in which a drafter decodes fastest on this machine, per batch size.
 
     About thirty settings decode a few prompts, in turns with plain decoding. The faster half decodes
     twice as many, and so on, until a few finalists decode all prompts. This takes minutes. Merged
     and training-free drafters have few settings: all of them are finalists, and expected gain is one
-    of them.
+    of them. With `eval.settings`, only these are tried.
     """
-    # 1. Check the options.
-    options = take_paths({**locals()})
-    suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     from ..data.files import guarded
-    from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID
     from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.drafters.saved.tuned import tuned_folder
 
-    sizes = sorted(set(batch_sizes or [1]))
-    if max_new_tokens < 2:
-        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 2: the prefill yields the first token")
-    chosen = chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)
-    settings = [parse_setting(text) for text in setting or []]
-    choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
-    config = config_from(EvalConfig, options, suites=[chosen], **choices)
-    target_config(options)  # options that can't be combined are an error before prompts are read
-    for part in folders_of(drafter) if write else ():
+    # 1. Check what doesn't need the target.
+    config, output = with_limit(options.eval, options.limit), options.output
+    for part in folders_of(options.drafter) if options.write else ():
         if not Path(part).is_dir() and HUB_ID.fullmatch(part):
             raise ValueError(
-                f"--drafter is {drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
+                f"drafter is {options.drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
                 f"`outrider pull {part} --output DIR` and tune DIR, or add --no-write"
             )
-    parts = parse_drafter_name(drafter)
-    directory = tuned_folder(parts) if write else None
+    parts = parse_drafter_name(options.drafter)
+    directory = tuned_folder(parts) if options.write else None
     check_inputs(config, [parts])
 
     # 2. Tune, and print the choice.
     written = [output] if directory is None else [output, directory]
     with guarded(*written, folders=[output]), starts_again("tuning"):
-        loaded = load_chosen_target(options)
-        tuning = tune(config, loaded, parts, output, settings=settings or None, batch_sizes=sizes, write=write)
+        loaded = load_chosen_target(options.target, options.chat_template)
+        tuning = tune(
+            config,
+            loaded,
+            parts,
+            output,
+            settings=None if config.settings == [{}] else config.settings,
+            batch_sizes=sorted(config.batch_sizes),
+            write=options.write,
+        )
     _print_tuning(tuning, setting_namer(parts), directory, output)
 
 

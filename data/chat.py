@@ -6,17 +6,16 @@ fails for an answer whose first character no token covers, such as a space under
 trims its offsets.)
 """
 
-import json
 import logging
 import re
-import subprocess
-import sys
+import signal
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .paths import TEMPLATES, built_in_templates
-from .template_trial import TOO_LARGE
 from .types import Conversation, Example, Turn
 
 logger = logging.getLogger(__name__)
@@ -38,17 +36,12 @@ BATCH_SIZE = 256
 MAX_TURNS = 1000
 """Most turns of a conversation: a template renders the text before each answer again."""
 
-TRIAL_SECONDS, MAX_CHARS, MAX_BYTES = 8.0, 10_000_000, 1 << 30
-"""Bounds of rendering: time for all TRIALS, characters of one text, and memory."""
-TRIALS = (
-    [("user", "Hi")],
-    [("user", "Hi"), ("assistant", "Yes.")] * 16,
-    [("system", "Be brief."), ("user", "Hi " * 1000), ("assistant", "Yes. " * 1000), ("user", "Bye")],
-)
-"""Conversations that a chat template renders before it is used."""
+MAX_SECONDS, MAX_CHARS, MAX_BYTES = 8.0, 10_000_000, 1 << 30
+"""Bounds of rendering one conversation: processor time, characters besides those of its messages, and
+memory."""
 TEMPLATE_ERRORS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-    *(RecursionError, MemoryError),
+    RecursionError,
 )
 """Errors of a template, which is a program with expressions of Python."""
 
@@ -85,20 +78,22 @@ def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) 
     """Return the ids of a conversation and the start of the assistant's next turn.
 
     Raises RejectedPromptError if the chat template rejects it. Raises ValueError if the template fails
-    for it, or as `require_template` does.
+    for it or exceeds the bounds of rendering, or as `require_template` does.
     """
     template = require_template(tokenizer)
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        with _bounded(len(messages), tokenizer):
+            text, _ = _render([asdict(turn) for turn in messages], tokenizer, add_generation_prompt=True)
+    except UnboundedTemplateError:
+        raise
     except TEMPLATE_ERRORS as error:
         message = (
             f"{_described(template, tokenizer)} fails for a prompt of {len(messages)} turns ({_reason(error)}); correct it, or "
             "set data.chat_template to another"
         )
         raise (RejectedPromptError(message, str(error)) if isinstance(error, TemplateError) else ValueError(message)) from error
-    return encoded["input_ids"]
+    input_ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    return input_ids
 
 
 def encode_conversations(
@@ -108,7 +103,8 @@ def encode_conversations(
 
     Also counts dropped conversations by reason. The mask includes end tokens. Turns after the last
     answer are left out; tokens after `max_length` are cut. Raises ValueError if the tokenizer lacks
-    a requirement, or if no example is left: a mask of zeros would train on nothing.
+    a requirement, if its template exceeds the bounds of rendering, or if no example is left: a mask
+    of zeros would train on nothing.
     """
     # 1. Render and tokenize the conversations, in batches.
     template = require_template(tokenizer)
@@ -161,8 +157,7 @@ def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the tokenizer's chat template.
 
-    Raises ValueError if it has none, if it exceeds the bounds of `require_bounded`, or if the
-    tokenizer can't locate tokens in the text.
+    Raises ValueError if it has none, or if the tokenizer can't locate tokens in the text.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -174,38 +169,56 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
             f"the tokenizer of {tokenizer.name_or_path!r} doesn't report which characters a token covers; use its fast version "
             "(a directory with tokenizer.json)"
         )
-    template = tokenizer.get_chat_template()
-    require_bounded(template, json.dumps(tokenizer.special_tokens_map, default=str), _described(template, tokenizer))
-    return template
+    return tokenizer.get_chat_template()
 
 
-@cache
-def require_bounded(template: str, variables: str, described: str) -> None:
-    """Raise ValueError if a chat template takes too much time, memory or text for TRIALS.
+class UnboundedTemplateError(ValueError):
+    """A chat template that takes too much time, memory or text."""
 
-    Templates come with models of strangers, and their loops, macros and operators have no bound that
-    would end them in this process. So another process renders the TRIALS first. A template that
-    misbehaves for other conversations alone isn't found. `variables` are JSON.
+
+class _OutOfTimeError(BaseException):
+    """Interrupts a template. jinja ignores each Exception of an expression of constants."""
+
+
+@contextmanager
+def _bounded(num_turns: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise UnboundedTemplateError after MAX_SECONDS, or where the block allocates MAX_BYTES.
+
+    Chat templates come with models of strangers. transformers' sandbox keeps them from files and
+    attributes, but their loops, macros and operators have no bound. The memory that the whole
+    process may have is lowered for the moment. Only the main thread of a process has signals:
+    elsewhere the time has no bound.
     """
-    conversations = [[{"role": role, "content": content} for role, content in trial] for trial in TRIALS]
-    trial = {"template": template, "variables": json.loads(variables), "conversations": conversations}
-    limits = {"max_chars": MAX_CHARS, "max_bytes": MAX_BYTES}
-    program = [sys.executable, "-P", str(Path(__file__).with_name("template_trial.py"))]
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise _OutOfTimeError
+
     try:
-        status = subprocess.run(
-            program, input=json.dumps(trial | limits).encode(), timeout=TRIAL_SECONDS, capture_output=True, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        status = None
-    if status != 0:
-        problem = f"more than {MAX_CHARS} characters or {MAX_BYTES} bytes of memory"
-        if status is None:
-            problem = f"more than {TRIAL_SECONDS:g} seconds"
-        elif status != TOO_LARGE:
-            problem = f"more than its process can take, which ended with status {status}"
-        raise ValueError(
-            f"{described} takes {problem} for short conversations; correct it, or set data.chat_template to another"
-        )
+        with ExitStack() as stack:
+            with suppress(ImportError, OSError):  # Windows has no such module, and only Linux has the file
+                import resource
+
+                soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+                allowed = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MAX_BYTES
+                if soft == resource.RLIM_INFINITY or soft > allowed:
+                    stack.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
+                    resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
+            if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+                stack.callback(signal.signal, signal.SIGVTALRM, signal.signal(signal.SIGVTALRM, interrupt))
+                stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+                signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
+            yield
+    except _OutOfTimeError:
+        raise _unbounded(f"{MAX_SECONDS:g} seconds", num_turns, tokenizer) from None
+    except MemoryError:
+        raise _unbounded(f"{MAX_BYTES} bytes of memory", num_turns, tokenizer) from None
+
+
+def _unbounded(bound: str, num_turns: int, tokenizer: PreTrainedTokenizerBase) -> UnboundedTemplateError:
+    return UnboundedTemplateError(
+        f"{_described(tokenizer.get_chat_template(), tokenizer)} takes more than {bound} for a conversation of {num_turns} "
+        "turns; correct it, or set data.chat_template to another"
+    )
 
 
 def _described(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -222,9 +235,14 @@ def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:
     return [asdict(turn) for turn in turns[: last + 1]]
 
 
-def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:
-    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return text
+def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **options: bool) -> tuple[str, list[Span]]:
+    """Return the text of messages, and the spans between generation markers if `options` ask for them."""
+    render: Any = render_jinja_template  # its annotations are wrong
+    template = tokenizer.get_chat_template()
+    (text,), spans = render([messages], chat_template=template, **tokenizer.special_tokens_map, **options)
+    if len(text) > MAX_CHARS + sum(len(message["content"]) for message in messages):
+        raise _unbounded(f"{MAX_CHARS} characters", len(messages), tokenizer)
+    return text, spans[0] if spans else []
 
 
 def _render_answers(
@@ -236,18 +254,14 @@ def _render_answers(
     if len(messages) > MAX_TURNS:
         return f"more than {MAX_TURNS} turns"
     try:
-        if GENERATION_MARKER.search(template):
-            return _render_marked(messages, tokenizer, template)
-        return _render_located(messages, tokenizer)
+        with _bounded(len(messages), tokenizer):
+            if GENERATION_MARKER.search(template):
+                return _render(messages, tokenizer, return_assistant_tokens_mask=True)
+            return _render_located(messages, tokenizer)
+    except UnboundedTemplateError:
+        raise
     except TEMPLATE_ERRORS as error:
         return f"rejected by the chat template ({_reason(error)})"
-
-
-def _render_marked(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, list[Span]]:
-    """Render messages with a template that has generation markers; answers are between them."""
-    render: Any = render_jinja_template  # its annotations are wrong
-    texts, spans = render([messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
-    return texts[0], spans[0]
 
 
 def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]] | str:
@@ -263,9 +277,9 @@ def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokeniz
     """
     # 1. Locate the answers' own characters.
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    text = _render(messages, tokenizer)
+    text, _ = _render(messages, tokenizer)
     located = _locate_answers(text, messages, answers, tokenizer)
-    prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True) for index in answers]
+    prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True)[0] for index in answers]
     if located is None:
         return "the chat template changes the answers, so that they cannot be found in its text"
     # 2. Extend each answer to its prompt's end, and by the end token.
@@ -289,7 +303,7 @@ def _locate_answers(
     # 1. Render with placeholders. Normal text contains no private-use characters, so they are
     # unique.
     placeholders = {index: f"\ue000{index}\ue001" for index in answers}
-    blank = _render([{**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)], tokenizer)
+    blank, _ = _render([{**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)], tokenizer)
     pieces = re.split("|".join(placeholders.values()), blank)
     if len(pieces) != len(answers) + 1 or not text.startswith(pieces[0]):
         return None

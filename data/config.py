@@ -11,7 +11,7 @@ from .fields import MAX_COUNT, OPTIONS, PositiveInt, Seed, one_of, raise_problem
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 
 
-@dataclass(kw_only=True, config=OPTIONS)  # not frozen: OmegaConf would reject every override
+@dataclass(kw_only=True, config=OPTIONS)
 class DataConfig:
     """The data of a run: its source, its format, and how much of it to use."""
 

@@ -11,7 +11,7 @@ COMMANDS = {
     "train": "accelerate launch -m outrider.train conf=RECIPE",
     "distill": "outrider run conf=RECIPE stages=[distill]",
     "eval": "outrider eval --help",
-    "data": "outrider data --help",
+    "data": "outrider data verify --help",
     "models": "outrider --help",
     "cli.run": "outrider run conf=RECIPE",
     "cli.compose": "outrider run conf=RECIPE",

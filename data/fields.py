@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 """pydantic's settings for every configuration: no conversion of types, no unknown options, no
 NaN."""
 
@@ -95,10 +96,11 @@ def under(section: str, line: str, options: Container[str]) -> str:
     return f"{section}{separator}{line}" if section else line
 
 
-def problems_of(error: ValidationError, section: str = "") -> list[str]:
+def problems_of(error: ValidationError, section: str = "", known: Collection[str] = ()) -> list[str]:
     """Return a line for each wrong value: its full name, the value and the rule.
 
-    A `__post_init__` that finds several problems raises a ValueError with a line for each.
+    With `known`, the names of all options, the line of an unknown option suggests one. A
+    `__post_init__` that finds several problems raises a ValueError with a line for each.
     """
     problems = []
     for detail in error.errors(include_url=False):
@@ -110,14 +112,23 @@ def problems_of(error: ValidationError, section: str = "") -> list[str]:
             options = options if isinstance(options, dict) else ()
             problems += [under(name, line, options) for line in str(detail["ctx"]["error"]).splitlines()]
         elif detail["type"] == "missing":
-            problems.append(f"{name}: is missing")
+            problems.append(f"{name} is missing; give {name}=VALUE" if known else f"{name}: is missing")
         elif detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            problems.append(f"{name}: there is no such key")
+            close, noun = closest(name, known), "option" if known else "key"
+            problems.append(f"{name}: there is no such {noun}{f'; did you mean {close}?' if close else ''}")
         else:
             context = {key: _plain(value) for key, value in detail.get("ctx", {}).items()}
             rule = RULES[detail["type"]].format_map(context) if detail["type"] in RULES else detail["msg"]
             problems.append(f"{name or 'the whole'}={_shown(detail['input'])}: {rule}")
     return problems
+
+
+def closest(name: str, known: Collection[str]) -> str | None:
+    """Return the known option whose last word is most similar, one of the same section first."""
+    section, _, last = re.sub(r"\[\d+\]", "[]", name).rpartition(".")
+    words = {option.rpartition(".")[2]: option for option in sorted(known, key=lambda o: o.rpartition(".")[0] == section)}
+    close = get_close_matches(last, list(words), 1)
+    return words[close[0]] if close else None
 
 
 def _plain(value: Any) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .drafter_names import MODEL_PREFIX
+
 FILE_SUFFIXES = (".json", ".jsonl", ".jinja", ".parquet", ".gz", ".txt", ".yaml")
 
 
@@ -59,6 +61,8 @@ def expand_home(value: Any) -> Any:
 
     A shell expands it only at the beginning of a word, so not in data.path=~/chats.jsonl.
     """
+    if isinstance(value, str) and value.startswith(MODEL_PREFIX):
+        return f"{MODEL_PREFIX}{expand_home(value.removeprefix(MODEL_PREFIX))}"
     if isinstance(value, str):
         return str(Path(value).expanduser()) if value == "~" or value.startswith("~/") else value
     if isinstance(value, Mapping):

@@ -10,8 +10,9 @@ MARKS = ("[[", "]]")
 """Marks around the trained parts, if there is no colour."""
 GREEN, NO_COLOUR = "\x1b[32m", "\x1b[0m"
 MAX_PARTS = 6
-MAX_CHARACTERS = 240
-"""Most characters of a part; of a longer part the start and the end are shown."""
+MAX_CHARACTERS, LEAST_CUT = 240, 60
+"""Characters that are shown of a longer part, its start and its end, where this leaves out at least
+LEAST_CUT."""
 VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd" for code in range(32) if code not in (9, 10)})
 
 
@@ -38,7 +39,7 @@ def _shorten(text: str) -> str:
     """Make white space visible, and cut the middle out of a long text."""
     inner = text.strip(" ")
     leading, trailing = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    if len(inner) > MAX_CHARACTERS:
+    if len(inner) >= MAX_CHARACTERS + LEAST_CUT:
         half = MAX_CHARACTERS // 2
         inner = f"{inner[:half]} ... ({len(inner) - 2 * half} characters) ... {inner[-half:]}"
     dots = ("\u00b7" * leading, "\u00b7" * trailing if inner else "")

@@ -187,7 +187,7 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     for index, record in enumerate(records):
         prompt = parse(record, index) if isinstance(record, dict) else None
         if prompt is None:
-            remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; a user speaks first, in turns"
+            remedy = "Give the suite's published file" if suite else _remedy(record, index, path)
             raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {record!r:.100}. {remedy}")
         if any(map(has_surrogate, (prompt.id, prompt.category, *prompt.turns))):
             raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
@@ -198,6 +198,14 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     if suite and len(prompts) != suite.num_prompts:
         logger.warning("%s holds %d prompts where %s has %d", location, len(prompts), name, suite.num_prompts)
     return prompts
+
+
+def _remedy(record: Any, index: int, path: str | None) -> str:
+    """Return what a user does with a file of other records than prompts of one's own."""
+    known = (name for name, parse in PARSERS.items() if isinstance(record, dict) and parse(record, index) is not None)
+    if (name := next(known, None)) is not None:
+        return f"It is a record of {name}: eval.suites=[{{name: {name}, path: {path}}}] reads this file"
+    return f"Records are {OWN_FORMS}; a user speaks first, in turns"
 
 
 def _where(path: str | None, index: int) -> str:

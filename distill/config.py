@@ -31,9 +31,7 @@ NO_ADDRESS = (
 )
 
 
-@dataclass(
-    kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True)
-)  # not frozen: OmegaConf would reject every override
+@dataclass(kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True))
 class DistillConfig:
     """Options of labels, stored states and regenerated answers, and of the work's division."""
 

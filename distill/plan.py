@@ -71,8 +71,8 @@ def run_shards(
     pending = begin_shards(store, manifest, plan, accelerator, data_facts)
     # 2. Deal the missing shards, and compute them.
     indices = deal(pending, worker)
-    if pending:
-        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), len(indices))
+    if 0 < len(pending) < len(plan):
+        logger.info("%d of %d shards are finished; the others are computed now", len(plan) - len(pending), len(plan))
     finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
     finished //= worker.num_workers  # this worker's share of the earlier work
     total = finished + sum(num_units(plan[index]) for index in indices)

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetPydanticSchema, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
@@ -80,12 +80,7 @@ def _suite_of_text(value: Any) -> Any:
     return suite_of(value) if isinstance(value, str) else value
 
 
-_Suite = Annotated[SuiteConfig, BeforeValidator(_suite_of_text)]
-if TYPE_CHECKING:
-    Suites = list[SuiteConfig]
-else:  # Hydra reads the first type, and would accept no text for a SuiteConfig; pydantic reads the second.
-    _pydantics = GetPydanticSchema(lambda _, handler: handler(list[_Suite]))
-    Suites = Annotated[list[Any], list[_Suite], _pydantics, Field(min_length=1)]  # `outrider options` describes the second
+Suites = Annotated[list[Annotated[SuiteConfig, BeforeValidator(_suite_of_text)]], Field(min_length=1)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -10,26 +10,25 @@ The grown target computes the same hidden states as the original:
 
 All other new weights are random, so the bytes and the operations are those of a large model. Hidden
 size, vocabulary and tokenizer stay, so drafters of the original load, and accept as much. A drafter
-whose layer has the sizes of the target's needs a copy that names them: `--drafters FOLDER ...`
-writes such copies to OUTPUT/drafters.
+whose layer has the sizes of the target's needs a copy that names them: `--drafters FOLDER`, which may
+be repeated, writes such copies to OUTPUT/drafters.
 
 Layers are written one by one, so memory holds one layer. The folder appears when it is complete.
 """
 
-import argparse
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import silence  # noqa: F401 - before torch, whose libraries it silences
 import torch
+import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from script_errors import script_errors
 from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
@@ -80,19 +79,14 @@ class Source:
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
     dtype: str
-    prefix: str = ""
-    """What the names in the files begin with, before the model's own names."""
 
     @classmethod
-    def of(cls, folder: Path, config: dict[str, Any] | None = None, prefix: str = "") -> "Source":
-        """Read a checkpoint's headers, and its config.json unless `config` is given.
-
-        Raises ValueError if it can't grow.
-        """
+    def of(cls, folder: Path) -> "Source":
+        """Read a checkpoint's headers, and its config.json. Raises ValueError if it can't grow."""
         # 1. The configuration.
-        if config is None and not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json; give the folder of a Llama-like model")
-        config = read_json(folder / "config.json") if config is None else config
+        config = read_json(folder / "config.json")
         kind = config.get("model_type")
         if lacking := [name for name in ("num_hidden_layers", "intermediate_size") if not isinstance(config.get(name), int)]:
             raise ValueError(f"{folder} is a {kind} without {' and '.join(lacking)}; give a Llama-like model")
@@ -103,8 +97,8 @@ class Source:
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt") as file:
-                    for stored in file.keys():  # noqa: SIM118 - this is no dictionary
-                        part, name = file.get_slice(stored), stored.removeprefix(prefix)
+                    for name in file.keys():  # noqa: SIM118 - this is no dictionary
+                        part = file.get_slice(name)
                         files[name], shapes[name] = path, tuple(part.get_shape())
                         dtypes.add(part.get_dtype())
             except SafetensorError as error:
@@ -114,7 +108,7 @@ class Source:
         if wrong := sorted(dtypes - {"F64", "F32", "BF16", "F16"}):
             raise ValueError(f"{folder} has weights of type {', '.join(wrong)}; give the unquantised model, in 16 or 32 bits")
         # 3. The structure of each layer.
-        source = cls(folder=folder, config=config, files=files, shapes=shapes, dtype=max(dtypes), prefix=prefix)
+        source = cls(folder=folder, config=config, files=files, shapes=shapes, dtype=max(dtypes))
         for layer in range(source.size.layers):
             source.require_layer(layer, f"{folder} is a {kind}, which can't grow")
         return source
@@ -175,7 +169,7 @@ class Source:
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.prefix + name)
+            tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
 
@@ -325,48 +319,45 @@ def drafter_name(folder: Path) -> str:
     return folder.parent.name if folder.name == "drafter" else folder.name
 
 
-def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="folder to write")
-    parser.add_argument("--target", type=Path, default=Path("models/demo_target"), help="folder of the model to grow")
-    parser.add_argument("--parameters", help="size of the grown target, such as 400M; chooses layers and neurons")
-    parser.add_argument("--layers", type=int, help="decoder layers; default: as many as the original")
-    parser.add_argument("--intermediate", type=int, help="neurons of an MLP; default: as many as the original")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the original's")
-    parser.add_argument("--drafters", type=Path, nargs="*", default=[], help="drafters of the original to copy, adapted")
-    parser.add_argument("--overwrite", action="store_true", help="replace a grown target")
-    return parser.parse_args(arguments)
-
-
-def run(args: argparse.Namespace) -> None:
-    if args.parameters and (args.layers is not None or args.intermediate is not None):
-        raise ValueError("--parameters chooses layers and neurons; give it alone, or --layers and --intermediate")
+def main(
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    target: Annotated[Path, typer.Option(help="Folder of the model to grow.")] = Path("models/demo_target"),
+    parameters: Annotated[str | None, typer.Option(help="Size, such as 400M; chooses layers and neurons.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers; as many as the original unless given.")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Neurons of an MLP; as many as the original unless given.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; the original's unless given.")] = None,
+    drafters: Annotated[list[Path] | None, typer.Option(help="A drafter of the original to copy, adapted. Repeatable.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a grown target.")] = False,
+) -> None:
+    """Grow a small target to the cost of a large model, with the same text."""
     # 1. Check everything before anything is written.
-    source = Source.of(args.target)
-    names = [drafter_name(folder) for folder in args.drafters]
+    if parameters and (layers is not None or intermediate is not None):
+        raise ValueError("--parameters chooses layers and neurons; give it alone, or --layers and --intermediate")
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"--dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
+    source, folders = Source.of(target), drafters or []
+    names = [drafter_name(folder) for folder in folders]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two --drafters have the name {repeated[0]}; rename a folder, or give one of them")
-    for folder in args.drafters:
+    for folder in folders:
         fitted_drafter(folder, source.config)
-    if args.parameters:
-        size = source.choose_size(parse_parameters(args.parameters))
+    if parameters:
+        size = source.choose_size(parse_parameters(parameters))
     else:
-        values = (args.layers, source.size.layers), (args.intermediate, source.size.intermediate)
+        values = (layers, source.size.layers), (intermediate, source.size.intermediate)
         size = source.grown_size(*(default if value is None else value for value, default in values))
     # 2. Write the target, then the drafters.
-    record = grow(source, args.output, size, dtype=args.dtype, overwrite=args.overwrite)
-    for name, folder in zip(names, args.drafters, strict=True):
-        copy_drafter(folder, args.output / "drafters" / name, source.config)
+    record = grow(source, output, size, dtype=dtype, overwrite=overwrite)
+    for name, folder in zip(names, folders, strict=True):
+        copy_drafter(folder, output / "drafters" / name, source.config)
     print(
-        f"{args.output}: {size.parameters:,} parameters in {record['dtype']}, {size.layers} layers of {size.intermediate:,} "
+        f"{output}: {size.parameters:,} parameters in {record['dtype']}, {size.layers} layers of {size.intermediate:,} "
         f"neurons. It costs as much as a large model, and generates the same text as {record['source']}"
     )
 
 
-def main() -> None:
-    with script_errors():
-        run(parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    try:
+        typer.run(main)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error

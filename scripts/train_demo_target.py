@@ -10,7 +10,6 @@ loops. The script uses a GPU if there is one. At the end it measures the model o
 and writes the figures beside the weights.
 """
 
-import argparse
 import json
 import math
 import os
@@ -18,10 +17,13 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Annotated
 
 import torch
+import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -44,8 +46,40 @@ DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
 LOOP_WEIGHT, LOOP_NGRAM, LOOP_PROMPT_TOKENS, LOOP_NEW_TOKENS = 12.0, 4, 48, 112
 
 
-def main() -> None:
-    args = parse_args()
+@dataclass(kw_only=True)
+class Settings:
+    """The options of a run: see `main`."""
+
+    output: Path
+    work_dir: Path
+    steps: int
+    batch_size: int
+    seq_len: int
+    learning_rate: float
+    vocab_size: int
+    seed: int
+    eval_every: int
+    average_with: Path | None
+    average_share: float
+    compile: bool
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder of the finished model.")] = Path("models/demo_target"),
+    work_dir: Annotated[Path, typer.Option(help="Tokenizer, checkpoints, log.")] = Path("outputs/demo_target"),
+    steps: int = 2400,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 16,
+    seq_len: int = 512,
+    learning_rate: float = 4e-3,
+    vocab_size: int = 4096,
+    seed: int = 0,
+    eval_every: Annotated[int, typer.Option(help="Steps between checkpoints with a held-out loss.")] = 100,
+    average_with: Annotated[Path | None, typer.Option(help="Earlier checkpoint.pt to average the weights with.")] = None,
+    average_share: Annotated[float, typer.Option(help="Weight of that checkpoint.")] = 0.35,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the forward: half a minute, then faster.")] = False,
+) -> None:
+    """Train the demo's target."""
+    args = Settings(**locals())
     torch.manual_seed(args.seed)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = load_or_train_tokenizer(args.work_dir / "tokenizer", args.vocab_size)
@@ -68,23 +102,6 @@ def main() -> None:
     }
     save(model, tokenizer, args.output, report)
     print(json.dumps(report, indent=2))
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("models/demo_target"), help="directory of the finished model")
-    parser.add_argument("--work-dir", type=Path, default=Path("outputs/demo_target"), help="tokenizer, checkpoints, log")
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between checkpoints with a held-out loss")
-    parser.add_argument("--average-with", type=Path, help="an earlier checkpoint.pt to average the final weights with")
-    parser.add_argument("--average-share", type=float, default=0.35, help="weight of that checkpoint")
-    parser.add_argument("--compile", action="store_true", help="torch.compile the forward (half a minute, then faster)")
-    return parser.parse_args()
 
 
 def load_or_train_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -142,7 +159,7 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, wi
     return torch.tensor([token for encoding in encodings for token in encoding.ids], dtype=torch.int32)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_step: int) -> Iterator[torch.Tensor]:
+def batches(tokenizer: PreTrainedTokenizerFast, args: Settings, first_step: int) -> Iterator[torch.Tensor]:
     """Yield batches [batch, seq + 1] from `first_step` to the last step.
 
     Every epoch cuts and shuffles the files again.
@@ -159,7 +176,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_
         step, epoch = step + steps_in_epoch, epoch + 1
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, device: torch.device) -> float:
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: Settings, device: torch.device) -> float:
     """Train `model` in place, from the last checkpoint if there is one.
 
     Returns the seconds of all runs together.
@@ -321,4 +338,4 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -6,17 +6,17 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
 from accelerate.commands.launch import launch_command_parser
 
-from outrider.cli import compose, launch
+from outrider.cli import build, compose, launch
 from outrider.cli import run as stages
-from outrider.cli.arguments import parse_arguments
+from outrider.cli.command_line import CommandLine
+from outrider.cli.commands import COMMANDS, function_of
 from outrider.cli.config import RunConfig
-from outrider.cli.main import app
 
 from .doc_blocks import REPOSITORY, commands
 
@@ -68,21 +68,26 @@ def check(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_outrider(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse the arguments of a command as it would; those of `outrider run` are composed."""
-    command: Any = typer.main.get_command(app)
-    name = "outrider"
-    while hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
-        name = arguments[0]
-        assert name in command.commands, f"there is no command {name}"
-        command, arguments = command.commands[name], arguments[1:]
-    if name == "run":
-        run_config(arguments, monkeypatch)
+    """Read the arguments of a command as it would; those of `outrider run` are composed."""
+    if not arguments or {"--help", "--version"} & set(arguments):
         return
-    arguments = _launched(name, arguments)
-    try:
-        command.make_context(name, list(arguments))
-    except (SystemExit, typer.Exit):
-        assert {"--help", "--version"} & set(arguments)
+    name = next((name for words in (2, 1) if (name := " ".join(arguments[:words])) in COMMANDS), None)
+    assert name is not None, f"there is no command {arguments[0]}"
+    rest = arguments[len(name.split()) :]
+    if name == "run":
+        run_config(rest, monkeypatch)
+        return
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "require_paths", lambda paths: list(paths))
+        _, line = build.build_options(get_type_hints(function_of(name))["options"], rest)
+    check_launch_options(line)
+
+
+def check_launch_options(line: CommandLine) -> None:
+    """Parse the options of `--launch NAME`, whose file must be packaged or a path."""
+    if line.launch is not None:
+        launch_command_parser().parse_args([*line.launch_options, "program"])
+        assert launch.launch_command(line.launch, line.launch_options, [])
 
 
 def check_launch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,37 +148,17 @@ def check_make(arguments: list[str]) -> None:
 
 def run_config(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConfig | None:
     """Return what `outrider run ARGUMENTS` would run; None where it only prints."""
+    if {"--help", "-h"} & set(arguments):
+        return None
     configs: list[RunConfig] = []
-    arguments = _without_launch(list(arguments))
-    prepare_files(arguments)
+    line = compose.read_run_line(arguments)
+    check_launch_options(line)
+    prepare_files(line.own)
     with monkeypatch.context() as patched:
         patched.setattr(stages, "run", configs.append)
-        patched.setattr(sys, "argv", ["outrider run", *arguments])
-        compose.main()
-    assert len(configs) == 1 or {"--cfg", "--help"} & set(arguments), arguments
+        compose.run_command(line.own)
+    assert len(configs) == 1 or "--show" in arguments, arguments
     return configs[0] if configs else None
-
-
-def _launched(name: str, arguments: list[str]) -> list[str]:
-    """Return the arguments of a command without those of `--launch`, whose file must exist."""
-    if name not in launch.LAUNCHED_COMMANDS:
-        return arguments
-    parsed = launch.launch_arguments(arguments)
-    if parsed.file is not None:
-        launch_command_parser().parse_args([*parsed.options, "program"])
-        assert launch.launch_command(parsed.file, parsed.options, [])
-    return parsed.command
-
-
-def _without_launch(arguments: list[str]) -> list[str]:
-    """Drop `--launch NAME` and options of accelerate; the file must be packaged or a path."""
-    if "--launch" not in arguments:
-        return arguments
-    request = parse_arguments(arguments)
-    assert request.launch is not None
-    launch_command_parser().parse_args([*request.launch_options, "program"])
-    assert launch.launch_command(request.launch, request.launch_options, [])
-    return request.overrides
 
 
 def prepare_files(arguments: Sequence[str]) -> None:

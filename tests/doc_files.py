@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from outrider.cli.config import DEMO_TARGET
+from outrider.cli.compose import DEMO_TARGET
 from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.options import RedrafterConfig
@@ -20,7 +20,7 @@ from .tiny_models import IDENTITY
 def write_recipe(path: Path) -> None:
     """Write a recipe of one's own: the demo under another name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"# @package _global_\ndefaults:\n  - demo\n  - _self_\n\nname: {path.stem}\n")
+    path.write_text(f"base: demo\nname: {path.stem}\n")
 
 
 def write_drafter_config(folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outrider.cli import launch
 from outrider.cli.launch import launch_command
 from outrider.data import entry
 
@@ -37,7 +36,7 @@ def test_a_module_that_is_no_program_never_ends_well(module: str, command: str, 
 
 
 def test_the_entry_of_launchers_and_the_command_run_as_modules(tmp_path: Path) -> None:
-    result = run_module("outrider.train", "conf=demo", "--cfg", "job", "train.steps=7", cwd=tmp_path)
+    result = run_module("outrider.train", "conf=demo", "--show", "train.steps=7", cwd=tmp_path)
     assert "steps: 7" in result.stdout, result.stderr
     assert "redrafter_vicuna7b" in run_module("outrider.cli", "recipes", cwd=tmp_path).stdout
 
@@ -63,21 +62,6 @@ def test_a_launch_file_is_named_or_a_path(tmp_path: Path) -> None:
     assert str(tmp_path / "mine.yaml") in launch_command(str(tmp_path / "mine.yaml"), [], ["outrider.cli"])
     with pytest.raises(ValueError, match="did you mean one_node"):
         launch_command("one_nod", [], ["outrider.cli"])
-
-
-@pytest.mark.parametrize("command", launch.LAUNCHED_COMMANDS)
-def test_a_launched_command_reads_its_own_options(command: str) -> None:
-    rest = ["--target", "T", "--drafter", "prompt_lookup", "--stage-layers", "4,4"]
-    arguments = [command, *rest[:2], "--launch", "pipeline_cpu", "--num-processes", "3", *rest[2:], "--main_process_port=0"]
-    parsed = launch.launch_arguments(arguments)
-    assert parsed.file == "pipeline_cpu"
-    assert parsed.options == ["--num-processes", "3", "--main_process_port=0"]
-    assert parsed.command == [command, *rest]
-    assert launch.own_arguments(arguments) == [command, *rest, "--launch", "pipeline_cpu"]
-    for other in ([command, *rest], [command, "--num-processes", "3"], ["run", "demo", "--launch", "cpu"], ["--help"], []):
-        assert launch.own_arguments(other) == other
-    with pytest.raises(ValueError, match="--launch needs a launch file: one of .*pipeline_cpu"):
-        launch.own_arguments([command, "--launch"])
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_a_recipe_composes_from_the_wheel_alone(wheel: ZipFile, tmp_path: Path) 
         f"assert outrider.conf.__file__.startswith({str(tmp_path)!r}), outrider.conf.__file__\nmain()"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script, "run", "conf=demo", "--cfg", "job", "--resolve"],
+        [sys.executable, "-c", script, "run", "conf=demo", "--show"],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
         cwd=tmp_path,
         capture_output=True,

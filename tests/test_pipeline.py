@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from outrider.cli.config import register, to_run_config
+from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.data.files import sha256_file
 
@@ -86,10 +85,7 @@ def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        composed = compose("config", overrides=list(overrides))
-    run(to_run_config(composed))
+    run(load_recipe(*overrides))
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cli.config import RunConfig, register, to_run_config
+from outrider.cli.compose import load_recipe
+from outrider.cli.config import RunConfig
 from outrider.cli.run import require_trainable, run
 from outrider.data.drafter_names import TRAINING_FREE_NAMES
 from outrider.models.drafters.saved import build
@@ -101,9 +101,7 @@ def qwen3_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def composed_of(*overrides: str) -> RunConfig:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        return to_run_config(compose("config", overrides=list(overrides)))
+    return load_recipe(*overrides)
 
 
 def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> list[str]:

@@ -1,8 +1,8 @@
 """How a drafter is trained."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -37,10 +37,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 """Options that don't change what is learned: a run may resume with other values."""
 
 
-if TYPE_CHECKING:
-    TrainLoss = LossKind | dict[LossKind, float]
-else:  # Hydra has no type for a text or a mapping. `outrider options` describes the second type.
-    TrainLoss = Annotated[Any, LossKind | dict[LossKind, float], AfterValidator(check_loss)]
+TrainLoss = Annotated[LossKind | dict[LossKind, float], BeforeValidator(check_loss)]
 
 
 def known_weights(value: str) -> str:

@@ -4,72 +4,36 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import typer
 from sphinx.pycode import ModuleAnalyzer
 
 from outrider.cli import describe
-from outrider.cli.arguments import run_help
-from outrider.cli.main import app
+from outrider.cli.commands import COMMANDS
+from outrider.cli.help import described, usage
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
 def commands() -> str:
-    """Return a section for each command: what it does, how it is called, and its options."""
-    return "\n\n".join(_command(name, command) for name, command in walk(typer.main.get_command(app), "outrider"))
+    """Return a section for each command: its help, and its own options."""
+    return "\n\n".join(map(_command, COMMANDS))
 
 
-def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield each command that does something, with its full name."""
-    if not hasattr(command, "commands"):
-        yield name, command
-    for part, child in sorted(getattr(command, "commands", {}).items()):
-        yield from walk(child, f"{name} {part}")
+def _command(name: str) -> str:
+    text, cls, sections = described(name)
+    others = [f"`{section}`" for section in sections if section]
+    lines = [f"## outrider {name}", "", text, "", "```text", usage(name, cls, sections), "```"]
+    if others:
+        lines += ["", f"Further options: those of {', '.join(others)} in [Options](options.md)."]
+    return "\n\n".join(["\n".join(lines), *map(_option, sections[""].options if name != "run" else own_options(cls))])
 
 
-def _command(name: str, command: Any) -> str:
-    context = command.make_context(command.name, [], resilient_parsing=True)
-    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
-    required = [option for option in options if option.required]
-    usage = [name, *(argument.name.upper() for argument in arguments)]
-    usage += [f"{option.opts[0]} {_value(option, context).partition(',')[0].upper()}" for option in required]
-    usage += ["[OPTIONS]"] if len(required) < len(options) else []
-    lines = [f"## {name}", "", inspect.cleandoc(command.help or ""), "", "```text", " ".join(usage), "```"]
-    if name == "outrider run":
-        lines[-2] = run_help().rstrip()  # its arguments are a recipe's, which the command's parser doesn't know
-    rows = [
-        (f"`{_names(parameter)}`", _value(parameter, context), _default(parameter), parameter.help)
-        for parameter in command.params
-    ]
-    return "\n".join([*lines, "", *table(("option", "value", "default", "meaning"), rows)] if rows else lines)
-
-
-def _names(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        return str(parameter.name.upper())
-    return ", ".join([*parameter.opts, *parameter.secondary_opts])
-
-
-def _value(parameter: Any, context: Any) -> str:
-    if getattr(parameter, "is_flag", False):
-        return "switch"
-    name = re.sub(r"^list\[(.*)\]$", r"\1", parameter.display_type(context).strip("<>"), flags=re.IGNORECASE).lower()
-    return f"{name}, repeatable" if parameter.multiple or parameter.nargs == -1 else name
-
-
-def _default(parameter: Any) -> str:
-    if parameter.required:
-        return "required"
-    default = parameter.default() if callable(parameter.default) else parameter.default
-    if getattr(parameter, "is_flag", False):
-        return "on" if default else "off"
-    return "" if default in (None, "", [], ()) else f"`{default}`"
+def own_options(cls: type) -> tuple[describe.Option, ...]:
+    """Return the options of a command's own class."""
+    return describe.sections_of(cls)[""].options
 
 
 def options() -> str:

@@ -63,7 +63,7 @@ def write_answers(
             if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
                 logger.info(
                     "the answers to mt_bench have the question numbers of the Hub's data set; for FastChat's judge, evaluate "
-                    "FastChat's question.jsonl (--suite-path mt_bench=question.jsonl)"
+                    "FastChat's question.jsonl: --suite '{name: mt_bench, path: question.jsonl}'"
                 )
             path = directory / group_name(group) / f"{name}{suffix}"
             atomic_write_text(path, to_text(answered, name, time))

@@ -163,7 +163,7 @@ def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int
                 prompts.append(ids)
     if not prompts:
         raise ValueError(
-            f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower --max-new-tokens"
+            f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower eval.max_new_tokens"
         )
     if len(prompts) < batch_size:
         raise ValueError(

@@ -51,6 +51,23 @@ def check_form(form: dict[str, Any]) -> dict[str, Any]:
     return form
 
 
+START_FROM = "start_from"
+"""Option of every drafter: see `DrafterChoice`."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DrafterChoice:
+    """The kind of a drafter, and the weights that it starts from."""
+
+    kind: str | None = None
+    """The kind of drafter."""
+    start_from: str | None = None
+    """Folder of a trained drafter, or its name on the Hub, to start training from. The kind, the
+    shape and the weights are those of the trained drafter; only drafting options may differ. Its
+    target may be another one of the same shape, such as the same model before fine-tuning or
+    quantisation."""
+
+
 @dataclass(kw_only=True, config=OPTIONS)
 class TreeOptions:
     """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
@@ -285,8 +302,8 @@ class DraftModelConfig:
     num_kv_heads: PositiveInt | None = None
     """Heads of keys and values; None keeps the target's group size."""
     architecture: dict[str, Any] | None = None
-    """transformers' configuration of the model, written when a drafter is saved. It replaces the
-    options above."""
+    """transformers' configuration of the model, which a saved drafter has. It replaces the options
+    above, and no recipe needs it."""
 
     length: PositiveInt = 4
     """Number of draft tokens on the longest path. This and the next options may be changed when the

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, different, one_of
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def known_formats(names: list[str]) -> list[str]:
-    """Check that each name is a format or an engine, and listed once."""
-    from .registry import ENGINES, FORMATS  # imports torch and transformers, which composing a recipe doesn't need
-
-    return TypeAdapter(list[Annotated[str, one_of(*FORMATS, *ENGINES)]]).validate_python(different(names))
+FORMATS = (
+    *("speculators-dspark", "speculators", "eagle3", "dspark", "apple", "medusa", "tensorrt-llm"),
+    *("eagle1-vllm", "eagle1-sglang", "transformers"),
+)
+"""Names of the formats in the registry, which loads torch."""
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class ExportConfig:
     """Folder for the Hub (see `package`), and exports to other programs' formats."""
 
-    formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
+    formats: Annotated[list[Annotated[str, one_of(*FORMATS, *ENGINES)]], AfterValidator(different)] = field(
+        default_factory=list
+    )
     """Formats of other programs to export to (`outrider export --help` lists them), each in
     export/FORMAT. With several drafters, those of the format's kind are exported. vllm and sglang stand
     for the format that the engine reads."""
@@ -51,7 +54,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.base_model or self.repo or self.licence:
-            from .package import require_names  # as in `known_formats`
+            from .package import require_names  # imports torch and transformers
 
             require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
         if self.push and self.repo is None:

@@ -165,8 +165,13 @@ def require_own_folder(directory: Path, name: str) -> None:
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     note = read_note(directory)
-    if note is None or note.format != name:
+    if note is None:
         raise ValueError(f"{directory} holds other files already; write into another folder")
+    if note.format != name:
+        raise ValueError(
+            f"{directory} holds an export in the format {note.format}, and a folder has one format; write {name} into a folder "
+            f"of its own, such as {directory.with_name(f'{directory.name}-{name}')}"
+        )
 
 
 def read_note(directory: Path) -> Note | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
+from ..drafters.eagle3 import default_feature_layers
 from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
@@ -118,7 +119,7 @@ def engine_format(engine: str, directory: Path) -> str:
     the formats for this kind.
     """
     saved = read_drafter_config(directory)
-    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"--to is {engine}", str(directory))
+    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"to is {engine}", str(directory))
 
 
 def holds_kind(name: str, kind: str) -> bool:
@@ -151,9 +152,16 @@ def engine_format_of(engine: str, kind: str, feature_layers: object, chosen: str
             f"{chosen}, which doesn't serve drafters of the kind {kind}, only {', '.join(served)}. {drafter} "
             f"can be written as {others}"
         )
-    if engine == "vllm" and kind == "eagle3" and feature_layers is not None:
+    if engine == "vllm" and kind == "eagle3" and not _are_usual(feature_layers):
         return "speculators"  # `eagle3` doesn't support other layers than the default
     return served[kind]
+
+
+def _are_usual(feature_layers: object) -> bool:
+    """Return whether an EAGLE-3 reads the default layers of a target, whose last but two is the last of them."""
+    if feature_layers is None:
+        return True
+    return isinstance(feature_layers, list) and feature_layers == default_feature_layers(max(feature_layers, default=0) + 3)
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:

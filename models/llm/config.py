@@ -4,22 +4,12 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, PositiveFloat
+from pydantic import AfterValidator, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from .quantization import check_method
-
-
-def check_stages(value: Any) -> list[int] | None:
-    """Return the layers of each stage. Raises an error for anything but a list of positive numbers."""
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not value or not all(type(number) is int and number > 0 for number in value):
-        raise PydanticCustomError("stages", "must be a list with one number above 0 for each stage, such as [8, 8]")
-    return [*value]
-
 
 AUTO = "auto"
 
@@ -47,9 +37,9 @@ class TargetConfig:
     """Hub id, or a directory with `config.json`, weights and tokenizer."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; None is the default branch."""
-    dtype: Annotated[str, one_of(*DTYPES)] = "auto"
-    """Type of the weights and of the computation; `auto` keeps the stored type. On a CPU
-    without bfloat16 instructions use float32."""
+    dtype: Annotated[str, one_of(*DTYPES)] | None = "auto"
+    """Type of the weights and of the computation; `auto` keeps the stored type. None: float32 on a
+    CPU, where only it reproduces the same tokens exactly, else as stored."""
     attn_implementation: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
     """Attention function of transformers, sdpa or eager: both support the 4-D masks of draft
     trees."""
@@ -66,17 +56,16 @@ class TargetConfig:
     device: str | None = None
     """For example `cuda:1`. None: the launcher's device, else the first accelerator, else the
     CPU."""
-    # A text, a mapping or None, typed Any: Hydra can't put a mapping into an optional field.
     device_map: Annotated[Any, AfterValidator(check_device_map)] = None
     """Divide the layers over several devices of this process, for a target that doesn't fit on one:
     `auto` divides them among all accelerators by free memory. A mapping names the devices, as in
     transformers: {'': 0, model.layers.20: 1}. Embeddings, norm and head share a device. Evaluation
     supports this; labelling and training have `tensor_parallel`."""
-    # A mapping or None, typed Any: Hydra can't put a mapping into an optional field.
     quantization: Annotated[Any, AfterValidator(check_method)] = None
     """Quantise the weights while loading: a `method` (bitsandbytes, torchao, gptq or awq) and its
     options. The options are those of transformers, such as {method: bitsandbytes, load_in_4bit:
-    true} or {method: torchao, type: Int8WeightOnlyConfig}. Leave this out if the stored weights are
+    true} or {method: torchao, type: Int8WeightOnlyConfig}, for which `bitsandbytes` and `torchao`
+    alone stand. Leave this out if the stored weights are
     quantised already. A quantised target is a different target: label the training data with it
     too."""
     tensor_parallel: bool = False
@@ -89,8 +78,7 @@ class TargetConfig:
     budget_tokens: PositiveInt = 4096
     """Tokens of all rows together, draft trees included, whose keys and values count into
     `memory_budget_gib`. Longer batches are refused."""
-    # Hydra can't put a list into an optional field of numbers, so the type is in the check.
-    stage_layers: Annotated[Any, AfterValidator(check_stages)] = None
+    stage_layers: Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     """Divide the target over processes of a launch: numbers of layers, one for each stage, such as
     [8, 8, 8, 8] for a model of 32 layers. One more process, the head, has embeddings, norm, output
     embeddings and the drafter. Each process reads its own weights only. Evaluation supports this
@@ -113,6 +101,8 @@ class TargetConfig:
             raise ValueError(
                 f"device_map is {self.device_map}, which doesn't work together with {' and '.join(clashing)}; leave one out"
             )
+        if self.stall_seconds is not None and self.stage_layers is None:
+            raise ValueError(f"stall_seconds is {self.stall_seconds:g}, without stage_layers; give both, or neither")
         names = ("compiled", "cuda_graphs", "quantization", "tensor_parallel", "memory_budget_gib")
         clashing = [name for name in names if getattr(self, name)]
         if self.stage_layers is not None and clashing:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def load_target(
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
     device = parse_device(config.device) if config.device else device or default_device()
+    if config.dtype is None:
+        config = replace(config, dtype="float32" if device.type == "cpu" else "auto")
     # 1. A process that is a stage of the target ends here. The tokenizer takes a second, so its errors
     # come before the weights are loaded.
     head = None if config.stage_layers is None else head_or_stage(config, device)
@@ -112,6 +115,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
 
 def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarget:
     """Load the head's part of a target in stages, while the stages load theirs."""
+    assert config.stage_layers is not None
     ends, link = head.load()
     ends.model.eval().requires_grad_(False)
     identity = _identify(config, ends.model, tokenizer, head.weights_sha256)
@@ -222,7 +226,7 @@ def _check_stop_tokens(target: HFTarget) -> None:
 def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bool) -> PreTrainedModel:
     # 1. Decide how to load: quantised weights go straight to their device, since some can't be
     # moved.
-    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = "auto" if config.dtype is None or config.dtype == "auto" else getattr(torch, config.dtype)
     stored = stored_method(config.name_or_path)
     if stored is not None:
         require_packages(stored)

@@ -16,8 +16,20 @@ PACKAGES = {
 """Packages that each method needs; each is imported and installed under the same name."""
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "torchao": {"method": "torchao", "type": "Int8WeightOnlyConfig"},
+    "bitsandbytes": {"method": "bitsandbytes", "load_in_4bit": True},
+}
+"""Options that the name of a method alone stands for."""
+
+
 def check_method(options: Any) -> Any:
-    """Return options with a known `method`, or None. Raises ValueError for other options."""
+    """Return options with a known `method`, or None; the name of a method stands for its usual options.
+
+    Raises ValueError for other options.
+    """
+    if isinstance(options, str) and options in DEFAULTS:
+        return DEFAULTS[options]
     method = options.get("method") if isinstance(options, Mapping) else None
     if options is not None and method not in PACKAGES:
         raise ValueError(

@@ -310,7 +310,7 @@ def _warn_of_experts(model: PreTrainedModel) -> None:
 
 def _dtype(config: TargetConfig, described: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """Return the type of the computation, as transformers chooses it."""
-    if config.dtype != "auto":
+    if config.dtype is not None and config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
     dtypes = [described.dtype, *(tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point)]

@@ -18,15 +18,14 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
+from report import finish
 
-from outrider.data.files import write_json
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.batch import BatchDecoder
 from outrider.distill.regenerate.lengths.buckets import Predicted
@@ -42,7 +41,6 @@ from outrider.distill.regenerate.lengths.schedule import (
     longest_answer_first,
     supervise,
 )
-from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Sampling
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -102,7 +100,7 @@ def main(
     budget_tokens: Annotated[int, typer.Option(help="KV-memory budget, before the division")] = 16384,
     rounds: int = 3,
     threads: int = 1,
-    output: Path = Path("outputs/scheduling.json"),
+    output: Path = Path("outputs/bench/scheduling.json"),
 ) -> None:
     torch.set_num_threads(threads)
     loaded = load_target(TargetConfig(name_or_path=target, dtype="float32"), torch.device("cpu"))
@@ -121,12 +119,11 @@ def main(
                 theirs / ours for ours, theirs in zip(seconds[name], seconds[FIRST_COME], strict=True)
             ),
             **{key: value for key, value in results[-1].items() if not key.endswith("seconds")},
-            "rounds": results[1:],
         }
         for name, results in runs.items()
     ]
-    write_json(output, {"rows": rows, "environment": asdict(describe_environment(loaded.device))})
-    print(pd.DataFrame(rows).drop(columns="rounds").round(2).to_string(index=False))
+    rows = [{name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()} for row in rows]
+    finish(output, rows, device=loaded.device, processor_seconds=seconds)
 
 
 def read_workload(

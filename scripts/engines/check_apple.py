@@ -33,7 +33,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from engine_targets import DEPTHS, HIDDEN, VOCAB, compare, load_target, make_drafter, make_target, make_tokens, randomise, run
+from engine_targets import (
+    DEPTHS,
+    HIDDEN,
+    RESULTS_FILE,
+    VOCAB,
+    compare,
+    load_target,
+    make_exports,
+    make_tokens,
+    randomise,
+    read_results,
+    run,
+)
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 NUM_PROMPTS, WIDTH, KEPT = 16, 5, 50
@@ -49,22 +61,16 @@ THEIRS: dict[str, dict[str, Any]] = {
     "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * HIDDEN, "rnn": True},
     "with_projection": {"num_draft_layers": 1, "exit_dim": 24, "rnn": True},
 }
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.apple import FORMAT
-    from outrider.models.export.formats import write_folder
 
-    target = make_target(directory / "target", ROPE)
-    torch.save(target.embed_tokens.weight.clone(), directory / "embeddings.pt")
-    for name, options in OURS.items():
-        drafter = make_drafter(target, kind="redrafter", initial_state="zero", **options)
-        write_folder(FORMAT, drafter, directory / name, target)
-        torch.save(our_results(drafter), directory / name / RESULTS_FILE)
-    print(f"{len(OURS)} exports are in {directory}")
-    return True
+    cases = {name: {"kind": "redrafter", "initial_state": "zero", **options} for name, options in OURS.items()}
+    made = make_exports(directory, cases, lambda _: FORMAT, lambda drafter, _: our_results(drafter), ROPE)
+    torch.save(load_target(directory / "target").embed_tokens.weight.clone(), directory / "embeddings.pt")
+    return made
 
 
 def make_prompts() -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +91,7 @@ def drafted_beams(drafter: Any, top_k: int | None) -> torch.Tensor:
     from outrider.models.drafters.beams import beam_search, final_beams
 
     contexts, first = make_prompts()
-    search = beam_search(drafter, contexts, first, width=WIDTH, length=DEPTHS, top_k=top_k)
+    search = beam_search(drafter, contexts[:, None].expand(-1, DEPTHS, -1), first, width=WIDTH, top_k=top_k)
     tokens = search.tokens.gather(1, final_beams(search)).unflatten(1, (DEPTHS, WIDTH)).transpose(1, 2)
     return torch.cat([first[:, None, None].expand(-1, WIDTH, 1), tokens], dim=2)
 
@@ -173,7 +179,7 @@ def compare_and_write(directory: Path) -> bool:
     for name in OURS:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         theirs = their_search(model.eval(), directory)
         alike &= compare_searches(name, theirs, results)
         alike &= compare_beams(name, theirs["beams"], results)
@@ -202,7 +208,7 @@ def compare_mlx(directory: Path) -> bool:
         model = modeling_drafter.load_model(str(directory / name))  # raises for missing and unknown names
         shape = modeling_drafter.BeamShape(WIDTH, DEPTHS + 1)
         beams, logits = (torch.tensor(v.tolist()) for v in model.beam_search_candidates(contexts, first, embed, shape))
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         # MLX returns a prompt's beams in any order. Beams that ours lack stay first, and are reported.
         same = (results["filtered"][:, :, None] == beams[:, None]).all(-1).long()  # [prompt, our beam, its beam]
         rows, order = torch.arange(NUM_PROMPTS)[:, None], same.argmax(2)
@@ -219,7 +225,7 @@ def import_theirs(directory: Path) -> bool:
     alike, target = True, load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         ours = our_results(import_drafter(directory / name, target))
         alike &= compare_searches(name, ours, results)
         alike &= compare_beams(name, results["beams"], ours)

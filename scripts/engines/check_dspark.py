@@ -18,12 +18,11 @@ It prints the largest difference of the logits of each slot, and exits with 1 if
 above rounding errors.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_targets import NUM_TOKENS, SCALED_ROPE, compare, make_drafter, make_target, make_tokens, read_features, run
+from engine_targets import NUM_TOKENS, compare, make_exports, make_tokens, point_to_target, read_results, run, usual_results
 
 BLOCK, MASK = 4, 7
 CONTEXT = NUM_TOKENS - 2 * BLOCK
@@ -53,34 +52,25 @@ CASES: dict[str, dict[str, Any]] = {
     "speculators_reduced_vocabulary": {"draft_vocab_size": 50},
     "speculators_layer_of_its_own": {"layer": OWN_LAYER, "feature_layers": [1, 4, 6, 7]},
 }
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import dspark
-    from outrider.models.export.formats import write_folder
 
     formats = {"deepspec": dspark.DEEPSPEC, "speculators": dspark.SPECULATORS}
-    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
-    for name, options in CASES.items():
-        drafter = make_drafter(target, **{**DSPARK, **options})
-        write_folder(formats[name.partition("_")[0]], drafter, directory / name, target)
-        config = directory / name / "config.json"
-        values = json.loads(config.read_text())
-        if "speculators_config" in values:  # the library loads the target by this name, which here is a folder
-            values["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
-            config.write_text(json.dumps(values, indent=2))
-        features = read_features(drafter, target, tokens)
-        results = {
-            "feature_layers": list(drafter.feature_layers),
-            "features": features,
-            "logits": chained_logits(drafter, features, tokens),
-        }
-        results |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
-        torch.save(results, directory / name / RESULTS_FILE)
-    print(f"{len(CASES)} exports are in {directory}")
-    return True
+
+    def results_of(drafter: Any, target: Any) -> dict[str, Any]:
+        results = usual_results(drafter, target, lambda *_: [])
+        results["logits"] = chained_logits(drafter, results["features"], make_tokens())
+        return results | {"feature_layers": list(drafter.feature_layers)}
+
+    cases = {name: {**DSPARK, **options} for name, options in CASES.items()}
+    made = make_exports(directory, cases, lambda name: formats[name.partition("_")[0]], results_of)
+    for name in CASES:
+        if name.startswith("speculators"):
+            point_to_target(directory / name / "config.json", directory / "target")
+    return made
 
 
 @torch.no_grad()
@@ -159,7 +149,7 @@ def compare_exports(directory: Path) -> bool:
     programs = {"deepspec": deepspec_logits, "speculators": speculators_logits}
     alike = True
     for name in CASES:
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         logits = programs[name.partition("_")[0]](directory / name, results, make_tokens())
         alike &= compare(name, logits, results["logits"])
         logits = vllm_logits(directory / name, results, make_tokens(), CONTEXT)

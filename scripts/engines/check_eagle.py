@@ -26,14 +26,15 @@ import torch
 from engine_targets import (
     HIDDEN,
     NUM_TOKENS,
+    RESULTS_FILE,
     VOCAB,
     chained_logits,
     compare,
-    load_target,
-    make_drafter,
-    make_target,
+    compare_imports,
+    make_exports,
     make_tokens,
     randomise,
+    read_results,
     run,
 )
 
@@ -46,21 +47,15 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of the drafter by format."""
 THEIRS: dict[str, dict[str, Any]] = {"as_vicunas": {}, "grouped_heads_without_bias": {"num_key_value_heads": 2, "bias": False}}
 """Further keys of EAGLE's training configurations."""
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's logits."""
     from outrider.models.export.eagle1 import SGLANG, VLLM
-    from outrider.models.export.formats import write_folder
 
-    target, tokens = make_target(directory / "target", ROPE), make_tokens()
-    for format in (SGLANG, VLLM):
-        drafter = make_drafter(target, kind="eagle", **OURS[format.name])
-        write_folder(format, drafter, directory / format.name, target)
-        torch.save(chained_logits(drafter, target, tokens), directory / format.name / RESULTS_FILE)
-    print(f"{len(OURS)} exports are in {directory}")
-    return True
+    cases = {name: {"kind": "eagle", **options} for name, options in OURS.items()}
+    formats = {format.name: format for format in (SGLANG, VLLM)}
+    return make_exports(directory, cases, formats.__getitem__, lambda *pair: chained_logits(*pair, make_tokens()), ROPE)
 
 
 def as_released(export: Path, target: Path) -> Path:
@@ -105,7 +100,7 @@ def compare_and_write(directory: Path) -> bool:
         model = EaModel.from_pretrained(
             base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
         ).eval()
-        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        expected = read_results(directory / name)
         alike &= compare(name, their_logits(model, tokens), expected)
     for name, options in THEIRS.items():
         write(directory / name, options, target)
@@ -159,14 +154,10 @@ def write(path: Path, options: dict[str, Any], target: Path) -> None:
 
 def import_theirs(directory: Path) -> bool:
     """Import each checkpoint that EAGLE wrote, and compare (outrider's Python)."""
-    from outrider.models.export.registry import format_of, import_drafter
+    from outrider.models.export.registry import format_of
 
-    alike, tokens, target = True, make_tokens(), load_target(directory / "target")
-    for name in THEIRS:
-        assert format_of(directory / name).kind == "eagle"
-        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
-        alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
-    return alike
+    assert all(format_of(directory / name).kind == "eagle" for name in THEIRS)
+    return compare_imports(directory, THEIRS, lambda *pair: chained_logits(*pair, make_tokens()))
 
 
 if __name__ == "__main__":

@@ -22,29 +22,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_targets import NUM_TOKENS, VOCAB, compare, load_target, make_drafter, make_target, make_tokens, randomise, run
+from engine_targets import (
+    NUM_TOKENS,
+    RESULTS_FILE,
+    VOCAB,
+    compare,
+    compare_imports,
+    make_exports,
+    make_tokens,
+    randomise,
+    read_results,
+    run,
+)
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 """Rotary embeddings of the target; this version of Medusa has no other base."""
 OURS = "ours"
 THEIRS = {"as_published": (3, 1), "two_blocks": (2, 2), "one_head": (1, 1)}
 """Numbers of heads and blocks by case."""
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder with the export and outrider's logits."""
-    from outrider.models.export.formats import write_folder
     from outrider.models.export.medusa import REFERENCE
 
-    target = make_target(directory / "target", ROPE)
-    drafter = make_drafter(target, kind="medusa", num_heads=3)
-    write_folder(REFERENCE, drafter, directory / OURS, target)
+    made = make_exports(directory, {OURS: {"kind": "medusa", "num_heads": 3}}, lambda _: REFERENCE, our_logits, ROPE)
     # Medusa loads the target by this name, which here is a folder.
     rename_target(directory / OURS / "config.json", directory / "target")
-    torch.save(our_logits(drafter, target), directory / OURS / RESULTS_FILE)
-    print(f"the export is in {directory / OURS}")
-    return True
+    return made
 
 
 def rename_target(config: Path, target: Path) -> None:
@@ -73,7 +78,7 @@ def compare_and_write(directory: Path) -> bool:
         assert output.shape[1:] == (1, NUM_TOKENS, VOCAB)
         return [of_head[0] for of_head in output]
 
-    expected = torch.load(directory / OURS / RESULTS_FILE, weights_only=True)
+    expected = read_results(directory / OURS)
     alike = compare(OURS, logits(OURS), expected)
     for name, (num_heads, num_layers) in THEIRS.items():
         write(directory / name, num_heads, num_layers, directory / "target")
@@ -99,16 +104,10 @@ def write(path: Path, num_heads: int, num_layers: int, target: Path) -> None:
 
 def import_theirs(directory: Path) -> bool:
     """Import the heads that Medusa wrote, and compare (outrider's Python)."""
-    from outrider.models.export.registry import format_of, import_drafter
+    from outrider.models.export.registry import format_of
 
-    alike, target = True, load_target(directory / "target")
-    for name, sizes in THEIRS.items():
-        assert format_of(directory / name).name == "medusa"
-        drafter = import_drafter(directory / name, target)
-        assert (drafter.config.num_heads, drafter.config.num_layers) == sizes
-        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
-        alike &= compare(name, our_logits(drafter, target), expected)
-    return alike
+    assert all(format_of(directory / name).name == "medusa" for name in THEIRS)
+    return compare_imports(directory, THEIRS, our_logits)
 
 
 if __name__ == "__main__":

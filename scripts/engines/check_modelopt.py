@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_targets import NUM_TOKENS, VOCAB, chained_logits, compare, load_target, make_target, make_tokens, randomise, run
+from engine_targets import (
+    NUM_TOKENS,
+    RESULTS_FILE,
+    VOCAB,
+    chained_logits,
+    compare_imports,
+    make_target,
+    make_tokens,
+    randomise,
+    run,
+)
 
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 LAYER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40}
@@ -31,7 +41,6 @@ THEIRS: dict[str, dict[str, Any]] = {
     "longer_context": {"draft_vocab_size": 50, "rope_scaling": YARN},
 }
 """Options of the drafter's architecture."""
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -98,14 +107,10 @@ def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 def import_theirs(directory: Path) -> bool:
     """Import each drafter, and compare (outrider's Python)."""
-    from outrider.models.export.registry import format_of, import_drafter
+    from outrider.models.export.registry import format_of
 
-    alike, tokens, target = True, make_tokens(), load_target(directory / "target")
-    for name in THEIRS:
-        assert format_of(directory / name).name == "eagle3"
-        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
-        alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
-    return alike
+    assert all(format_of(directory / name).name == "eagle3" for name in THEIRS)
+    return compare_imports(directory, THEIRS, lambda *pair: chained_logits(*pair, make_tokens()))
 
 
 if __name__ == "__main__":

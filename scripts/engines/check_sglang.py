@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from engine_targets import (
     NUM_TOKENS,
-    SCALED_ROPE,
     VOCAB,
     chained_logits,
     compare,
-    make_drafter,
-    make_target,
+    make_exports,
     make_tokens,
-    read_features,
+    read_results,
     run,
+    usual_results,
 )
 
 EAGLE3: dict[str, dict[str, Any]] = {
@@ -51,26 +50,16 @@ EAGLE3: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 EAGLE1 = {"eagle1_without_bias": {"bias": False}, "eagle1_with_bias": {"bias": True}}
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import eagle1, eagle3
-    from outrider.models.export.formats import write_folder
 
-    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
-    for name, options in EAGLE3.items():
-        drafter = make_drafter(target, kind="eagle3", **options)
-        write_folder(eagle3.FORMAT, drafter, directory / name, target)
-        results = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
-        results["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        results["embeddings"] = target.embed_tokens.weight.clone()
-        torch.save(results, directory / name / RESULTS_FILE)
-    for name, options in EAGLE1.items():
-        write_folder(eagle1.SGLANG, make_drafter(target, kind="eagle", **options), directory / name, target)
-    print(f"{len(EAGLE3) + len(EAGLE1)} exports are in {directory}")
-    return True
+    cases = {name: {"kind": "eagle3", **options} for name, options in EAGLE3.items()}
+    cases |= {name: {"kind": "eagle", **options} for name, options in EAGLE1.items()}
+    formats = dict.fromkeys(EAGLE3, eagle3.FORMAT) | dict.fromkeys(EAGLE1, eagle1.SGLANG)
+    return make_exports(directory, cases, formats.__getitem__, lambda *pair: usual_results(*pair, chained_logits))
 
 
 def load(path: Path) -> Any:
@@ -117,7 +106,7 @@ def compare_exports(directory: Path) -> bool:
         load(directory / name)
         print(f"{name}: all tensors loaded")
     for name in EAGLE3:
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         model = load(directory / name)
         drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
         assert drafted.tolist() == results["drafted"].tolist()

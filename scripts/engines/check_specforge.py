@@ -29,17 +29,17 @@ from engine_targets import (
     DEPTHS,
     HIDDEN,
     NUM_TOKENS,
-    SCALED_ROPE,
+    RESULTS_FILE,
     VOCAB,
     compare,
     load_target,
-    make_drafter,
-    make_target,
+    make_exports,
     make_tokens,
     randomise,
-    read_features,
+    read_results,
     run,
     unrolled_logits,
+    usual_results,
 )
 
 OURS: dict[str, dict[str, Any]] = {
@@ -59,23 +59,14 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of the drafter."""
 THEIRS = {"of_sglangs_exporter": 50, "of_the_hubs_exporter": VOCAB}
 """Sizes of the draft vocabulary by case."""
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.eagle3 import FORMAT
-    from outrider.models.export.formats import write_folder
 
-    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
-    for name, options in OURS.items():
-        drafter = make_drafter(target, kind="eagle3", **options)
-        write_folder(FORMAT, drafter, directory / name, target)
-        results = {"features": read_features(drafter, target, tokens), "logits": unrolled_logits(drafter, target, tokens)}
-        results["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        torch.save(results, directory / name / RESULTS_FILE)
-    print(f"{len(OURS)} exports are in {directory}")
-    return True
+    cases = {name: {"kind": "eagle3", **options} for name, options in OURS.items()}
+    return make_exports(directory, cases, lambda _: FORMAT, lambda *pair: usual_results(*pair, unrolled_logits))
 
 
 def load(path: Path, target: Path) -> Any:
@@ -116,12 +107,12 @@ def compare_and_write(directory: Path) -> bool:
     """Load and compare each export, then write SpecForge's own drafters (SpecForge's Python)."""
     alike, tokens, target = True, make_tokens(), directory / "target"
     for name in OURS:
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         model = load(directory / name, target)
         assert (torch.arange(len(model.d2t)) + model.d2t).tolist() == results["drafted"].tolist()
         assert model.t2d.nonzero()[:, 0].tolist() == results["drafted"].tolist()
         alike &= compare(name, their_logits(model, results["features"], tokens), results["logits"])
-    features = torch.load(directory / "whole_vocabulary" / RESULTS_FILE, weights_only=True)["features"]
+    features = read_results(directory / "whole_vocabulary")["features"]
     for name, draft_vocab_size in THEIRS.items():
         drafted = write(directory / name, draft_vocab_size, target)
         results = {"logits": their_logits(load(directory / name, target), features, tokens), "drafted": drafted}
@@ -192,7 +183,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         drafter = import_drafter(directory / name, target).float()
         tokens_of_outputs = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
         assert tokens_of_outputs.tolist() == results["drafted"].tolist()

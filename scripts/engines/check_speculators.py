@@ -15,7 +15,6 @@ It prints the largest difference of the logits at each depth, and exits with 1 i
 above TOLERANCE.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ import torch
 from engine_targets import (
     DEPTHS,
     NUM_TOKENS,
-    SCALED_ROPE,
     compare,
-    make_drafter,
-    make_target,
+    make_exports,
     make_tokens,
-    read_features,
+    point_to_target,
+    read_results,
     run,
     unrolled_logits,
+    usual_results,
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -44,27 +43,17 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3_1": {"fc_norm": True, "norm_output": True},
     "one_norm_of_all_features": {"norm_before_fc": True, "norm_output": True},
 }
-RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
-    from outrider.models.export.formats import write_folder
     from outrider.models.export.speculators import FORMAT
 
-    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
-    for name, options in CASES.items():
-        drafter = make_drafter(target, kind="eagle3", **options)
-        write_folder(FORMAT, drafter, directory / name, target)
-        config = directory / name / "config.json"
-        # The library loads the target by this name, which here is a folder.
-        values = json.loads(config.read_text())
-        values["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
-        config.write_text(json.dumps(values, indent=2))
-        logits = unrolled_logits(drafter, target, tokens)
-        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / RESULTS_FILE)
-    print(f"{len(CASES)} exports are in {directory}")
-    return True
+    cases = {name: {"kind": "eagle3", **options} for name, options in CASES.items()}
+    made = make_exports(directory, cases, lambda _: FORMAT, lambda *pair: usual_results(*pair, unrolled_logits))
+    for name in CASES:
+        point_to_target(directory / name / "config.json", directory / "target")
+    return made
 
 
 @torch.no_grad()
@@ -74,7 +63,7 @@ def compare_exports(directory: Path) -> bool:
 
     alike = True
     for name in CASES:
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         model: Any = SpeculatorModel.from_pretrained(directory / name)
         model = model.float().eval()
         logits: list[torch.Tensor] = []

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from engine_targets import (
     NUM_TOKENS,
-    SCALED_ROPE,
     VOCAB,
     chained_logits,
     compare,
-    make_drafter,
-    make_target,
+    make_exports,
     make_tokens,
-    read_features,
+    read_results,
     run,
+    usual_results,
 )
 
 OWN_LAYER = {
@@ -55,26 +54,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 CLASSES = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-RESULTS_FILE, TARGET_LAYERS = "results.pt", 8
+TARGET_LAYERS = 8
 
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import eagle1, eagle3, speculators
-    from outrider.models.export.formats import write_folder
 
     formats = {"eagle1": eagle1.VLLM, "eagle3": eagle3.FORMAT, "speculators": speculators.FORMAT}
-    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
-    for name, options in CASES.items():
-        drafter = make_drafter(target, **options)
-        write_folder(formats[name.partition("_")[0]], drafter, directory / name, target)
-        results = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
-        results |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
-        drafted = None if options["kind"] == "eagle" else drafter.vocabulary.tokens
-        results["drafted"] = torch.arange(VOCAB) if drafted is None else drafted
-        torch.save(results, directory / name / RESULTS_FILE)
-    print(f"{len(CASES)} exports are in {directory}")
-    return True
+    return make_exports(
+        directory, CASES, lambda name: formats[name.partition("_")[0]], lambda *pair: usual_results(*pair, chained_logits)
+    )
 
 
 def read_config(path: Path) -> Any:
@@ -133,7 +123,7 @@ def compare_exports(directory: Path) -> bool:
     """Load each export, and compare (the Python with vLLM's files)."""
     alike = True
     for name, options in CASES.items():
-        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        results = read_results(directory / name)
         logits = their_logits(load(directory / name, options["kind"]), results, make_tokens(), options["kind"])
         alike &= compare(name, logits, results["logits"])
     return alike

@@ -4,16 +4,17 @@ The other programs need other versions than outrider, so two Pythons run each ch
 use `compare` and `run`, which need only torch.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 HIDDEN, VOCAB, NUM_TOKENS, DEPTHS = 32, 120, 128, 3
+RESULTS_FILE = "results.pt"
+"""What a case's folder holds beside the drafter: logits, and what the other program needs for its own."""
 TOLERANCE = 1e-5
 """Allowed difference as a share of the largest logit; programs sum in different orders."""
 SCALED_ROPE = {
@@ -87,6 +88,65 @@ def randomise(model: torch.nn.Module) -> None:
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
 
 
+def make_exports(
+    directory: Path,
+    cases: Mapping[str, dict[str, Any]],
+    format_of: Callable[[str], Any],
+    results_of: Callable[[Any, Any], Any],
+    rope: dict[str, Any] = SCALED_ROPE,
+) -> bool:
+    """Write the target, and a folder for each case with the export of a drafter and outrider's results.
+
+    `cases` has the drafter's options by name, `format_of` returns the format of a name, and
+    `results_of` computes results from a drafter and its target.
+    """
+    from outrider.models.export.formats import write_folder
+
+    target = make_target(directory / "target", rope)
+    for name, options in cases.items():
+        drafter = make_drafter(target, **options)
+        write_folder(format_of(name), drafter, directory / name, target)
+        torch.save(results_of(drafter, target), directory / name / RESULTS_FILE)
+    print(f"{len(cases)} exports are in {directory}")
+    return True
+
+
+def point_to_target(config: Path, target: Path) -> None:
+    """Name the target's folder in the configuration of speculators, which loads the target by this name."""
+    values = json.loads(config.read_text())
+    values["speculators_config"]["verifier"]["name_or_path"] = str(target.resolve())
+    config.write_text(json.dumps(values, indent=2))
+
+
+def read_results(folder: Path) -> Any:
+    """Return a case's results."""
+    return torch.load(folder / RESULTS_FILE, weights_only=True)
+
+
+def compare_imports(directory: Path, names: Iterable[str], logits_of: Callable[[Any, Any], list[torch.Tensor]]) -> bool:
+    """Import each drafter that the other program wrote, and compare its logits (outrider's Python)."""
+    from outrider.models.export.registry import import_drafter
+
+    alike, target = True, load_target(directory / "target")
+    for name in names:
+        logits = logits_of(import_drafter(directory / name, target), target)
+        alike &= compare(name, logits, read_results(directory / name))
+    return alike
+
+
+def usual_results(drafter: Any, target: Any, logits: Callable[..., list[torch.Tensor]]) -> dict[str, Any]:
+    """Return features of the text, a drafter's logits, the target's weights and the drafted tokens."""
+    tokens = make_tokens()
+    drafted = getattr(getattr(drafter, "vocabulary", None), "tokens", None)
+    return {
+        "features": read_features(drafter, target, tokens),
+        "logits": logits(drafter, target, tokens),
+        "embeddings": target.embed_tokens.weight.clone(),
+        "head": target.head.weight.clone(),
+        "drafted": torch.arange(VOCAB) if drafted is None else drafted,
+    }
+
+
 @torch.no_grad()
 def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Read a drafter's features of the text without its last token: [1, NUM_TOKENS, feature]."""
@@ -156,9 +216,7 @@ def run(doc: str | None, steps: dict[str, Callable[[Path], bool]]) -> None:
 
     Exits with 1 if the two programs differ.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=tuple(steps))
-    parser.add_argument("directory", type=Path)
-    arguments = parser.parse_args()
-    if not steps[arguments.step](arguments.directory):
+    if len(sys.argv) != 3 or sys.argv[1] not in steps:
+        sys.exit(f"{doc}\nusage: {Path(sys.argv[0]).name} {'|'.join(steps)} DIRECTORY")
+    if not steps[sys.argv[1]](Path(sys.argv[2])):
         sys.exit("the two programs give different results")

@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import main
-from outrider.cli.arguments import parse_arguments
-from outrider.cli.compose import compose
-from outrider.cli.config import to_run_config
-from outrider.cli.errors import COMMAND_VARIABLE, INTERRUPTED, command_line, in_command_words, starts_again, user_errors
-from outrider.cli.kept import describe_kept
+from outrider.cli.compose import load_recipe
+from outrider.cli.errors import COMMAND_VARIABLE, INTERRUPTED, command_line, starts_again, user_errors
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
-from outrider.eval.config import SuiteConfig
-from outrider.eval.run import with_files
+from outrider.cli.run import describe_kept
 
 from ..conftest import REPOSITORY
 
@@ -80,7 +76,7 @@ def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main.TyperGroup, "invoke", interrupt)
+    monkeypatch.setattr(main, "run_command", interrupt)
     monkeypatch.setattr(sys, "argv", ["outrider", "tune", "--target", "x"])
     with pytest.raises(SystemExit) as ended:
         main.main()
@@ -90,35 +86,8 @@ def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch
     assert "outrider tune --target x" in printed
 
 
-def test_a_commands_error_names_the_commands_options() -> None:
-    text = "set data.chat_template=a.jinja. Give local files: eval.suites=[{name: mt_bench, path: FILE, limit: 3}]"
-    assert in_command_words(text) == (
-        "set --chat-template a.jinja. Give local files: --suite-path FILE (`outrider eval`: --suite-path mt_bench=FILE)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("stage_layers is [4, 4]; set eval.batch_sizes=[1]", "--stage-layers is [4, 4]; set --batch-size 1"),
-        ("decode is both, or target.stage_layers=[4, 4]", "--decode is both, or --stage-layers 4,4"),
-        ("batch_sizes[0]=0: must be above 0", "--batch-size 0: must be above 0"),
-        ("set acceptance to exact", "set --acceptance to exact"),
-        ("give --stage-layers, or decode 4 prompts by distill.max_new_tokens", None),
-    ],
-)
-def test_a_commands_error_names_options_without_their_section(text: str, expected: str | None) -> None:
-    assert in_command_words(text) == (expected or text)
-
-
-def test_a_commands_error_names_only_the_suites_that_need_a_file() -> None:
-    suites = [SuiteConfig(name="mt_bench", limit=3), SuiteConfig(name="mine", path="b.jsonl"), SuiteConfig(name="spec_bench")]
-    text = f"Give local files: {with_files(suites, ['mt_bench', 'spec_bench'])}"
-    assert in_command_words(text) == "Give local files: --suite-path mt_bench=FILE --suite-path spec_bench=FILE"
-
-
 def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:
-    config = to_run_config(compose(parse_arguments(["demo", f"output_dir={tmp_path}"])))
+    config = load_recipe("demo", f"output_dir={tmp_path}")
     (tmp_path / "distill").mkdir()
     (tmp_path / "distill/manifest.json").touch()
     assert describe_kept(config).endswith(": nothing yet.")

@@ -1,27 +1,22 @@
 """The commands `outrider export` and `outrider import`, from start to end."""
 
-import inspect
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-import typer
-import typer.testing
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
-from outrider.cli.hub import push_command
+from outrider.cli.describe import field_docstrings
+from outrider.cli.errors import USER_ERROR
+from outrider.cli.export import UNWANTED, WANTED, ExportOptions
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
 from outrider.models.llm.loading import load_target
 
-app = typer.Typer()
-app.command("export")(export_command)
-app.command("import")(import_command)
-app.command("push")(push_command)
+from ..commands import invoke
 
 
 @pytest.fixture
@@ -34,9 +29,9 @@ def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def call(*command: str | Path) -> str:
-    result = typer.testing.CliRunner().invoke(app, [str(part) for part in command])
-    if isinstance(result.exception, Exception):
-        raise result.exception
+    result = invoke([str(part) for part in command])
+    if result.exit_code == USER_ERROR:
+        raise ValueError(result.message)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -64,7 +59,7 @@ def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target_dir, tmp_pa
 
 
 def test_the_help_lists_every_format_with_its_kind_and_the_engines():
-    help_text = inspect.signature(export_command, eval_str=True).parameters["to"].annotation.__metadata__[0].help
+    help_text = field_docstrings(ExportOptions)["to"]
     for name, format in FORMATS.items():
         assert f"{name} ({format.kind}" in help_text
     assert all(engine in help_text for engine in ENGINES)
@@ -83,7 +78,7 @@ def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
     assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
     # The drafter fits the complete target too.
     load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))
-    with pytest.raises(ValueError, match="--target is './nowhere'; give a directory"):
+    with pytest.raises(ValueError, match="target.name_or_path is './nowhere'; give a directory"):
         call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
 
 
@@ -110,7 +105,7 @@ def test_numbers_that_a_narrower_type_cannot_hold_are_refused(drafter, tiny_targ
 def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target_dir, tmp_path):
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "a", "--dtype", "bfloat16")
     (tmp_path / "a" / "outrider.json").unlink()
-    options = ["--from", "medusa", "--setting", "{tree_nodes: 3}"]
+    options = ["--format", "medusa", "--setting", "{tree_nodes: 3}"]
     call("import", tmp_path / "a", "--target", tiny_target_dir, "--output", tmp_path / "b", *options)
     again = load_drafter(tmp_path / "b", load_target(str(tiny_target_dir), torch.device("cpu")))
     assert again.config.tree_nodes == again.max_nodes == 3
@@ -123,7 +118,7 @@ def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir,
         call("export", drafter, *target, "--to", "tgi")
     with pytest.raises(ValueError, match="doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm"):
         call("export", drafter, *target, "--to", "vllm")
-    with pytest.raises(ValueError, match="--dtype is 'int8'"):
+    with pytest.raises(ValueError, match='dtype="int8": must be one of'):
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
     with pytest.raises(ValueError, match="exists already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)

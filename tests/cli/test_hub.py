@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.hub import package_command, pull_command, push_command
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export import hub
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-app = typer.Typer()
-app.command("package")(package_command)
-app.command("push")(push_command)
-app.command("pull")(pull_command)
+from ..commands import invoke
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
     options = ["--licence", "apache-2.0", "--repo", "me/drafter"]
-    result = CliRunner().invoke(app, ["package", str(drafter), "--output", str(tmp_path / "folder"), *options])
+    result = invoke(["package", str(drafter), "--output", str(tmp_path / "folder"), *options])
     assert result.exit_code == 0, result.output
     size = (drafter / "model.safetensors").stat().st_size
     assert f"{size:,}  model.safetensors" in result.output
@@ -57,8 +51,8 @@ def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_network")
 def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    CliRunner().invoke(app, ["package", str(drafter), "--output", str(folder)])
-    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter", "--dry-run"])
+    invoke(["package", str(drafter), "--output", str(folder)])
+    result = invoke(["push", str(folder), "me/drafter", "--dry-run"])
     assert result.exit_code == 0, result.output
     paths = [path for path in folder.rglob("*") if path.is_file()]
     for path in paths:
@@ -69,7 +63,7 @@ def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_pa
 
 @pytest.mark.usefixtures("no_network")
 def test_a_bare_drafter_is_packaged_first(drafter: Path) -> None:
-    result = CliRunner().invoke(app, ["push", str(drafter), "me/drafter", "--dry-run"])
+    result = invoke(["push", str(drafter), "me/drafter", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "README.md" in result.output
     assert "custom_generate/generate.py" in result.output
@@ -81,7 +75,7 @@ def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(dra
     folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
     (folder / "README.md").write_text("# Mine\n")
     (folder / "tuned.json").write_text("{}")
-    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter", "--dry-run"])
+    result = invoke(["push", str(folder), "me/drafter", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "left out: README.md, tuned.json." in result.output
 
@@ -89,11 +83,11 @@ def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(dra
 @pytest.mark.usefixtures("no_network")
 def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: Path, tmp_path: Path) -> None:
     make = ["package", str(drafter), "--output"]
-    output = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
+    output = invoke([*make, str(tmp_path / "a")]).output
     assert "names the drafter by a local folder: `outrider package --repo user/name`" in output
     assert "names its target by a local folder: `outrider package --base-model user/name`" in output
     named = ["--repo", "me/drafter", "--base-model", "some/target"]
-    assert "by a local folder" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
+    assert "by a local folder" not in invoke([*make, str(tmp_path / "b"), *named]).output
 
 
 @pytest.mark.usefixtures("no_network")
@@ -102,31 +96,31 @@ def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: P
     ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter", "me/-x", "me/x..y", "m\u00e9/x"],
 )
 def test_an_invalid_repository_name_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
-    result = CliRunner().invoke(app, ["push", str(drafter), repo])
-    assert isinstance(result.exception, ValueError)
-    assert "is not the name of a repository; give user/name" in str(result.exception)
+    result = invoke(["push", str(drafter), repo])
+    assert result.exit_code == 2
+    assert "is not the name of a repository; give user/name" in result.message
 
 
 @pytest.mark.usefixtures("no_network")
 def test_a_folder_with_unknown_files_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    CliRunner().invoke(app, ["package", str(drafter), "--output", str(folder)])
+    invoke(["package", str(drafter), "--output", str(folder)])
     (folder / "optimizer.pt").write_bytes(b"x")
-    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter"])
-    assert isinstance(result.exception, ValueError)
-    assert "optimizer.pt (a state of training)" in str(result.exception)
+    result = invoke(["push", str(folder), "me/drafter"])
+    assert result.exit_code == 2
+    assert "optimizer.pt (a state of training)" in result.message
 
 
 def test_no_option_takes_a_token() -> None:
     """Other users of the machine could read a token on a command line."""
     for command in ("push", "pull"):
-        assert "token" not in CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.replace("The token", "")
+        assert "token" not in invoke([command, "--help"]).output.replace("The token", "")
 
 
 def test_a_dry_run_imports_no_model_library(drafter: Path) -> None:
     """Importing one takes three times as long as the dry run itself."""
     code = (
-        "import sys; from outrider.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+        "import sys; from outrider.cli.main import run_command; run_command(sys.argv[1:]); "
         "assert 'transformers' not in sys.modules, 'loaded'"
     )
     result = subprocess.run(

@@ -4,17 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cli.arguments import parse_arguments
-from outrider.cli.compose import compose
-from outrider.cli.config import RunConfig, to_run_config
-from outrider.cli.init import init_command
-from outrider.cli.init_facts import NUM_PROMPTS, read_data_facts, read_target_facts
-from outrider.cli.init_kinds import KIND_DEFAULTS, feature_layers
+from outrider.cli.compose import load_recipe
+from outrider.cli.config import RunConfig
+from outrider.cli.init import MAX_SHARE, InitOptions, eagle3_layers, init_command, kinds, recipe_text
+from outrider.cli.init_facts import NUM_PROMPTS, DataFacts, TargetFacts, read_data_facts, read_target_facts
 from outrider.cli.run import require_trainable, run
 from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.eagle3 import default_feature_layers
@@ -48,38 +47,88 @@ def write_chats(path: Path, number: int = 30) -> Path:
 
 
 def config_of(recipe: Path, *overrides: str) -> RunConfig:
-    return to_run_config(compose(parse_arguments([str(recipe), *overrides])))
+    return load_recipe(str(recipe), *overrides)
 
 
-@pytest.mark.parametrize("drafter", sorted(KIND_DEFAULTS))
-def test_a_written_recipe_composes_from_any_folder(
+@pytest.mark.parametrize("drafter", kinds())
+def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(
     drafter: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
-    init_command(tmp_path / "my.yaml", str(qwen3), chats, drafter=drafter)
+    init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats, drafter=drafter))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = config_of(tmp_path / "my.yaml", "train.steps=20")
-    assert (config.name, config.drafter["kind"], config.target.name_or_path) == ("my", drafter, str(qwen3))
+    kind = drafter.removesuffix("_dspark")
+    assert (config.name, config.drafter["kind"], config.target.name_or_path) == ("my", kind, str(qwen3))
     assert (config.data.source, config.data.path, config.data.split) == ("messages", str(chats), "train")
     assert config.data.max_length < 256
+    assert (config.eval.baselines, config.eval.merge) == (["prompt_lookup", "suffix", "recycling"], ["suffix", "recycling"])
     (suite,) = config.eval.suites
     assert (suite.name, Path(suite.path or "").name) == ("held_out", "my.prompts.jsonl")
     assert config_of(tmp_path / "my").train.steps == 100
+    # Neither an error nor a warning before the training: a format holds the drafter, or the recipe says why none does.
+    assert require_trainable(config, load_target(str(qwen3), torch.device("cpu"))) == []
+    # The header's first try is a command of this recipe.
+    (command,) = (line for line in (tmp_path / "my.yaml").read_text().splitlines() if "output_dir=" in line)
+    assert config_of(tmp_path / "my.yaml", *command.split()[4:]).data.limit == 100
 
 
 def test_every_kind_can_be_written() -> None:
-    assert set(KIND_DEFAULTS) == set(DRAFTERS)
+    assert {kind.removesuffix("_dspark") for kind in kinds()} == set(DRAFTERS)
+
+
+SMALL = {"hidden_size": 576, "num_layers": 30, "vocab_size": 49_152, "layer_parameters": 3_540_000, "model_type": "llama"}
+LARGE = {"hidden_size": 4096, "num_layers": 36, "vocab_size": 151_936, "layer_parameters": 192_900_000, "model_type": "qwen3"}
+
+
+def written(drafter: str, sizes: dict[str, Any], tmp_path: Path, *, has_accelerator: bool = True) -> RunConfig:
+    """Write a recipe for a target of these sizes, whose weights don't exist."""
+    target = TargetFacts(
+        name_or_path="org/model",
+        description="a model",
+        positions=8192,
+        unused_token=16,
+        chat_template=None,
+        template_reason="",
+        has_accelerator=has_accelerator,
+        **sizes,
+    )
+    chats = write_chats(tmp_path / "chats.jsonl", 1)
+    data = DataFacts(source="messages", path=chats, num_records=20_125, prompts=[])
+    (tmp_path / "my.yaml").write_text(recipe_text(Path("my.yaml"), drafter, target, data, tmp_path / "my.prompts.jsonl"))
+    return config_of(tmp_path / "my.yaml")
+
+
+@pytest.mark.parametrize("sizes", [SMALL, LARGE])
+def test_a_pass_of_a_drafter_reads_a_small_share_of_the_target(sizes: dict[str, Any], tmp_path: Path) -> None:
+    hidden, layer, vocabulary = sizes["hidden_size"], sizes["layer_parameters"], sizes["vocab_size"]
+    room = MAX_SHARE * (sizes["num_layers"] * layer + hidden * vocabulary)
+    eagle3 = written("eagle3", sizes, tmp_path).drafter
+    assert layer + hidden * eagle3["draft_vocab_size"] < room
+    width = written("redrafter", sizes, tmp_path).drafter["exit_width"]
+    assert width * vocabulary + 2 * width * (hidden + width) + 2 * hidden**2 < room
+    medusa = written("medusa", sizes, tmp_path).drafter
+    assert 4 * hidden**2 + (medusa["head_rank"] or hidden) * (hidden + vocabulary) < 1.1 * room
+    block = written("block", sizes, tmp_path).drafter
+    assert block["num_layers"] == (5 if sizes is LARGE else 1)
+    assert layer + hidden * block["draft_vocab_size"] < room
+
+
+def test_a_machine_without_a_gpu_gets_less_data(tmp_path: Path) -> None:
+    with_gpu, without = (written("eagle3", SMALL, tmp_path, has_accelerator=has_gpu) for has_gpu in (True, False))
+    assert (with_gpu.data.limit, with_gpu.data.max_length, with_gpu.target.dtype) == (None, 2048, "auto")
+    assert (without.data.limit, without.data.max_length, without.target.dtype) == (1000, 512, "float32")
+    assert without.train.steps == 250 < with_gpu.train.steps
 
 
 def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    init_command(Path("my"), str(qwen3), write_chats(tmp_path / "chats.jsonl"))
-    assert require_trainable(config_of(Path("my.yaml")), load_target(str(qwen3), torch.device("cpu"))) == []
+    init_command(InitOptions(recipe=Path("my"), target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl")))
     few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0", "eval.memory_bandwidth_gbs=10.0"]
     run(config_of(Path("my.yaml"), *few, "num_threads=1"))
     rows = json.loads((tmp_path / "outputs/my/eval/summary.json").read_text())
-    assert len(rows) == 3
+    assert len(rows) == 1 + 3 + 2 + 1, "plain decoding, what needs no training, two settings, and the merge"
     manifest = json.loads((tmp_path / "outputs/my/distill/manifest.json").read_text())
     assert sum(len(shard["ids"]) for shard in manifest["shards"]) == 30 - 3, "three are held out"
 
@@ -88,13 +137,14 @@ def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "my.yaml").write_text("mine")
     with pytest.raises(ValueError, match=r"my\.yaml exists"):
-        init_command(tmp_path / "my.yaml", str(qwen3), chats)
+        init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats))
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4, 8, 32, 36])
 def test_feature_layers_are_the_drafters_default(layers: int) -> None:
-    assert feature_layers(layers) == default_feature_layers(layers)
+    layers_read, _, formats = eagle3_layers(layers)
+    assert layers_read == default_feature_layers(layers) or formats == ["speculators"]
 
 
 @pytest.mark.parametrize(("layers", "usual"), [(2, None), (3, "speculators"), (6, "speculators"), (7, "eagle3")])
@@ -103,7 +153,14 @@ def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it
 ) -> None:
     config = json.loads((qwen3 / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    init_command(tmp_path / "a.yaml", str(tmp_path), write_chats(tmp_path / "chats.jsonl"), chat_template="vicuna_v1.1")
+    init_command(
+        InitOptions(
+            recipe=tmp_path / "a.yaml",
+            target=str(tmp_path),
+            data=write_chats(tmp_path / "chats.jsonl"),
+            chat_template="vicuna_v1.1",
+        )
+    )
     written = config_of(tmp_path / "a.yaml")
     assert written.export.allow_no_format == (usual is None)
     assert usual is None or f"formats: [{usual}]" in (tmp_path / "a.yaml").read_text()
@@ -118,11 +175,13 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     config = json.loads((qwen3 / "config.json").read_text()) | {"vocab_size": 151_936, "max_position_embeddings": 40_960}
     (large / "config.json").write_text(json.dumps({"text_config": config}))
     (large / "chat_template.jinja").write_text("{{ enable_thinking }}")
-    init_command(tmp_path / "large.yaml", str(large), write_chats(tmp_path / "chats.jsonl", 400))
+    init_command(
+        InitOptions(recipe=tmp_path / "large.yaml", target=str(large), data=write_chats(tmp_path / "chats.jsonl", 400))
+    )
     config = config_of(tmp_path / "large.yaml")
-    assert config.drafter["draft_vocab_size"] == 32_000
+    assert config.drafter["draft_vocab_size"] == 8_000, "a tenth of the tiny target has no room for more"
     assert config.drafter["feature_layers"] == [1, 3, 5]
-    assert (config.data.max_length, config.data.chat_template) == (2048, "qwen3_no_thinking")
+    assert config.data.chat_template == "qwen3_no_thinking"
     assert (config.train.steps, config.train.global_batch_size) == (100, 16)
 
 
@@ -132,7 +191,7 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
         ("./nowhere", "eagle3", "no such directory"),
         ("{empty}", "eagle3", "no config.json"),
         ("{bare}", "eagle3", "no chat template.*vicuna_v1.1"),
-        ("{qwen3}", "eagel3", "must be one of eagle3"),
+        ("{qwen3}", "eagel3", "must be one of block"),
     ],
 )
 def test_a_recipe_that_cannot_be_written_is_an_error(
@@ -143,7 +202,9 @@ def test_a_recipe_that_cannot_be_written_is_an_error(
     (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
     folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", qwen3=qwen3)
     with pytest.raises(ValueError, match=message):
-        init_command(tmp_path / "my.yaml", folder, write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
+        init_command(
+            InitOptions(recipe=tmp_path / "my.yaml", target=folder, data=write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
+        )
     assert not (tmp_path / "my.yaml").exists()
 
 
@@ -219,7 +280,9 @@ def test_a_damaged_config_is_named_and_an_empty_part_ignored(qwen3: Path, tmp_pa
 
 def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my runs").mkdir()
-    init_command(tmp_path / "my runs/a.yaml", str(qwen3), write_chats(tmp_path / "chats.jsonl", 1))
+    init_command(
+        InitOptions(recipe=tmp_path / "my runs/a.yaml", target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl", 1))
+    )
     printed = capsys.readouterr().out
     assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
     assert "on 1 record (messages)" in printed

@@ -76,7 +76,7 @@ def arguments_of(command: str, target: Path, *changes: str, drafter: str = "suff
     return [command, *options, "--launch", "pipeline_cpu", *changes]
 
 
-@pytest.mark.parametrize("command", launch.LAUNCHED_COMMANDS)
+@pytest.mark.parametrize("command", ["eval", "certify"])
 def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = arguments_of(command, demo_target_dir, "--stage-layers", "4,2,2", "--num-processes=4")
     (launched,) = launch_of(arguments, monkeypatch)
@@ -85,22 +85,21 @@ def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: 
     assert launched[-2:] == ["--stage-layers", "4,2,2"]
 
 
-@pytest.mark.parametrize("command", launch.LAUNCHED_COMMANDS)
+@pytest.mark.parametrize("command", ["eval", "certify"])
 @pytest.mark.parametrize(
     ("changes", "drafter", "message"),
     [
-        ([], "suffix", "3 processes are launched, and --stage-layers is not set"),
-        (["--stage-layers", "8,0"], "suffix", "one number above 0 for each stage"),
-        (["--stage-layers", "4,x"], "suffix", "--stage-layers is '4,x'"),
-        (["--stage-layers", "4,5"], "suffix", "--stage-layers is [4, 5], which is 9 layers"),
+        ([], "suffix", "3 processes are launched, and target.stage_layers is not set"),
+        (["--stage-layers", "8,0"], "suffix", "target.stage_layers[1]=0: must be above 0"),
+        (["--stage-layers", "4,x"], "suffix", 'target.stage_layers[1]="x": must be a whole number'),
+        (["--stage-layers", "4,5"], "suffix", "target.stage_layers is [4, 5], which is 9 layers"),
         (["--stage-layers", "4,4", "--num-processes", "2"], "suffix", "2 were launched"),
         (["--stage-layers", "4,4", "--num-processes", "x"], "suffix", "--num_processes is x"),
-        (["--stage-layers", "4,4", "--decode", "pipelines"], "suffix", '--decode "pipelines": must be one of'),
-        (["--stage-layers", "4,4", "--memory-budget-gib", "1"], "suffix", "work together with --memory-budget-gib"),
+        (["--stage-layers", "4,4", "--decode", "pipelines"], "suffix", 'eval.decode="pipelines": must be one of'),
+        (["--stage-layers", "4,4", "--memory-budget-gib", "1"], "suffix", "work together with memory_budget_gib"),
         (["--stage-layers", "4,4", "--target", "/nowhere"], "suffix", "/nowhere"),
-        (["--stage-layers", "4,4", "--budget-of", "1"], "suffix", "No such option: --budget-of"),
         (["--stage-layers", "4,4"], "/nowhere", "/nowhere"),
-        (["--stall-seconds", "9"], "suffix", "--stall-seconds is 9, without --stage-layers"),
+        (["--stall-seconds", "9"], "suffix", "stall_seconds is 9, without stage_layers"),
     ],
 )
 def test_a_mistake_is_printed_before_a_launch(
@@ -113,21 +112,21 @@ def test_a_mistake_is_printed_before_a_launch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert launch_of(arguments_of(command, demo_target_dir, *changes, drafter=drafter), monkeypatch) == []
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--batch-size", "2"], "--batch-size is [2]: stages decode one prompt at a time; set --batch-size 1"),
-        (["--micro-batch", "0"], "--micro-batch 0: must be above 0"),
+        (["--batch-size", "2"], "batch_sizes is [2]: stages decode one prompt at a time; set batch_sizes=[1]"),
+        (["--micro-batch", "0"], "eval.micro_batch=0: must be above 0"),
         (
             ["--decode", "pipelined", "--acceptance", "typical", "--temperature", "1"],
-            "--acceptance is typical, where answers depend on drafts; set --acceptance exact, or --decode synchronous",
+            "acceptance is typical, where answers depend on drafts; set acceptance=exact, or decode=synchronous",
         ),
     ],
 )
-def test_a_mistake_of_an_evaluation_has_the_commands_words(
+def test_a_mistake_of_an_evaluation_is_printed_before_a_launch(
     changes: list[str],
     message: str,
     demo_target_dir: Path,
@@ -136,7 +135,7 @@ def test_a_mistake_of_an_evaluation_has_the_commands_words(
 ) -> None:
     arguments = arguments_of("eval", demo_target_dir, "--stage-layers", "4,4", *changes)
     assert launch_of(arguments, monkeypatch) == []
-    assert message in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_processes_of_another_launcher_need_stages_too(
@@ -145,7 +144,7 @@ def test_processes_of_another_launcher_need_stages_too(
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = arguments_of("eval", demo_target_dir)
     assert launch_of(arguments[: arguments.index("--launch")], monkeypatch) == []
-    assert "2 processes are launched, and --stage-layers is not set" in capsys.readouterr().err
+    assert "2 processes are launched, and target.stage_layers is not set" in capsys.readouterr().err
 
 
 def test_a_run_is_checked_before_its_launch(

@@ -6,27 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-import typer.testing
 
-from outrider.cli.eval import eval_command
-from outrider.cli.export import export_command, import_command
-from outrider.cli.hub import package_command
-from outrider.cli.tune import tune_command
+from outrider.cli.errors import USER_ERROR
 from outrider.data.files import locked
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-app = typer.Typer()
-for name, command in {
-    "eval": eval_command,
-    "export": export_command,
-    "import": import_command,
-    "package": package_command,
-    "tune": tune_command,
-}.items():
-    app.command(name)(command)
+from ..commands import invoke
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +32,9 @@ def run(target: HFTarget, tmp_path: Path) -> Path:
 
 
 def call(*arguments: str | Path) -> None:
-    result = typer.testing.CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, Exception):
-        raise result.exception
+    result = invoke([str(argument) for argument in arguments])
+    if result.exit_code == USER_ERROR:
+        raise ValueError(result.message)
 
 
 @pytest.mark.parametrize("command", ["tune", "import", "export", "package", "eval"])

@@ -24,16 +24,6 @@ def call(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Comp
     )
 
 
-def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
-    script = "import sys\nfrom outrider.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    result = call(sys.executable, "-c", script, "--help", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "eval" in result.stdout
-    assert "run" in result.stdout
-    panels = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("╭─")]
-    assert panels == ["Options", "Start", "Distil", "Evaluate", "Export"]
-
-
 def test_version_is_the_installed_one(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "--version", cwd=tmp_path)
     assert result.stdout == f"outrider {version('outrider')}\n"
@@ -45,7 +35,7 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
         "finally: assert 'torch' not in sys.modules"
     )
     train = REPOSITORY / "train.py"
-    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--cfg", "job", "train.steps=3", cwd=tmp_path)
+    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--show", "train.steps=3", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "steps: 3" in result.stdout
     assert "lmsys/vicuna-7b-v1.3" in result.stdout

@@ -1,7 +1,4 @@
-"""The plan of a complete run on a tiny target.
-
-It has a table for each remaining stage, is at most 80 columns wide and writes no file.
-"""
+"""The plan of a complete run on a tiny target: a line and its reasons for each stage that is left."""
 
 import json
 import re
@@ -10,18 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+import torch
 
-from outrider.cli.config import register, to_run_config
+from outrider.cli import plan, samples
+from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
-from outrider.eval import estimate as eval_estimate
-from outrider.train import estimate as train_estimate
+from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
+from outrider.data.types import Example
+from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
 
 @pytest.fixture
 def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(train_estimate, "MEASURED_SECONDS", 0.1)
+    monkeypatch.setattr(samples, "SECONDS", 0.1)
     questions = tmp_path / "question.jsonl"
     turns = ["Write a line.", "Write it again."]
     questions.write_text("".join(json.dumps({"question_id": i, "category": "x", "turns": turns}) + "\n" for i in range(3)))
@@ -40,52 +39,149 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        composed = compose("config", overrides=list(overrides))
-    run(to_run_config(composed))
+    run(load_recipe(*overrides))
 
 
 def titles(printed: str) -> list[str]:
-    return [line.strip() for line in printed.splitlines() if line.strip() in ("labels", "train", "eval", "export")]
+    return re.findall(r"^(\w+): about", printed, re.MULTILINE)
 
 
-def test_a_plan_has_a_table_for_every_stage_and_one_headline(
+def seconds_of(printed: str) -> int:
+    found = re.search(r"Whole run: about (\d+):(\d+):(\d+)", printed)
+    assert found is not None
+    hours, minutes, seconds = map(int, found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+# --- growing portions
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_token", "sizes"),
+    [
+        (1.0, [16]),  # slow: the first portion ends the measurement
+        (0.05, [16, 64]),  # another portion, four times as large, would end too late
+        (0.001, [16, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
+    ],
+)
+def test_portions_grow_while_the_clock_leaves_time(
+    seconds_per_token: float, sizes: list[int], tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    now, asked = [0.0], list[int]()
+
+    def step(size: int) -> int:
+        asked.append(size)
+        now[0] += size * seconds_per_token
+        return size
+
+    monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    results = grow(step, 100, target)
+    assert asked == sizes
+    assert sizes[0] == FIRST_SIZE
+    assert results == ([100] * REPEATS if sizes[-1] == 100 else sizes[-1:])
+
+
+def test_a_part_of_a_text_is_around_the_start_of_its_answer() -> None:
+    text = Example(id="a", input_ids=torch.arange(40), loss_mask=torch.arange(40) >= 20)
+    part = cut(text, 10)
+    assert part.input_ids.tolist() == [*range(14, 24)]
+    assert part.wanted.sum() == 4
+    assert cut(text, 100).input_ids.tolist() == [*range(40)]
+
+
+def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
+    def mean(num_tokens: int, num_ended: int) -> float:
+        times = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "num_steps": 9}
+        answers = PlainDecoding(num_tokens=num_tokens, num_ended=num_ended, **times)
+        assert answers.batch_seconds(5.0) == pytest.approx(1 + 4)
+        return answers.mean_tokens(200)
+
+    assert mean(400, 0) == 200
+    assert mean(64, 2) == pytest.approx(32, rel=0.01)
+    assert 100 < mean(400, 2) < 200
+
+
+# --- the plan
+
+
+def test_a_plan_has_every_stage_and_writes_nothing(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_here("conf=demo", *overrides, "plan=true")
     printed = capsys.readouterr().out
-    assert titles(printed) == ["labels", "train", "eval", "export"]
-    assert max(map(len, printed.splitlines())) <= 80
+    assert titles(printed) == ["labels", "train", "eval"]
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
-    assert "3 of 2 texts" in printed
+    assert "3 steps of" in printed
+    assert ", 2 texts and" in printed
     assert "with 1 CPU thread(s)" in printed
+    assert printed.index("labels: the target labels parts") < printed.index("labels: about"), "silent while it measures"
     assert not (tmp_path / "run").exists()
 
 
-def test_the_planned_time_of_training_agrees_with_the_training(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_planned_counts_are_those_of_the_run(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a clock on which each micro-batch takes 20 seconds."""
-    now, forward = [0.0], LossModule.forward
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]")
+    printed = capsys.readouterr().out
+    run_here("conf=demo", *overrides, "stages=[distill]")
+    statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
+    counts = f"of about {statistics['num_text_tokens']:,} tokens, {statistics['num_positions']:,} with a label"
+    assert f"{statistics['num_examples']} texts {counts}" in printed
 
-    def slow(*args: Any) -> Any:
-        now[0] += 20.0
-        return forward(*args)
+
+@pytest.mark.parametrize(("unit", "stage"), [("labels", "distill"), ("train", "train")])
+def test_the_planned_time_agrees_with_the_stage(
+    unit: str,
+    stage: str,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a clock on which each token takes a second."""
+    now, forward, label = [0.0], LossModule.forward, samples.label_shard
+
+    def slow(module: Any, batch: Any, anchor: Any) -> Any:
+        now[0] += 1.0 * int(batch.attention_mask.sum())
+        return forward(module, batch, anchor)
+
+    def slow_labels(*args: Any) -> Any:
+        labelled, stats = label(*args)
+        return labelled, samples.replace(stats, seconds=1.0 * stats.num_text_tokens + stats.num_branch_tokens)
 
     monkeypatch.setattr(LossModule, "forward", slow)
-    monkeypatch.setattr(train_estimate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(samples, "label_shard", slow_labels)
+    monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     changes = ["conf=demo", *overrides, "train.gradient_accumulation=2"]
-    run_here(*changes, "stages=[distill]")
+    if stage == "train":
+        run_here(*changes, "stages=[distill]")
     capsys.readouterr()
-    run_here(*changes, "stages=[train]", "plan=true")
-    found = re.search(r"Whole run: about (\d+):(\d+):(\d+)", capsys.readouterr().out)
-    assert found is not None
-    hours, minutes, seconds = map(int, found.groups())
+    run_here(*changes, f"stages=[{stage}]", "plan=true")
+    planned = seconds_of(capsys.readouterr().out)
     now[0] = 0.0
-    run_here(*changes, "stages=[train]")
-    assert now[0] == 3 * 2 * 20.0
-    assert now[0] / 5 < hours * 3600 + minutes * 60 + seconds < now[0] * 5
+    run_here(*changes, f"stages=[{stage}]")
+    if stage == "distill":
+        statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
+        now[0] = statistics["num_text_tokens"] + statistics["num_branch_tokens"]
+    assert now[0] / 1.5 < planned < now[0] * 1.5, unit
+
+
+def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={mode: regenerate, max_new_tokens: 24}")
+    printed = capsys.readouterr().out
+    assert titles(printed) == ["answers", "labels"]
+    assert "5 answers of about" in printed
+
+
+def test_a_too_small_disk_and_a_long_run_are_shown(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "free_bytes", lambda folder: 1)
+    run_here("conf=demo", *overrides, "plan=true", "stages=[train]", "train.steps=1000000000")
+    printed = capsys.readouterr().out
+    assert "NOT ENOUGH" in printed
+    assert "For a first try" in printed.splitlines()[-1]
 
 
 def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
@@ -106,18 +202,17 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
 ) -> None:
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
-    assert titles(capsys.readouterr().out) == ["labels", "train", "export"]
+    assert titles(capsys.readouterr().out) == ["labels", "train"]
     messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
     (line,) = [message for message in messages if "the plan has no evaluation" in message]
     assert "eval.suites=[{name: gsm8k, path: FILE}]" in line
 
 
 def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert eval_estimate.MEASURED_TOKENS > eval_estimate.WARMUP_TOKENS
     changes = ["eval.batch_sizes=[1,3]", "eval.temperatures=[0.0,1.0]", "eval.repeats=2"]
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
     answers = 3 * 2 * 5 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
-    assert f"{answers}: 3 prompts x 5 methods" in capsys.readouterr().out
+    assert f"{answers} answers by 5 methods" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(
@@ -128,7 +223,7 @@ def test_a_busy_machine_is_named(
     run_here("conf=demo", *overrides, *changes)
     printed = capsys.readouterr().out
     assert "load 100.0" in printed
-    assert "validation " in printed
+    assert "validation: about" in printed
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     run_here("conf=demo", *overrides, *changes)
     assert "load" not in capsys.readouterr().out

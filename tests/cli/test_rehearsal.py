@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from hydra import compose, initialize_config_module
 
 from outrider.cli import rehearsal
-from outrider.cli.config import DrafterRun, register, to_run_config
+from outrider.cli.compose import load_recipe
+from outrider.cli.config import DrafterRun
 from outrider.cli.rehearsal import rehearse
 from outrider.cli.run import run, training_labels
 from outrider.data.manifest import Manifest
@@ -107,6 +107,14 @@ def test_what_an_architecture_cannot_do_is_one_message(architecture, kind, words
         rehearse([run_of(kind, tmp_path)], DistillConfig(), target_of(architecture), accelerator)
 
 
+@pytest.mark.parametrize(("options", "warns"), [({"exit_width": 2000}, True), ({"exit_width": 4, "num_blocks": 0}, False)])
+def test_drafts_that_read_more_weights_than_they_can_save_are_a_warning(options, warns, tmp_path, accelerator, caplog):
+    caplog.set_level("INFO", "outrider")
+    rehearse([run_of("redrafter", tmp_path, **options)], DistillConfig(), target_of("Ministral3"), accelerator)
+    assert ("reads as many weights as" in caplog.text) == warns
+    assert "trying the recipe on 19 tokens: labels, and the training and drafts of redrafter" in caplog.text
+
+
 # --- a whole run
 
 
@@ -130,9 +138,7 @@ def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
 
 
 def run_here(*overrides: str) -> None:
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        run(to_run_config(compose("config", overrides=list(overrides))))
+    run(load_recipe(*overrides))
 
 
 @pytest.mark.parametrize("place", ["loss", "propose"])
@@ -170,9 +176,7 @@ def test_answers_beyond_the_context_are_refused_before_the_distillation(override
 
 def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, tmp_path, monkeypatch, accelerator):
     run_here(*options, "stages=[distill]")
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        config = to_run_config(compose("config", overrides=[*options, "stages=[train]"]))
+    config = load_recipe(*options, "stages=[train]")
     labels = training_labels(config)
     assert isinstance(labels, Manifest)
     monkeypatch.setattr(rehearsal, "label_shard", None)

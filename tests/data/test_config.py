@@ -1,6 +1,4 @@
 import pytest
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError
 
 from outrider.data.config import DataConfig
 
@@ -32,11 +30,3 @@ def test_all_wrong_values_are_listed_at_once() -> None:
         "prompt_chars_min=0: must be above 0",
         "answer_chars=0: must be above 0",
     ]
-
-
-def test_omegaconf_builds_the_config_and_rejects_unknown_keys() -> None:
-    schema = OmegaConf.structured(DataConfig)
-    config = OmegaConf.to_object(OmegaConf.merge(schema, {"source": "alpaca", "path": "a.json"}))
-    assert config == DataConfig(source="alpaca", path="a.json")
-    with pytest.raises(ConfigKeyError, match="lenght"):
-        OmegaConf.merge(schema, {"lenght": 3})

@@ -1,7 +1,6 @@
 """No server, slow or hostile, keeps a download waiting."""
 
 import gzip
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
 
 from outrider.data import hub, hub_client, offline
@@ -109,7 +109,7 @@ def get(server: Any, path: str, **headers: str) -> bytes:
 def test_a_reply_that_trickles_or_never_comes_is_given_up(server: Any, attack: Attack, path: str) -> None:
     server.attack = attack
     started = time.monotonic()
-    with pytest.raises(hub_client.HubGivenUpError, match=rf"the Hub .* was given up: .*within|in 0.3 s \(GET {path}\)"):
+    with pytest.raises(OfflineModeIsEnabled, match=rf"the Hub .* was given up: .*0.3 s.*\(GET {path}\)"):
         get(server, path)
     assert time.monotonic() - started < 5 * SECONDS
     assert constants.HF_HUB_OFFLINE, "the libraries read their caches alone from then on"
@@ -119,51 +119,18 @@ def test_a_reply_that_trickles_or_never_comes_is_given_up(server: Any, attack: A
 @pytest.mark.parametrize(
     ("attack", "message"),
     [
-        (endless, "it has more than 100000 bytes"),
-        (reply(200, gzip.compress(b"{}"), Content_Encoding="gzip"), "it is compressed"),
-        (reply(200, b"{no JSON"), "JSONDecodeError"),
-        (reply(200, b"[" * 100_000), "RecursionError"),
-        (reply(200, b"[1, null]"), "no object"),
+        (endless, "a reply has more than 100000 bytes"),
+        (reply(200, gzip.compress(b"{}"), Content_Encoding="gzip"), "it compresses a reply"),
+        (reply(200, b"{}", Content_Length="1000"), "a reply stalls or breaks off after 2 bytes"),
         (reply(429, Retry_After="3600"), "HTTP 429 and orders a wait of 3600 s"),
-        (reply(429, RateLimit='"api";r=0;t=55'), "HTTP 429 and orders a wait of 55 s"),
+        (reply(429, RateLimit='"api";r=0;t=155'), "HTTP 429 and orders a wait of 155 s"),
     ],
 )
-def test_a_reply_of_no_hub_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch, attack: Attack, message: str) -> None:
+def test_a_reply_beyond_a_bound_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch, attack: Attack, message: str) -> None:
     monkeypatch.setattr(hub_client, "REPLY_BYTES", 100_000)
     server.attack = attack
-    with pytest.raises(hub_client.HubGivenUpError, match=message):
+    with pytest.raises(OfflineModeIsEnabled, match=message):
         get(server, API)
-
-
-def test_a_list_of_files_has_objects(server: Any) -> None:
-    server.attack = reply(200, json.dumps({"rfilename": "a"}).encode())
-    with pytest.raises(hub_client.HubGivenUpError, match="no list of objects"):
-        get(server, f"{API}/tree/main")
-
-
-@pytest.mark.parametrize("path", ["/api/models/tree/it", "/api/models/gpt2", "/api/models/gpt2/revision/main"])
-def test_a_reply_about_a_repository_is_an_object_whatever_its_name(server: Any, path: str) -> None:
-    server.attack = reply(200, b"{}")
-    assert get(server, path) == b"{}"
-
-
-def test_the_third_error_of_a_server_is_the_last(server: Any) -> None:
-    server.attack = reply(503)
-    with hub_client.BoundedClient(timeout=None) as client:
-        statuses = [client.head(server.url + FILE).status_code for _ in range(hub_client.MAX_FAILURES - 1)]
-        with pytest.raises(hub_client.HubGivenUpError, match="HTTP 503 3 times"):
-            client.head(server.url + FILE)
-    assert statuses == [503, 503]
-
-
-def test_the_third_short_reply_is_the_last(server: Any) -> None:
-    server.attack = reply(200, b"{}", Content_Length="1000")
-    with hub_client.BoundedClient(timeout=None) as client:
-        for _ in range(hub_client.MAX_FAILURES - 1):
-            with pytest.raises(httpx.RemoteProtocolError):
-                client.get(server.url + FILE)
-        with pytest.raises(hub_client.HubGivenUpError, match="it broke a reply off 3 times"):
-            client.get(server.url + FILE)
 
 
 def test_a_long_download_that_flows_is_read_whole(server: Any) -> None:
@@ -180,15 +147,16 @@ def test_a_long_download_that_flows_is_read_whole(server: Any) -> None:
     assert not constants.HF_HUB_OFFLINE
 
 
-def test_a_stalled_download_is_resumed_by_the_library(server: Any) -> None:
+def test_a_download_that_stalls_later_is_resumed_by_the_library(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub handles a timeout of httpx, and asks for the rest."""
+    monkeypatch.setattr(hub_client, "RESUMED_BYTES", 4)
     server.attack = drip
     with pytest.raises(httpx.ReadTimeout):
-        get(server, FILE, Range="bytes=1000000-")
+        get(server, FILE)
     assert not constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("attack", [silent, drip, reply(429, Retry_After="3600"), reply(200, b"[1]")])
+@pytest.mark.parametrize("attack", [silent, drip, reply(429, Retry_After="3600"), reply(200, b"[1]"), reply(200, b"{")])
 def test_each_command_ends_with_one_message(
     server: Any, tmp_path: Path, attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,4 +173,3 @@ def test_each_command_ends_with_one_message(
         with pytest.raises(ValueError, match="me/it"):
             command()
     assert time.monotonic() - started < 4
-    assert not any("agent" in path for path in server.requests)

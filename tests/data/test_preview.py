@@ -36,6 +36,8 @@ def test_long_parts_and_many_turns_are_shortened(tiny_tokenizer: PreTrainedToken
     shown = preview(example(tiny_tokenizer, *["x" * 300] * 2, *["y", "z"] * 4), tiny_tokenizer)
     assert len(shown) < 4 * MAX_CHARACTERS
     assert shown.endswith("... and 4 more parts")
+    shown = preview(example(tiny_tokenizer, "x" * (MAX_CHARACTERS + 22), "b"), tiny_tokenizer)
+    assert "x" * (MAX_CHARACTERS + 22) in shown, "a cut would save nothing"
 
 
 @pytest.mark.parametrize(("max_length", "level"), [(100, "INFO"), (30, "WARNING")])

@@ -206,6 +206,12 @@ def test_an_ambiguous_record_of_a_users_suite_is_an_error_with_the_forms(record:
         load_suite("mine", path)
 
 
+def test_the_file_of_a_published_suite_under_another_name_is_an_error_with_the_option(tmp_path: Path) -> None:
+    path = write(tmp_path / "test.jsonl", [{"question": "1 + 1?", "answer": "It is 2.\n#### 2"}])
+    with pytest.raises(ValueError, match=r"a record of gsm8k: eval.suites=\[\{name: gsm8k, path: .*test.jsonl\}\] reads"):
+        load_suite("test", path)
+
+
 def test_a_suite_name_that_is_no_file_name_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "Hm?"}])
     for name in ("../mine", "", ".hidden", "a b", "a/b"):

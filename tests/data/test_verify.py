@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 
-from outrider.cli.data import verify_command
+from outrider.cli.data import VerifyOptions, verify_command
 from outrider.data.shards import label_store, write_shard
 
 from .test_shards import make_examples, make_manifest
@@ -26,7 +25,7 @@ def test_an_undamaged_folder_passes(folder: Path, capsys: pytest.CaptureFixture[
     manifest, problems = label_store(folder).find_damage()
     assert problems == []
     assert len(manifest.shards) == 2
-    verify_command(folder)
+    verify_command(VerifyOptions(directory=folder))
     assert "2 shards are whole: 6 examples, 46 tokens" in capsys.readouterr().out
 
 
@@ -76,8 +75,8 @@ def test_damage_is_found_and_named_with_a_remedy(damage: str, folder: Path) -> N
 def test_all_damage_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(folder / "shard-00000.safetensors")
     cut(folder / SHARD)
-    with pytest.raises(typer.Exit, match="1"):
-        verify_command(folder)
+    with pytest.raises(SystemExit, match="1"):
+        verify_command(VerifyOptions(directory=folder))
     errors = capsys.readouterr().err
     assert "shard-00000.safetensors was truncated or altered" in errors
     assert f"{SHARD} was truncated or altered" in errors
@@ -94,8 +93,8 @@ def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> N
 
 
 def test_shards_of_another_target_are_reported(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit, match="1"):
-        verify_command(folder, target=str(tiny_target_dir))
+    with pytest.raises(SystemExit, match="1"):
+        verify_command(VerifyOptions(directory=folder, target=str(tiny_target_dir)))
     errors = capsys.readouterr().err
     assert "the data is of the target 'tiny'" in errors
     assert "weights_sha256" in errors

@@ -1,12 +1,10 @@
 """The evaluation config: one error lists all its wrong values."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from outrider.eval.config import EvalConfig, SuiteConfig, stage_problems, suite_of
 
@@ -75,19 +73,6 @@ def test_stages_and_the_loop_must_fit() -> None:
     batch, bandwidth = stage_problems(replace(plain, batch_sizes=[1, 2], memory_bandwidth_gbs=20.0), [4, 4])
     assert "stage_layers is [4, 4], and batch_sizes is [1, 2]" in batch
     assert "memory_bandwidth_gbs is 20" in bandwidth
-
-
-def test_hydra_can_build_it_from_plain_values() -> None:
-    plain = {
-        "suites": [{"name": "stdlib", "limit": 4}],
-        "settings": [{"beam_width": 4, "beam_length": 5}],
-        "temperatures": [0, 0.7],
-    }
-    merged = OmegaConf.merge(OmegaConf.structured(EvalConfig(suites=[SuiteConfig(name="x")])), plain)
-    config = TypeAdapter(EvalConfig).validate_json(json.dumps(OmegaConf.to_container(merged)))
-    assert config.suites == [SuiteConfig(name="stdlib", limit=4)]
-    assert config.settings == [{"beam_width": 4, "beam_length": 5}]
-    assert config.temperatures == [0.0, 0.7]
 
 
 def test_a_file_of_prompts_is_a_suite_that_is_named_after_it() -> None:

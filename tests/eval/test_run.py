@@ -642,7 +642,7 @@ def shown_everywhere(folder: Path) -> None:
     ]
     assert (folder / "mt_bench-b2.png").stat().st_size > 0
     assert (folder / "mt_bench-b2-comparison.png").stat().st_size > 0
-    page = write_report([folder], folder / "report", figures=True).read_text()
+    page = write_report([folder], folder / "report").read_text()
     assert page.count(">OOM<") > 2
     assert "OOM: memory ran out" in page
 
@@ -661,7 +661,7 @@ def test_no_method_has_figures_if_plain_decoding_runs_out_of_memory(
         in caplog.text
     )
     folder = tmp_path / "eval"
-    assert write_report([folder], folder / "report", figures=True).read_text().count(">OOM<") > 3
+    assert write_report([folder], folder / "report").read_text().count(">OOM<") > 3
     assert not (folder / "mt_bench-b2.png").exists(), "of nothing there is no plot"
 
 
@@ -727,7 +727,7 @@ def test_an_out_of_memory_error_in_a_profile_loses_only_the_profile(
     table = (tmp_path / "eval" / "table.md").read_text()
     (line,) = [line for line in table.splitlines() if f"| {names_of(tmp_path / 'eval')[lost]} |" in line]
     assert " - |" in line
-    write_report([tmp_path / "eval"], tmp_path / "report", figures=True)
+    write_report([tmp_path / "eval"], tmp_path / "report")
 
     monkeypatch.undo()
     again = run_tiny(tmp_path / "eval")
@@ -797,7 +797,7 @@ def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
     table = (folder / "table.md").read_text()
     assert "NOT PROVEN to be lossless" in table
     assert "NOT LOSSLESS" not in table
-    page = write_report([folder], tmp_path / "report", figures=True).read_text()
+    page = write_report([folder], tmp_path / "report").read_text()
     assert ">unproven<" in page
 
     run_out_in_audits(monkeypatch, 0)

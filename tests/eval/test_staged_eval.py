@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli import options as shared
-from outrider.cli.certify import certify_command
-from outrider.cli.eval import eval_command
 from outrider.eval.certify import certificate
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import evaluate
@@ -23,9 +18,7 @@ from outrider.models.llm.loading import load_target
 from outrider.models.llm.stages.inline import in_stages
 from outrider.models.llm.stages.staged_target import StagedTarget
 
-app = typer.Typer()
-for name, function in {"eval": eval_command, "certify": certify_command}.items():
-    app.command(name)(function)
+from ..commands import invoke
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def command(
 def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path) -> None:
     arguments = ["eval", *command, "--decode", "both", "--setting", "{length: 3, top_k: 1}", "--profile-prompts", "1"]
     arguments += ["--baseline", "recycling", "--merge", "suffix"]
-    result = CliRunner().invoke(app, arguments)
+    result = invoke(arguments)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [row["label"] for row in rows] == [
@@ -78,7 +71,7 @@ def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path
     assert "2 layers ran in 2 processes (1, 1)" in " ".join(result.output.split())
     # The same command resumes, and other stages are another evaluation.
     records = (tmp_path / "out" / "records.jsonl").read_text()
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert invoke(arguments).exit_code == 0
     assert (tmp_path / "out" / "records.jsonl").read_text() == records
     info = json.loads((tmp_path / "out" / "run.json").read_text())
     assert info["config"]["target"]["stage_layers"] == [1, 1]
@@ -102,7 +95,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
 
 def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate, "NUM_TEXTS", 64)
-    result = CliRunner().invoke(app, ["certify", *command, "--limit", "2", "--decode", "pipelined"])
+    result = invoke(["certify", *command, "--limit", "2", "--decode", "pipelined"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out").read_text())
     assert written["stage_layers"] == [1, 1]
@@ -119,16 +112,16 @@ def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Pa
     [
         (["--decode", "pipelined"], r"decode is pipelined, which needs a target in stages"),
         (["--decode", "asynchronous"], "must be one of synchronous, pipelined, both"),
-        (["--stage-layers", "4 and 4"], "--stage-layers is '4 and 4'; give the number of layers of each stage: 8,8,8,8"),
+        (["--stage-layers", "4 and 4"], r"target.stage_layers\[0\]=\"4 and 4\": must be a whole number"),
     ],
 )
 def test_mistakes_are_errors_before_prompts_are_read(
     tiny_target_dir: Path, name: str, options: list[str], message: str
 ) -> None:
     command = [name, "--target", str(tiny_target_dir), "--drafter", "suffix", "--suite", "no_such_suite", *options]
-    result = CliRunner().invoke(app, command)
+    result = invoke(command)
     assert result.exit_code != 0
-    assert re.search(message, str(result.exception)), result.exception
+    assert re.search(message, result.message), result.output
 
 
 @pytest.mark.parametrize("kind", ["medusa"])
@@ -138,13 +131,8 @@ def test_kinds_that_need_the_targets_answer_are_refused_before_the_target_is_loa
     """They decode on stages in the loop that waits."""
     save_drafter(build_drafter(parse_drafter({"kind": kind}), tiny_target), tmp_path / kind, tiny_target.identity)
     arguments = ["eval", *command, "--drafter", str(tmp_path / kind), "--profile-prompts", "0"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert invoke(arguments).exit_code == 0
     monkeypatch.setattr("outrider.models.llm.loading.load_target", pytest.fail)
-    result = CliRunner().invoke(app, [*arguments, "--decode", "pipelined"])
+    result = invoke([*arguments, "--decode", "pipelined"])
     assert result.exit_code != 0
-    assert re.search("it can't draft while the target reads", str(result.exception)), result.exception
-
-
-def test_stages_are_parsed() -> None:
-    assert shared.parse_stage_layers("8,8,4") == shared.parse_stage_layers("[8, 8, 4]") == [8, 8, 4]
-    assert shared.parse_stage_layers(None) is None
+    assert re.search("it can't draft while the target reads", result.message), result.output

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.certify import certify_command
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import roofline
 from outrider.eval.measure.roofline import measure_bandwidth
@@ -20,10 +17,9 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 from outrider.models.machine import is_out_of_memory, release_memory
 
-pytestmark = pytest.mark.gpu
+from ..commands import invoke
 
-app = typer.Typer()
-app.command()(certify_command)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
@@ -99,8 +95,8 @@ def test_decoding_with_cuda_graphs_is_certified(
         pytest.skip("only CUDA has graphs")
     path = tmp_path / "certificate.json"
     arguments = ["--target", str(tiny_target_dir), "--drafter", str(drafter_dir), "--output", str(path)]
-    arguments += ["--suite", "words", "--suite-path", str(questions), "--max-new-tokens", "16", "--device", str(device)]
-    result = CliRunner().invoke(app, [*arguments, *form])
+    arguments += ["--suite", f"{{name: words, path: {questions}}}", "--max-new-tokens", "16", "--device", str(device)]
+    result = invoke(["certify", *arguments, *form])
     assert result.exit_code == 0, result.output
     certificate = json.loads(path.read_text())
     assert certificate["passed"]

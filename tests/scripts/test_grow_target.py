@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,7 +47,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def grow(script: Any) -> Callable[..., None]:
     """Return the command."""
-    return lambda *arguments: script.run(script.parse_args([str(argument) for argument in arguments]))
+    app = typer.Typer()
+    app.command()(script.main)
+    command = typer.main.get_command(app)
+    return lambda *arguments: command.main([str(argument) for argument in arguments], standalone_mode=False)
 
 
 def load(folder: Path, dtype: str = "float32") -> HFTarget:
@@ -262,24 +266,3 @@ def test_a_killed_run_leaves_no_folder_that_loads(grow: Callable[..., None], dem
     assert not (tmp_path / ".grown.outrider-partial" / "config.json").exists()
     grow(tmp_path / "grown", "--target", demo_target_dir, "--layers", 9)
     assert [path.name for path in tmp_path.iterdir()] == ["grown"]
-
-
-def test_a_grown_draft_model_drafts_the_same(
-    script: Any, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grow_drafter = importlib.import_module("grow_drafter")
-    target = load(tiny_target_dir)
-    torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter(DRAFTERS["draft_model"]), target)
-    save_drafter(drafter, tmp_path / "small", target.identity)
-    size = grow_drafter.drafter_source(tmp_path / "small").grown_size(3, 200)
-    grow_drafter.grow_drafter(tmp_path / "small", tmp_path / "large", size)
-    large = load_drafter(tmp_path / "large", target)
-    assert steps(target, large) == steps(target, load_drafter(tmp_path / "small", target))
-    assert sum(parameter.numel() for parameter in large.parameters()) == size.parameters
-    with pytest.raises(ValueError, match="large exists"):
-        grow_drafter.grow_drafter(tmp_path / "small", tmp_path / "large", size)
-    medusa = build_drafter(parse_drafter(DRAFTERS["medusa"]), target)
-    save_drafter(medusa, tmp_path / "medusa", target.identity)
-    with pytest.raises(ValueError, match="a medusa"):
-        grow_drafter.drafter_source(tmp_path / "medusa")

@@ -13,6 +13,7 @@ from ....data.manifest import TargetIdentity
 from ...bounded_build import bounded_build, require_possible_numbers
 from ...llm.hf_target import HFTarget
 from ..base import TrainableDrafter
+from ..options import START_FROM
 from ..registry import DRAFTERS, checked_options
 from .download import resolve_drafter
 from .folder import (
@@ -26,12 +27,6 @@ from .folder import (
 )
 
 logger = logging.getLogger(__name__)
-
-START_FROM = "start_from"
-"""Option of every drafter: the folder of a trained drafter, or its name on the Hub, to start
-training from. The kind, the shape and the weights are those of the trained drafter; only drafting
-options may differ. Its target may be another one of the same shape, such as the same model before
-fine-tuning or quantisation."""
 
 
 @dataclass(frozen=True, kw_only=True)

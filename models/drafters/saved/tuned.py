@@ -100,7 +100,7 @@ def tuned_folder(drafter: Path | str | DrafterParts) -> Path:
     if not parts.folders:
         raise ValueError(
             f"the drafter {parts.name} has no folder that outrider writes to, and tuned settings are kept in one; `outrider "
-            "tune --no-write` prints them, and --setting (eval.settings) uses them"
+            "tune --no-write` prints them, and eval.settings uses them"
         )
     return parts.folders[0]
 
@@ -147,7 +147,7 @@ def tuned_choice(
     raise ValueError(
         f"{parts.name} isn't tuned for {', '.join(f'{key} {value}' for key, value in options.items())} (it is tuned {known}). "
         f"Run `outrider tune --drafter {parts.name} --target ... --temperature {temperature:g} --dtype {setup.dtype}"
-        f"{f' --threads {setup.num_threads}' if setup.num_threads else ''}` here first"
+        f"{f' --num-threads {setup.num_threads}' if setup.num_threads else ''}` here first"
     )
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from outrider.cli.data import verify_command
+from outrider.cli.data import VerifyOptions, verify_command
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import examples_sha256
@@ -243,14 +242,15 @@ def test_all_damage_to_answers_is_reported_at_once(
 ) -> None:
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
-    verify_command(folder, target=target.identity.name if Path(target.identity.name).exists() else None)
+    name = target.identity.name if Path(target.identity.name).exists() else None
+    verify_command(VerifyOptions(directory=folder, target=name))
     assert "shards are whole" in capsys.readouterr().out
     (folder / "answers-00000.jsonl").unlink()
     path = folder / "answers-00001.jsonl"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     (folder / "answers-00002.json").unlink()
-    with pytest.raises(typer.Exit, match="1"):
-        verify_command(folder)
+    with pytest.raises(SystemExit, match="1"):
+        verify_command(VerifyOptions(directory=folder))
     errors = capsys.readouterr().err
     for damage in (
         "answers-00000.jsonl is missing",
@@ -259,8 +259,8 @@ def test_all_damage_to_answers_is_reported_at_once(
     ):
         assert damage in errors
     answer_store(folder).save(replace(answer_store(folder).load(), complete=False, shards=[]))
-    with pytest.raises(typer.Exit, match="1"):  # finished shards of an incomplete run are checked
-        verify_command(folder)
+    with pytest.raises(SystemExit, match="1"):  # finished shards of an incomplete run are checked
+        verify_command(VerifyOptions(directory=folder))
     assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
 
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from outrider.cli.certify import certify_command
 from outrider.eval.certify import certificate as certify
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 from outrider.models.decoding.sampling import warp
@@ -21,24 +18,22 @@ from outrider.models.llm import loading as targets
 from outrider.models.llm import tree_attention
 from outrider.models.llm.hf_target import HFTarget
 
+from ...commands import invoke
 from ...models.recorder import ReplayingRecorder
 from ..test_run import AcceptsAnything
-
-app = typer.Typer()
-app.command()(certify_command)
 
 
 @pytest.fixture
 def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> list[str]:
     return [
         *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "certificate.json")),
-        *("--suite", "mt_bench", "--suite-path", str(questions), "--max-new-tokens", "6", "--device", "cpu"),
+        *("--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6", "--device", "cpu"),
     ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
+    result = invoke(["certify", *decoding, "--dtype", dtype])
     assert result.exit_code == 0, result.output
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
@@ -58,7 +53,7 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
 def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # traced and run, without a C++ compiler
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    result = CliRunner().invoke(app, [*decoding, "--compiled"])
+    result = invoke(["certify", *decoding, "--compiled"])
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert (certificate["passed"], certificate["dtype"], certificate["form"]) == (True, "float32", "compiled")
@@ -82,7 +77,7 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
     save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
     arguments = [str(tmp_path / "drafter") if word == str(tiny_drafter_dir) else word for word in decoding]
-    result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
+    result = invoke(["certify", *arguments, "--cuda-graphs"])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
     assert len(recorders) > 3, "of the target, of the drafter, and of the rules"
@@ -95,8 +90,8 @@ def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
     decoding: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "_load_model", None)
-    result = CliRunner().invoke(app, [*decoding, "--cuda-graphs"])
-    assert "choose a CUDA device, or turn it off" in str(result.exception)
+    result = invoke(["certify", *decoding, "--cuda-graphs"])
+    assert "choose a CUDA device, or turn it off" in result.message
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -104,7 +99,7 @@ def test_wrong_tokens_fail_in_any_precision(
     decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(certify, "GreedyAcceptance", AcceptsAnything)
-    result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
+    result = invoke(["certify", *decoding, "--dtype", dtype])
     assert result.exit_code == 1
     assert "NOT LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
@@ -125,7 +120,7 @@ def test_a_target_that_misreads_trees_fails_in_any_precision(
         return sound(some_node[:, :1].expand(-1, lineage.shape[1], -1), *options)
 
     monkeypatch.setattr(tree_attention, "tree_attention_mask", everybody_sees_everybody)
-    assert CliRunner().invoke(app, [*decoding, "--dtype", dtype, "--max-new-tokens", "24"]).exit_code == 1
+    assert invoke(["certify", *decoding, "--dtype", dtype, "--max-new-tokens", "24"]).exit_code == 1
     assert not json.loads((tmp_path / "certificate.json").read_text())["lines"][0]["passed"]
 
 
@@ -138,7 +133,7 @@ def test_samples_of_another_distribution_fail_the_certificate(
         "drafts accepted too often": TypicalAcceptance(sampling=Sampling(), epsilon=0.002, delta=1.0),
     }
     monkeypatch.setattr(certify, "SpeculativeSampling", lambda sampling: wrong[mistake])
-    assert CliRunner().invoke(app, decoding).exit_code == 1
+    assert invoke(["certify", *decoding]).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [True, True, True, False]
 
@@ -162,7 +157,7 @@ def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(
         torch.manual_seed(0)
         options = {"kind": kind, "temperature": 1.0, "top_k": 2, "tree_nodes": 6}
         save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
-    result = CliRunner().invoke(app, [*decoding, "--drafter", str(tmp_path / "drafter")])
+    result = invoke(["certify", *decoding, "--drafter", str(tmp_path / "drafter")])
     assert result.exit_code == (0 if sound else 1), result.output
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [*[True] * (len(lines) - 1), sound]
@@ -195,6 +190,6 @@ def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:
 def test_few_prompts_have_fewer_samples(decoding: list[str], questions: Path, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     one.write_text(questions.read_text().splitlines()[0])
-    assert CliRunner().invoke(app, [*decoding, "--suite-path", str(one)]).exit_code == 0
+    assert invoke(["certify", *[str(one) if "mt_bench" in word else word for word in decoding]]).exit_code == 0
     line = json.loads((tmp_path / "certificate.json").read_text())["lines"][-1]
     assert line["method"] == f"G-tests of {certify.TEXTS_PER_PROMPT} texts"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cli.tune import setting_namer, tune_command, tuning_table, verdict
+from outrider.cli.tune import setting_namer, tuning_table, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import load_suites
 from outrider.eval.tune import halving
@@ -29,6 +29,8 @@ from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.llm.hf_target import HFTarget
+
+from ...commands import invoke
 
 FORMS: dict[str, dict[str, Any]] = {
     "block": {"block": 3, "width": 6, "tree_nodes": 18},
@@ -308,17 +310,15 @@ def test_a_batch_that_no_prompts_fill_is_refused(
 
 
 def test_the_command_prints_a_table_and_a_verdict(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
-    arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": str(tiny_drafter_dir), "suite": "mt_bench"}
-    arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path}
-    tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
-    output = capsys.readouterr().out
+    command = ["tune", "--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path)]
+    command += ["--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6", "--no-write"]
+    output = invoke([*command, "--setting", "{beam_width: 2}", "--batch-size", "2"]).output
     assert "plain decoding" in output.replace("\n", " ")
     assert "2 beams of 3" in output.replace("\n", " ")
     assert "Batches of 2: " in output
-    with pytest.raises(ValueError, match="(?s)batch_sizes.*0"):
-        tune_command(**arguments, batch_sizes=[0])
+    assert "batch_sizes[0]=0" in invoke([*command, "--batch-size", "0"]).message
 
 
 def test_all_settings_of_a_merge_are_finalists_and_expected_gain_is_one_of_them(

@@ -124,7 +124,7 @@ def test_plain_transformers_decodes_with_a_package(
             source = Path(str(distribution(name).locate_file(top)))
             if source.exists() and not (site / top).exists():
                 (site / top).symlink_to(source)
-    script = [sys.executable, "-S", str(REPOSITORY / "scripts" / "check_custom_generate.py")]
+    script = [sys.executable, "-S", str(REPOSITORY / "scripts" / "engines" / "check_transformers.py")]
     options = ["--target", str(tiny_target_dir), "--repeats", "0", "--max-new-tokens", "24"]
     result = subprocess.run(
         [*script, *options, *map(str, package_dirs.values())],

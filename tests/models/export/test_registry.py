@@ -12,7 +12,8 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.export.registry import FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
+from outrider.models.export import config
+from outrider.models.export.registry import ENGINES, FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
 
 DSPARK: dict[str, Any] = {
     "correction": "markov",
@@ -254,9 +255,10 @@ def test_outrider_json_overrides_the_configuration(llama, make_drafter, tmp_path
 def test_an_export_overwrites_only_an_export_of_the_same_format(llama, make_drafter, tmp_path):
     path = exported("eagle3", llama, make_drafter, tmp_path)
     export_drafter(tmp_path / "ours", llama, "eagle3", path)
-    for folder in (path, tmp_path / "ours"):
+    messages = {path: "one format; write speculators into a folder of its own", tmp_path / "ours": "holds other files already"}
+    for folder, message in messages.items():
         before = {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()}
-        with pytest.raises(ValueError, match="holds other files already"):
+        with pytest.raises(ValueError, match=message):
             export_drafter(tmp_path / "ours", llama, "speculators", folder)
         assert {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()} == before
 
@@ -291,6 +293,12 @@ def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_draf
 def test_an_engine_stands_for_the_format_of_the_drafters_kind() -> None:
     assert formats_for(["vllm", "sglang", "eagle3", "apple"], "eagle3", None) == ["eagle3"]
     assert formats_for(["vllm", "sglang"], "eagle3", [1, 2, 3]) == ["speculators", "eagle3"]
+    assert formats_for(["vllm"], "eagle3", [2, 15, 27]) == ["eagle3"], "the usual layers of 30, written out"
+    assert formats_for(["vllm"], "eagle3", [2, 14, 27]) == ["speculators"]
     assert formats_for(["vllm", "sglang"], "eagle", None) == ["eagle1-vllm", "eagle1-sglang"]
     assert formats_for(["vllm", "apple"], "redrafter", None) == ["apple"]
     assert not holds_kind("vllm", "redrafter")
+
+
+def test_a_recipe_knows_the_formats_without_loading_torch() -> None:
+    assert (set(config.FORMATS), set(config.ENGINES)) == (FORMATS.keys(), ENGINES.keys())

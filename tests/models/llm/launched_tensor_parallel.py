@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from outrider.cli import samples
 from outrider.data.config import DataConfig
 from outrider.data.types import DrafterBatch
-from outrider.distill import estimate as estimate_module
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill, load_examples
 from outrider.distill.regenerate.run import regenerate
@@ -69,16 +69,15 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
     make(shared, data, output, accelerator)
     make(shared, data, output / "batch", accelerator, engine="batch")
     # By its clock one process would stop measuring at once. The main process decides for all.
-    estimate_module.MEASURED_SECONDS = -1.0 if rank else 1e9
-    examples, dropped = load_examples(data, shared.tokenizer)
-    report_of_estimate = estimate_module.estimate(CONFIG, shared, examples, dropped, output, num_processes=1)
+    samples.SECONDS = -1.0 if rank else 1e9
+    examples, _ = load_examples(data, shared.tokenizer)
+    work, _ = samples.sample_labels(CONFIG, shared, examples)
     layers = [parameter for name, parameter in shared.model.named_parameters() if "proj" in name]
     report: dict[str, Any] = {
         "slice": sum(parameter.to_local().numel() for parameter in layers),
         "whole": sum(parameter.numel() for parameter in layers),
         "texts": len(examples),
-        "tokens": report_of_estimate.num_tokens,
-        "sampled_tokens": report_of_estimate.sample.num_text_tokens,
+        "sampled_tokens": work.num_text_tokens,
     }
     (output / f"report-{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()

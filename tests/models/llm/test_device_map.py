@@ -12,7 +12,6 @@ import torch
 from accelerate import dispatch_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.cli.options import parse_device_map
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
@@ -127,12 +126,12 @@ def test_a_malformed_map_is_an_error(device_map: Any) -> None:
         TargetConfig(name_or_path="x", device_map=device_map)
 
 
-def test_the_commands_parse_maps() -> None:
-    assert parse_device_map(None) is None
-    assert parse_device_map("auto") == "auto"
-    assert parse_device_map('{"": 0, model.layers.20: cuda:1}') == {"": 0, "model.layers.20": "cuda:1"}
-    with pytest.raises(ValueError, match="--device-map is '8,8'; give auto"):
-        parse_device_map("8,8")
+def test_a_map_is_auto_or_names_devices() -> None:
+    for value in (None, "auto", {"": 0, "model.layers.20": "cuda:1"}):
+        assert TargetConfig(name_or_path="x", device_map=value).device_map == value
+    for wrong in ("8,8", {}, {"": 1.5}, [0]):
+        with pytest.raises(ValueError, match="must be auto, or a mapping of module names to devices"):
+            TargetConfig(name_or_path="x", device_map=wrong)
 
 
 def per_layer(num_layers: int) -> dict[str, str]:

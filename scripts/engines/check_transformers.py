@@ -4,7 +4,7 @@ It compares `generate` of a package with `model.generate`. It needs only torch a
 no outrider. Such an environment:
 
     python -m venv plain && plain/bin/pip install torch transformers
-    plain/bin/python scripts/check_custom_generate.py --target models/demo_target FOLDER...
+    plain/bin/python scripts/engines/check_transformers.py --target models/demo_target FOLDER...
 
 The script prints a JSON line for each folder and batch size, and exits with 1 if a token differs.
 The first pass of the target reads the prompts. The other passes are the steps in `tokens_per_step`
@@ -12,17 +12,16 @@ The first pass of the target reads the prompts. The other passes are the steps i
 draft: the overhead of a call.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = (
@@ -34,54 +33,52 @@ PROMPTS = (
 NOT_NEEDED = ("outrider", "jaxtyping", "accelerate", "omegaconf")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", help="folder from `outrider package`, or its name on the Hub")
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method, in turns; the median is printed")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--fast-linears",
-        action="store_true",
-        help="with the drafter, use packed linear layers where they are faster (CPU)",
-    )
-    parser.add_argument("--options", type=json.loads, default={}, help="options of the drafter: '{\"beam_width\": 8}'")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.target, padding_side="left")
+def main(
+    folders: Annotated[list[str], typer.Argument(help="Folder from `outrider package`, or its name on the Hub.")],
+    target: Annotated[str, typer.Option(help="Folder or Hub id.")],
+    dtype: str = "float32",
+    max_new_tokens: int = 100,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each method, in turns; the median is printed.")] = 3,
+    threads: int = 1,
+    fast_linears: Annotated[bool, typer.Option("--fast-linears", help="With the drafter, pack faster linear layers.")] = False,
+    options: Annotated[str, typer.Option(help="Options of the drafter: '{\"beam_width\": 8}'")] = "{}",
+) -> None:
+    """Check packaged drafters in plain transformers."""
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
+    drafting = {"drafter_options": json.loads(options), "fast_linears": fast_linears}
     all_equal = True
-    for folder in options.folders:
+    for folder in folders:
         for prompts in ([PROMPTS[0]], list(PROMPTS)):
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-            result = compare(model, inputs, folder, options, calls)
+            common = {**inputs, "max_new_tokens": max_new_tokens, "do_sample": False}
+            result = compare(model, common, folder, drafting, repeats, calls)
             print(json.dumps({"folder": folder.rpartition("/")[2], "batch_size": len(prompts), **result}))
             all_equal = all_equal and result["equal"]
     print(json.dumps({"installed": [name for name in NOT_NEEDED if find_spec(name) is not None]}))
-    return 0 if all_equal else 1
+    raise typer.Exit(int(not all_equal))
 
 
-def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, calls: list[int]) -> dict[str, Any]:
+def compare(
+    model: Any, common: dict[str, Any], folder: str, drafting: dict[str, Any], repeats: int, calls: list[int]
+) -> dict[str, Any]:
     """Measure tokens and seconds of plain decoding and of the drafter, after a warm-up."""
-    common = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
-    drafter_arguments = {"drafter_options": options.options, "fast_linears": options.fast_linears}
-    by_name = {**common, **drafter_arguments, "custom_generate": folder, "trust_remote_code": True}
+    by_name = {**common, **drafting, "custom_generate": folder, "trust_remote_code": True}
     # A user with many short calls may load the code once, like this.
     loaded = partial(model.load_custom_generate(folder, trust_remote_code=True), model, drafter=folder)
     ways = {"plain": partial(model.generate, **common), "drafter": partial(model.generate, **by_name)}
-    tokens, passes, seconds = take_turns(ways, options.repeats, calls)
-    short = {**ways, "drafter, loaded once": partial(loaded, **common, **drafter_arguments)}
-    one_token = take_turns({name: partial(way, max_new_tokens=1) for name, way in short.items()}, options.repeats, calls)[2]
+    tokens, passes, seconds = take_turns(ways, repeats, calls)
+    short = {**ways, "drafter, loaded once": partial(loaded, **common, **drafting)}
+    one_token = take_turns({name: partial(way, max_new_tokens=1) for name, way in short.items()}, repeats, calls)[2]
     plain, drafter = seconds["plain"], seconds["drafter"]
     return {
         "equal": torch.equal(tokens["plain"], tokens["drafter"]),
-        "new_tokens": tokens["plain"].shape[1] - inputs["input_ids"].shape[1],
+        "new_tokens": tokens["plain"].shape[1] - common["input_ids"].shape[1],
         "tokens_per_step": (passes["plain"] - 1) / max(1, passes["drafter"] - 1),
         "plain_seconds": plain,
         "drafter_seconds": drafter,
@@ -108,4 +105,4 @@ def take_turns(ways: dict[str, Callable[[], torch.Tensor]], repeats: int, calls:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,0 +1,112 @@
+"""Configurations from plain values: all problems at once, each under its option's name.
+
+This module doesn't import torch.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from textwrap import TextWrapper
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+
+from ..data.fields import OPTIONS, problems_of
+from ..data.paths import NamedPath, expand_home, require_paths
+from .command_line import CommandLine, read_command_line
+from .describe import sections_of
+from .inputs import command_paths, no_paths
+
+T = TypeVar("T")
+PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
+"""A function that yields the local files and folders in a configuration's values."""
+
+
+def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: Sequence[str] = ()) -> T:
+    """Return the configuration that these values make.
+
+    Raises one ValueError with `problems`, with all unknown keys, wrong and missing values, and with all
+    missing files of `paths_of`. What depends on several sections is checked after that: it may load
+    torch.
+    """
+    described: type = cls  # for mypy, a type[T] has no hash
+    values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
+    known, text = _names(described), json.dumps(values)
+    # 1. Each field alone.
+    report = list(problems)
+    try:
+        _fields_of(described).model_validate_json(text)
+    except ValidationError as error:
+        report += problems_of(error, known=known)
+    messages = [problem_report(report)] if report else []
+    try:
+        require_paths(paths_of(values))
+    except ValueError as error:
+        messages.append(str(error))
+    if messages:
+        raise ValueError("\n".join(messages))
+
+    # 2. The whole.
+    try:
+        return TypeAdapter(cls).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(problem_report(problems_of(error, known=known))) from None
+
+
+@cache
+def _fields_of(cls: type) -> type[BaseModel]:
+    """Return a model with the fields of a configuration, which doesn't check them together."""
+    hints, own = get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
+    is_required = {field.name: field.default is field.default_factory is dataclasses.MISSING for field in own}
+    definitions: Any = {field.name: (hints[field.name], ... if is_required[field.name] else None) for field in own}
+    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
+
+
+def problem_report(problems: Sequence[str]) -> str:
+    """Return one message with all problems of a configuration."""
+    # Sections interpolate the run's seed: report a wrong seed once.
+    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
+    layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    lines = "\n".join(map(layout.fill, problems))
+    return f"{len(problems)} problem(s) in the configuration:\n{lines}"
+
+
+def _names(cls: type) -> list[str]:
+    """Return the names of a configuration's options and sections."""
+    sections = sections_of(cls)
+    return [*filter(None, sections), *(option.name for section in sections.values() for option in section.options)]
+
+
+def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLine]:
+    """Return a command's configuration, and its arguments as they were read.
+
+    A class names its options that need no name in POSITIONAL (a list takes all further words), and
+    its own defaults of its sections' options in DEFAULTS. NAMES_FILES is false for a class
+    whose options have other meanings.
+    """
+    # 1. Read the arguments. Words are the options of POSITIONAL.
+    described: type = cls  # for mypy, a type[T] has no hash
+    sections = sections_of(described)
+    options = {option.name: option for option in sections[""].options}
+    line = read_command_line(arguments, sections, launches="launch" in options)
+    words = list(line.words)
+    for name in getattr(cls, "POSITIONAL", ()):
+        if words:
+            line.values[name] = words if options[name].is_list else words[0]
+            words = [] if options[name].is_list else words[1:]
+    line.problems += [f"{word} is one argument too many; an option has the form --NAME VALUE or NAME=VALUE" for word in words]
+
+    # 2. Build the configuration.
+    values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
+    paths_of = command_paths if getattr(cls, "NAMES_FILES", True) else no_paths
+    return build(cls, values, paths_of, line.problems), line
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with those of `above` on top."""
+    both = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
+            both[name] = merged(below[name], above[name])
+    return both

@@ -1,0 +1,297 @@
+"""Command lines: one rule for the options of all commands, made from the configuration's classes."""
+
+import subprocess
+import sys
+import time
+from dataclasses import field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic.dataclasses import dataclass
+
+from outrider.cli.build import build_options
+from outrider.cli.command_line import CommandLine, read_command_line
+from outrider.cli.commands import COMMANDS
+from outrider.cli.compose import read_run_line
+from outrider.cli.describe import sections_of
+from outrider.cli.help import WIDTH
+from outrider.cli.launch import require_gpus
+from outrider.cli.options import with_limit
+from outrider.data.fields import OPTIONS, PositiveInt
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.models.llm.config import TargetConfig
+
+from ..commands import invoke
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class Options:
+    """Options of a command of these tests."""
+
+    words: str
+    drafter: list[str] = field(default_factory=list)
+    limit: PositiveInt | None = None
+    check: bool = True
+    seed: PositiveInt = 1
+    launch: str | None = None
+    target: TargetConfig
+    eval: EvalConfig
+
+    POSITIONAL: ClassVar = ("words",)
+    DEFAULTS: ClassVar = {"eval": {"max_new_tokens": 64}}
+
+
+def read(*arguments: str) -> CommandLine:
+    return read_command_line(arguments, sections_of(Options), launches=True)
+
+
+def options(*arguments: str) -> Options:
+    return build_options(Options, ["word", "--target", "x", "--suite", "stdlib", *arguments])[0]
+
+
+def message(*arguments: str) -> str:
+    with pytest.raises(ValueError) as error:
+        build_options(Options, arguments)
+    return " ".join(str(error.value).split())
+
+
+# --- the rule
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ["--max-new-tokens", "64"],
+        ["--max-new-tokens=64"],
+        ["--max_new_tokens", "64"],
+        ["--eval.max-new-tokens", "64"],
+        ["eval.max_new_tokens=64"],
+        ["+eval.max_new_tokens=64"],
+    ],
+)
+def test_a_flag_and_a_configurations_name_are_the_same_option(form: list[str]) -> None:
+    line = read(*form)
+    assert line.values == {"eval.max_new_tokens": 64}
+    assert (line.problems, line.own) == ([], form)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ("--target X", {"target.name_or_path": "X"}),
+        ("--drafter a --drafter b,c", {"drafter": ["a", "b", "c"]}),
+        ("--suite a --suites b", {"eval.suites": ["a", "b"]}),
+        ("--suite [a,{name: b, path: c}]", {"eval.suites": ["a", {"name": "b", "path": "c"}]}),
+        ("--batch-size 1,2 --batch-size 4", {"eval.batch_sizes": [1, 2, 4]}),
+        ("--stage-layers 8,8", {"target.stage_layers": [8, 8]}),
+        ("--stage-layers null", {"target.stage_layers": None}),
+        ("--setting {depth: 5} --setting {depth: 6}", {"eval.settings": [{"depth": 5}, {"depth": 6}]}),
+        ("--compiled --no-fast-linears", {"target.compiled": True, "target.fast_linears": False}),
+        ("--compiled=false --no-check", {"target.compiled": False, "check": False}),
+        ("--revision 1e5", {"target.revision": "1e5"}),
+        ("--revision 'a'", {"target.revision": "a"}),
+        ("--quantization torchao", {"target.quantization": "torchao"}),
+        ("--device-map {'': 0, model.layers.20: 1}", {"target.device_map": {"": 0, "model.layers.20": 1}}),
+        ("--seed 3", {"seed": 3}),
+        ("--eval.seed 3", {"eval.seed": 3}),
+        ("eval.temperatures=1e-1", {"eval.temperatures": [0.1]}),
+    ],
+)
+def test_values_are_read_by_the_type_of_their_field(arguments: str, values: dict[str, Any]) -> None:
+    words: list[str] = []
+    for word in arguments.split(" "):  # a value in braces is one word
+        if words and words[-1].count("{") + words[-1].count("[") > words[-1].count("}") + words[-1].count("]"):
+            words[-1] += f" {word}"
+        else:
+            words.append(word)
+    line = read(*words)
+    assert (line.values, line.problems) == (values, [])
+
+
+def test_a_name_of_two_sections_is_asked_for_with_its_section() -> None:
+    with pytest.raises(ValueError, match=r"give --distill\.max-new-tokens or --eval\.max-new-tokens"):
+        read_run_line(["demo", "--max-new-tokens", "3"])
+    assert read_run_line(["demo", "--seed", "3"]).values == {"seed": 3, "conf": ["demo"]}
+    assert read_run_line(["demo", "--drafter.beam-width", "3"]).values["drafter.beam_width"] == 3
+
+
+def test_a_commands_options_are_built_by_the_configurations_classes() -> None:
+    built = options("--drafter", "suffix", "--dtype", "float32", "eval.batch_sizes=[2]", "--limit", "3")
+    assert (built.words, built.drafter, built.limit) == ("word", ["suffix"], 3)
+    assert built.target == TargetConfig(name_or_path="x", dtype="float32")
+    assert built.eval == EvalConfig(suites=[SuiteConfig(name="stdlib")], batch_sizes=[2], max_new_tokens=64)
+
+
+def test_a_limit_is_for_the_suites_without_their_own() -> None:
+    config = EvalConfig(suites=[SuiteConfig(name="stdlib"), SuiteConfig(name="gsm8k", limit=3)])
+    assert [suite.limit for suite in with_limit(config, 2).suites] == [2, 3]
+
+
+def test_the_home_directory_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    built = options("--target", "~/model", "--drafter", "draft_model:~/other")
+    assert built.target.name_or_path == f"{tmp_path}/model"
+    assert built.drafter == [f"draft_model:{tmp_path}/other"]
+
+
+# --- mistakes
+
+
+def test_one_error_names_all_mistakes() -> None:
+    text = message("--max-new-tokns", "3", "eval.bath_sizes=[1]", "eval.repeats=x", "target.dtype=int3", "a", "b")
+    assert text.startswith("7 problem(s)")
+    for part in (
+        "there is no option --max-new-tokns; did you mean --max-new-tokens?",
+        "eval.bath_sizes: there is no such option; did you mean eval.batch_sizes?",
+        'eval.repeats="x": must be a whole number',
+        'target.dtype="int3": must be one of auto,',
+        "target.name_or_path is missing; give target.name_or_path=VALUE",
+        "eval.suites is missing; give eval.suites=VALUE",
+        "b is one argument too many",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("eval.settings=[{a: 1]", "which can't be read; close each bracket and quote"),
+        ("eval.settings={depth:5}", "'depth:5' is one word; put a space after the colon"),
+        ("--limit", "--limit needs a value: whole number above 0"),
+    ],
+)
+def test_a_value_that_cant_be_read_is_named(argument: str, wrong: str) -> None:
+    assert wrong in message("word", argument)
+
+
+MISSING = {
+    "eval --target ./no/target --drafter ./d --suite p.jsonl --suite": [
+        "target.name_or_path",
+        "drafter",
+        "suites[0]",
+        "suites[1]",
+    ],
+    "tune --target ./no/target --drafter ./d --chat-template t.jinja --suite": [
+        "target.name_or_path",
+        "drafter",
+        "chat_template",
+        "suites[0]",
+    ],
+    "certify --target ./no/target --drafter ./d --suite": ["target.name_or_path", "drafter", "suites[0]"],
+    "export ./d --target ./no/target --to vllm --output out": ["target.name_or_path", "drafter"],
+    "import ./d/e --target ./no/target --output out": ["target.name_or_path", "folder"],
+    "package ./d --output out --records r --run run --certificate c.json": ["drafter", "records", "run", "certificate"],
+    "report a b": ["directories", "directories"],
+}
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_all_missing_paths_of_a_command_are_one_error(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*command.split(), *(["{name: mt_bench, path: q.jsonl}"] if command.endswith("--suite") else [])]
+    result = invoke(words)
+    assert result.exit_code == 2
+    assert f"{len(MISSING[command])} paths don't exist" in result.output
+    assert all(f"{option} is " in result.output for option in MISSING[command]), result.output
+
+
+# --- launches
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "own"),
+    [
+        ("--launch one_node --num_processes 4 a.yaml train.steps=1", ["--num_processes", "4"], ["a.yaml", "train.steps=1"]),
+        ("demo --launch=cpu --multi_gpu train.steps=1 --plan", ["--multi_gpu"], ["demo", "train.steps=1", "--plan"]),
+        ("--launch cpu --num_machines=2 demo --train.steps 3", ["--num_machines=2"], ["demo", "--train.steps", "3"]),
+    ],
+)
+def test_unknown_options_after_a_launch_file_are_accelerates(arguments: str, options: list[str], own: list[str]) -> None:
+    line = read_run_line(arguments.split())
+    assert line.launch in ("one_node", "cpu")
+    assert (line.launch_options, line.own, line.problems) == (options, own, [])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "file", "options", "remedy"),
+    [
+        (0, "one_node", [], "--launch cpu"),
+        (2, "one_node", ["--mixed_precision=no"], "--num_processes 2"),
+        (1, "several_nodes", ["--machine_rank", "0"], "there is 1"),
+        (1, "cpu", [], "ACCELERATE_USE_CPU=true"),
+        (0, "cpu", [], None),
+        (0, "one_node_zero", ["--num_processes", "2", "--mixed_precision", "no"], None),
+        (2, "one_node", ["--num_processes", "2"], None),
+        (0, "one_gpu", [], None),
+    ],
+)
+def test_a_launch_without_enough_gpus_is_an_error(
+    gpus: int, file: str, options: list[str], remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    if remedy is None:
+        require_gpus(file, options)
+        return
+    with pytest.raises(ValueError, match=remedy):
+        require_gpus(file, options)
+
+
+# --- help, and what is loaded
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_its_options_in_80_columns(command: str) -> None:
+    for more in ([], ["--all"]):
+        result = invoke([*command.split(), "--help", *more])
+        assert result.exit_code == 0
+        assert result.output.startswith(f"Usage: outrider {command}")
+        assert max(len(line) for line in result.output.splitlines()[1:]) <= WIDTH
+
+
+def test_the_help_lists_the_usual_options_and_all_on_demand() -> None:
+    short, everything = invoke(["eval", "--help"]).output, invoke(["eval", "--help", "--all"]).output
+    assert all(name in short for name in ("--drafter", "--target", "--suites", "eval.max_new_tokens"))
+    assert "eval.too_long" in everything
+    assert "eval.too_long" not in short
+
+
+@pytest.mark.parametrize(("name", "near"), [("evl", "eval"), ("data verfy", "data verify"), ("packge", "package")])
+def test_an_unknown_command_suggests_the_nearest(name: str, near: str) -> None:
+    result = invoke(name.split())
+    assert (result.exit_code, f"did you mean {near}?" in result.output) == (2, True)
+
+
+SCRIPT = """
+import sys, time
+from outrider.cli.main import main
+sys.argv = ["outrider", *sys.argv[1:]]
+try: main()
+finally: assert not {"torch", "transformers", "pandas"} & set(sys.modules), "a heavy package is loaded"
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["eval", "--help"], 0),
+        (["options", "drafter"], 0),
+        (["run", "demo", "--show"], 0),
+        (["run", "conf=eagle3_llama3_8b", "train.lrn=1", "drafter.depht=3", "train.steps=-5", "stages=[distil]"], 2),
+        (["eval", "--target", "x", "--drafter", "suffix", "--suite", "stdlib", "--max-new-tokns", "3"], 2),
+        (["run", "demo", "data.path=./no.jsonl"], 2),
+    ],
+)
+def test_help_and_mistakes_load_no_torch(arguments: list[str], status: int, tmp_path: Path) -> None:
+    began = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == status, result.stderr
+    assert "a heavy package" not in result.stderr
+    assert time.monotonic() - began < 10
+    assert list(tmp_path.iterdir()) == []
