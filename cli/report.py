@@ -1,4 +1,4 @@
-"""`outrider report`: tables and figures from the records of evaluations."""
+"""`outrider report`: one page of tables from the records of evaluations."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -16,15 +16,13 @@ class ReportOptions:
     directories: Annotated[list[Path], Field(min_length=1)]
     """Folders of finished evaluations, from `outrider eval`."""
     output: Path = Path("outputs/report")
-    """Folder for report.html and figures/."""
-    figures: bool = True
-    """Also write the first tables of each section as PNGs."""
+    """Folder for report.html."""
 
     POSITIONAL: ClassVar = ("directories",)
 
 
 def report_command(options: ReportOptions) -> None:
-    """Write tables and figures of evaluations as one static page, and as PNGs.
+    """Write the tables of evaluations as one static page.
 
     Nothing is measured. Evaluations with different targets, options or environments are in separate
     chapters.
@@ -33,5 +31,5 @@ def report_command(options: ReportOptions) -> None:
     from ..eval.report.page import write_report
 
     with guarded(options.output):
-        page = write_report(options.directories, options.output, figures=options.figures)
+        page = write_report(options.directories, options.output)
     print(f"Report: {page}")

@@ -104,6 +104,7 @@ def run(config: RunConfig) -> None:
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     # 1. Load the target, and check that the drafters fit it.
+    log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
@@ -159,7 +160,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     calibrate(config, target, folder)
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
     print_table(rows, console)
-    write_report([folder / "eval"], folder, figures=False)
+    write_report([folder / "eval"], folder)
     return rows
 
 

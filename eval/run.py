@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.differences import differences, name_digests
 from ..data.fields import raise_problems
-from ..data.files import atomic_write_text, write_json
+from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
@@ -115,10 +115,11 @@ def evaluate(
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
-    # 5. Write facts, tables, plots and answers.
+    # 5. Write tables and plots, facts with the summary's digest, and answers.
     rows = rows_of(records, info, facts)
-    write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     write_results(rows, output_dir)
+    digest = {"summary_sha256": sha256_file(output_dir / SUMMARY_FILE)}
+    write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), **digest})
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 

@@ -35,7 +35,7 @@ COMMANDS = {
     "pull": "tests/models/export/test_hub.py::test_a_pushed_folder_is_pulled_byte_for_byte",
     "push": "tests/cli/test_hub.py::test_a_bare_drafter_is_packaged_first",
     "recipes": "tests/cli/test_describe.py::test_recipes_are_printed_with_their_choices",
-    "report": "tests/eval/report/test_page.py::test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report",
+    "report": "tests/eval/report/test_page.py::test_the_command_writes_one_page",
     "run": "tests/test_pipeline.py::test_one_command_distils_trains_and_evaluates",
     "tune": "tests/eval/tune/test_tune.py::test_the_command_prints_a_table_and_a_verdict",
 }

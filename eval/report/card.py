@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ...data.fields import OPTIONS, PositiveInt, problems_of
-from ...data.files import read_dataclass, sha256_file
+from ...data.files import read_dataclass, read_json, sha256_file
 from ...data.label_stats import STATS_FILE, LabelTotals
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
@@ -28,7 +28,7 @@ from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
 from ..records.labels import TITLES, title_of
-from ..records.names import BASELINE
+from ..records.names import BASELINE, FACTS_FILE, SUMMARY_FILE
 from ..results.markdown import Markdown, code_span
 from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
 from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken
@@ -36,6 +36,7 @@ from ..results.tables import markdown_table
 from .card_code import recorded_quantization, render_card
 from .card_options import TAGS, CardOptions, code_names, require_plain_options
 from .card_settings import describe_setting
+from .fastest_call import fastest_call
 from .runs import Run, cell_of, read_run
 from .training_free_card import training_free_card
 
@@ -83,8 +84,9 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     title = f"{title_of(parts.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
-    runs = [read_run(path, path.name) for path in folders.values()]
+    runs = [_unchanged(read_run(path, path.name)) for path in folders.values()]
     figures = {run.directory: _require_rows(run, weights) for run in runs}
+    merged_with = [part.name for part in parts.parts if part.folder is None]
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
@@ -108,7 +110,8 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
         programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
         **code_names(options, base_model, local_name, quantization),
-        merged_with=[part.name for part in parts.parts if part.folder is None],
+        merged_with=merged_with,
+        fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
         has_own_template=run_data is not None and run_data.chat_template is None,
         measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
@@ -123,6 +126,17 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
 
 
 # --- figures
+
+
+def _unchanged(run: Run) -> Run:
+    """Return the run. Raises ValueError if its summary was changed after the evaluation ended."""
+    facts = read_json(run.directory / FACTS_FILE) if (run.directory / FACTS_FILE).is_file() else None
+    if not isinstance(facts, dict) or facts.get("summary_sha256") != sha256_file(run.directory / SUMMARY_FILE):
+        raise ValueError(
+            f"{SUMMARY_FILE} in {run.directory} isn't the one that its evaluation wrote ({FACTS_FILE} has another digest, or "
+            "none), so the card can't show its figures. Run the evaluation's command again, which writes it from the records"
+        )
+    return run
 
 
 def _require_rows(run: Run, weights: str) -> list[Row]:

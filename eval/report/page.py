@@ -1,7 +1,5 @@
-"""Report of finished evaluations: one HTML page and PNGs, from the files in their folders."""
+"""Report of finished evaluations: one HTML page, from the files in their folders."""
 
-import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,39 +15,21 @@ from ..records.run_files import Environment as EvalEnvironment
 from ..results.headline import headline
 from ..results.notes import FEW_UNITS
 from ..results.rows import Row
-from .distillation import distillation
-from .page_plots import plot_table
 from .page_tables import Section, Table
-from .prefixes import prefixes
 from .runs import Group, decoding, read_groups
-from .sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
-from .shapes import shape_maps
-from .sources import sources
-from .types import type_tables
+from .sections import accepted_lengths, batch_sizes, categories, results, time_split
 
-logger = logging.getLogger(__name__)
-
-PAGE_FILE, FIGURES_DIR = "report.html", "figures"
-FIGURE = re.compile(r"\d+-[a-z]+-\d+\.png")
-"""File name of a figure: chapter, section and table."""
+PAGE_FILE = "report.html"
 NUM_OPEN = 4
-"""Tables of a section that the page shows at once. Later ones are folded, and have no PNG."""
+"""Tables of a section that the page shows at once. Later ones are folded."""
 SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
     "speedup": results,
     "categories": categories,
-    "sources": sources,
-    "batches": heat_maps,
-    "shapes": shape_maps,
-    "distillation": distillation,
-    "prefixes": prefixes,
+    "batches": batch_sizes,
     "accepted": accepted_lengths,
     "time": time_split,
-    "roofline": roofline,
 }
 """Sections of a chapter, in order; their texts are in `templates/sections.yaml`."""
-
-TYPES = "types"
-"""The section before the chapters, over evaluations of one target in several types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +46,18 @@ class Chapter:
     absent: list[str]
 
 
-def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool = True) -> Path:
-    """Write the page, and with `figures` also its PNGs; return the page's path.
+def write_report(directories: Sequence[Path], output_dir: Path) -> Path:
+    """Write the page; return its path.
 
     Raises ValueError for folders without a finished evaluation (see `read_groups`).
     """
-    groups = read_groups(directories)
-    chapters, across = [_chapter(group) for group in groups], _section(TYPES, type_tables(groups))
-    atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories], across))
-    if figures:
-        sections = [[across], *(chapter.sections for chapter in chapters)]
-        _write_figures(sections, output_dir / FIGURES_DIR)
+    chapters = [_chapter(group) for group in read_groups(directories)]
+    atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories]))
     return output_dir / PAGE_FILE
 
 
-def render(chapters: Sequence[Chapter], folders: Sequence[str], across: Section) -> str:
-    """Render the page as HTML. `across` is the section before the chapters.
-
-    All texts from records are escaped.
-    """
+def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
+    """Render the page as HTML. All texts from records are escaped."""
     loader = PackageLoader("outrider.eval", "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     titles = ", ".join(dict.fromkeys(chapter.title for chapter in chapters))
@@ -93,14 +66,8 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str], across: Section)
         title=f"Speculative decoding: {titles}",
         folders=folders,
         chapters=chapters,
-        across=across,
-        share=_percent,
         num_open=NUM_OPEN,
     )
-
-
-def _percent(value: float, top: float) -> float:
-    return round(100 * min(1.0, max(0.0, value / top)), 2)
 
 
 def _chapter(group: Group) -> Chapter:
@@ -176,21 +143,3 @@ def _left_out(row: Row) -> str:
     if row["num_truncated"]:
         reasons.append(f"{row['num_truncated']} plain answers ended at the token limit")
     return ", ".join(reasons)
-
-
-def _write_figures(chapters: Sequence[Sequence[Section]], folder: Path) -> None:
-    """Write a PNG for each table that isn't folded, and delete those of an earlier report.
-
-    Chapter 0 has the tables before the first chapter.
-    """
-    written = set()
-    for chapter_number, sections in enumerate(chapters):
-        for section in sections:
-            for number, table in enumerate(section.tables[:NUM_OPEN], start=1):
-                path = folder / f"{chapter_number}-{section.id}-{number}.png"
-                plot_table(table, f"{section.title}: {table.caption}", path)
-                written.add(path.name)
-    for stale in folder.glob("*.png"):
-        if FIGURE.fullmatch(stale.name) and stale.name not in written:
-            logger.info("deleting %s, a figure of an earlier report", stale)
-            stale.unlink()

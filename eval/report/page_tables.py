@@ -1,10 +1,11 @@
-"""Contents of a report: sections of tables, whose cells hold all that a drawing needs.
+"""Contents of a report: sections of tables, whose cells hold all that the page draws."""
 
-The page and the PNGs are made from them.
-"""
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+LEAST_RANGE = 1.5
+"""Least ratio to plain decoding that a color scale ends at. A smaller one would paint noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,30 +22,37 @@ class Value:
     high: float | None = None
     note: str = ""
     """Small print beside the text."""
-    parts: list[float] = field(default_factory=list)
-    """Parts of the number, in the order of the column's `parts`."""
     mark: str = ""
     """Reason why the number is uncertain, such as `disturbed`, on a line of its own."""
     tone: str = ""
-    """`bad` for a cell that reports an error or a wrong result, `best` for the best cell of its
-    line."""
+    """`bad` for a cell that reports an error or a wrong result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """Column of a table, drawn according to its kind.
 
-    Kinds are `text`, `bar` (from 0 to `top`), `stack` (a bar in parts) and `heat` (a color from 0 to
-    `top`).
+    Kinds are `text`, `bar` (from 0 to `top`) and `heat` (a color from 0 to `top`; with a parity, two
+    colors for the values below and above it).
     """
 
     name: str
     kind: str = "text"
     top: float = 1.0
     parity: float | None = None
-    """Value of plain decoding, where the bar's column has a mark."""
-    parts: dict[str, str] = field(default_factory=dict)
-    """Colors of a stack's parts, by their names."""
+    """Value of plain decoding: where a bar's column has a mark, and a heat map's no color."""
+
+    def share(self, value: float | None) -> float:
+        """Compute a value's share of the scale, from 0 to 1; with a parity in a heat map, from -1.
+
+        Half and twice the parity have the same distance from it.
+        """
+        if value is None:
+            return 0.0
+        if self.kind == "heat" and self.parity:
+            most = max(abs(math.log(self.top / self.parity)), math.log(LEAST_RANGE))
+            return max(-1.0, min(1.0, math.log(max(value, 1e-9) / self.parity) / most))
+        return max(0.0, min(1.0, value / self.top))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

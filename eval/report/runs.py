@@ -5,7 +5,7 @@ Comparable runs are shown side by side, others in chapters of their own.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,6 @@ class Entry:
     """Name of the drafter, and of the folder if another run measured a method of that name."""
     detail: str
     """The method's setting."""
-    options: dict[str, Any]
-    """All options of the drafter."""
-    weights: str | None
-    """Digest of the drafter's weights; None for plain decoding."""
 
     @property
     def is_baseline(self) -> bool:
@@ -180,13 +176,6 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
                     row=named,
                     label=label,
                     detail=detail,
-                    options=_options(described) if described else {},
-                    weights=described["weights"] if described else None,
                 )
             )
     return entries
-
-
-def _options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect a drafter's options from the run's description; none if tuning turned it off."""
-    return {} if described["setting"] is None else {**described["config"], **described["setting"]}

@@ -4,22 +4,19 @@ A section without figures in the rows has no table.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records.labels import setting_words
-from ..records.names import BASELINE, OOM
-from ..results.notes import PACE_NOTE, problems, roofline_note, stages_notes, too_few
+from ..records.names import OOM
+from ..results.notes import PACE_NOTE, problems, stages_notes, too_few
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, method_name, units
 from .page_tables import Column, Line, Table, Value, column, number, table
-from .runs import Entry, Group
+from .runs import Entry, Group, decoding
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Number of accepted lengths shown separately; longer ones are summed in the last."""
-SLOW = 10
-"""Tokens per second below which a roofline is shown with decimal places."""
 MAX_METHODS = 5
 """Number of methods that fit the page side by side."""
 NO_MEMORY = Value(text=OOM, tone="bad")
@@ -143,8 +140,8 @@ def _overviews(group: Group) -> list[Table]:
         # 3. The table.
         suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
         shown = [value for values in methods.values() for value in values.values()]
-        scale = column("", "heat", shown)
-        columns = [Column(name=suite, kind="heat", top=scale.top) for suite in suites]
+        scale = column("", "heat", shown, parity=1.0)
+        columns = [replace(scale, name=suite) for suite in suites]
         absent = Value(text="-")
         lines = [
             Line(label=label, detail=detail, values=[values.get(caption, absent) for caption in by_caption])
@@ -169,7 +166,7 @@ def categories(group: Group) -> list[Table]:
         for start in range(0, len(drafted), MAX_METHODS):  # as many columns as fit the page
             shown = drafted[start : start + MAX_METHODS]
             part = f" ({start + 1} to {start + len(shown)} of {len(drafted)} methods)" if len(drafted) > MAX_METHODS else ""
-            for quantity, value_of in (("speedup", _category_speedup), ("tokens per step", _category_steps)):
+            for quantity, value_of, parity in (("speedup", _category_speedup, 1.0), ("tokens per step", _category_steps, None)):
                 lines = [
                     Line(
                         label=name,
@@ -178,8 +175,8 @@ def categories(group: Group) -> list[Table]:
                     )
                     for name in names
                 ]
-                top = column("", "heat", [value for line in lines for value in line.values]).top
-                columns = [Column(name=method_name(entry.row), kind="heat", top=top) for entry in shown]
+                scale = column("", "heat", [value for line in lines for value in line.values], parity)
+                columns = [replace(scale, name=method_name(entry.row)) for entry in shown]
                 tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
     return tables
 
@@ -202,82 +199,52 @@ def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
     return number(values["tokens_per_step"]) if values else Value(text="-")
 
 
-def heat_maps(group: Group) -> list[Table]:
-    """Build grids of tokens/s and tokens/s x batch over batch size x beam width."""
-    # 1. Group the entries that differ only in batch size and beam width.
-    families: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
-    plain: dict[tuple[Any, ...], dict[int, Entry]] = defaultdict(dict)
-    for entry in group.entries:
-        conditions = (group.suite_name(entry), entry.row["temperature"])
-        if entry.is_baseline:
-            plain[*conditions, entry.run][entry.row["batch_size"]] = entry
-        elif "beam_width" in entry.options and entry.options.get("share_prefixes", True):
-            rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "beam_width"))
-            families[*conditions, entry.label, entry.weights, rest].append(entry)
+def batch_sizes(group: Group) -> list[Table]:
+    """Build grids of tokens/s by method and batch size, for each suite and temperature.
 
-    # 2. Make two grids for each group; width 0 is plain decoding.
+    The color of a cell is its ratio to plain decoding at the same batch size.
+    """
+    # 1. Group the entries by suite, temperature and method.
+    groups: dict[tuple[str, float], dict[tuple[str, str], dict[int, Entry]]] = defaultdict(lambda: defaultdict(dict))
+    for entry in sorted(group.entries, key=lambda entry: not entry.is_baseline):
+        place = (group.suite_name(entry), entry.row["temperature"])
+        groups[place][entry.label, entry.detail][entry.row["batch_size"]] = entry
+
+    # 2. Make two grids for each group with several batch sizes.
     tables = []
-    for (suite, temperature, label, _, _), entries in families.items():
-        widths = sorted({entry.options["beam_width"] for entry in entries})
-        batches = sorted({entry.row["batch_size"] for entry in entries})
-        if len(widths) < 2 and len(batches) < 2:
-            continue
-        cells = {(entry.row["batch_size"], entry.options["beam_width"]): entry for entry in entries}
-        for entry in entries:
-            for batch in batches:
-                if (other := plain[suite, temperature, entry.run].get(batch)) is not None:
-                    cells[batch, 0] = other
-        subject = ", ".join(part for part in (label, _fixed_options(entries)) if part)
-        start = f"{subject}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
-        for name, speed_of in (("tokens/s of each answer", answer_speed), ("tokens/s x batch, of all answers", batch_speed)):
-            tables.append(_heat_map(f"{start}: {name}", cells, batches, [0, *widths], speed_of))
+    for (suite, temperature), methods in groups.items():
+        sizes = sorted({size for by_size in methods.values() for size in by_size})
+        entries = [(size, entry) for by_size in methods.values() for size, entry in by_size.items()]
+        plain = {(entry.run, size): entry for size, entry in entries if entry.is_baseline}
+        quantities = (("tokens/s of each answer", "answer_tokens_per_second"), ("tokens/s of the batch", "tokens_per_second"))
+        for name, field in quantities if len(sizes) > 1 else ():
+            lines = [
+                Line(
+                    label=label,
+                    detail=detail,
+                    values=[_speed(by_size.get(size), plain, field) for size in sizes],
+                )
+                for (label, detail), by_size in methods.items()
+            ]
+            scale = column("", "heat", [value for line in lines for value in line.values], parity=1.0)
+            columns = [replace(scale, name=f"batch size {size}") for size in sizes]
+            tables.append(table(f"{suite}, {decoding(temperature)}: {name}", "Method", columns, lines))
     return tables
 
 
-def answer_speed(entry: Entry) -> float | None:
-    """Look up the tokens per second of one answer: its tokens over the time of its batch."""
-    return entry.row["answer_tokens_per_second"]
-
-
-def batch_speed(entry: Entry) -> float | None:
-    """Look up the tokens per second of the batch.
-
-    These are the tokens of all its answers over its time (see `Row`).
-    """
-    return entry.row["tokens_per_second"]
-
-
-def _heat_map(
-    caption: str,
-    cells: dict[tuple[int, int], Entry],
-    batches: list[int],
-    widths: list[int],
-    speed_of: Callable[[Entry], float | None],
-) -> Table:
-    lines = []
-    for batch in batches:
-        values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
-        best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
-        marked = [replace(value, tone=value.tone or ("best" if value.number == best else "")) for value in values]
-        lines.append(Line(label=f"batch size {batch}", values=marked))
-    top = column("", "heat", [value for line in lines for value in line.values]).top
-    columns = [Column(name=f"width {width}" if width else "plain", kind="heat", top=top) for width in widths]
-    return table(caption, "", columns, lines)
-
-
-def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Value:
+def _speed(entry: Entry | None, plain: Mapping[tuple[str, int], Entry], field: str) -> Value:
+    """Build the cell of a speed, with its ratio to plain decoding's in the same run."""
     if entry is None:
         return Value(text="-")
     if entry.row["out_of_memory"]:
         return NO_MEMORY
-    value = number(speed_of(entry), ".1f")
-    # A wrong method's speed is still shown, but marked.
-    return value if not is_wrong(entry.row) else replace(value, note=fault(entry.row), tone="bad")
-
-
-def _fixed_options(entries: Sequence[Entry]) -> str:
-    options = {name: entries[0].options.get(name) for name in ("beam_length", "tree_nodes")}
-    return setting_words("redrafter", options, {})
+    baseline = plain.get((entry.run, entry.row["batch_size"]))
+    speed: Any = dict(entry.row)[field]
+    base: Any = None if baseline is None else dict(baseline.row)[field]
+    value = number(speed, ".1f")
+    if is_wrong(entry.row):  # its speed is still shown, but marked
+        return replace(value, number=None, note=fault(entry.row), tone="bad")
+    return replace(value, number=speed / base, note=f"{speed / base:.2f}x") if speed and base else replace(value, number=None)
 
 
 def accepted_lengths(group: Group) -> list[Table]:
@@ -321,39 +288,6 @@ def time_split(group: Group) -> list[Table]:
             columns = [*(Column(name=phase, kind="heat") for phase in PHASES), Column(name="Draft ms/step")]
             tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
     return tables
-
-
-def roofline(group: Group) -> list[Table]:
-    """Build tables of decode speed beside plain decoding's bound from reading the weights."""
-    tables = []
-    for caption, entries in group.settings():
-        entries = [entry for entry in entries if entry.row["roofline_fraction"]]
-        if not any(entry.row["method"] == BASELINE for entry in entries):
-            continue
-        spec = ".3g" if any(entry.row["budget"] for entry in entries) else ".1f"
-        speeds = [number(entry.row["decode_tokens_per_second"], spec) for entry in entries]
-        bounds = [_bound(entry) for entry in entries]
-        texts = [f"{bound:.3g}" if bound < SLOW else f"{bound:.0f}" for bound in bounds]
-        scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
-        columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
-        lines = [
-            _line(entry, [speed, Value(text=text), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
-            for entry, speed, text in zip(entries, speeds, texts, strict=True)
-        ]
-        tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
-    return tables
-
-
-def _bound(entry: Entry) -> float:
-    """Compute the roofline's tokens per second, for as many answers as a step decodes."""
-    decoded, fraction = entry.row["decode_tokens_per_second"], entry.row["roofline_fraction"]
-    assert decoded is not None
-    assert fraction is not None  # `roofline` skips entries without it
-    return decoded / fraction
-
-
-def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
-    return list(dict.fromkeys(roofline_note(entry.row) for entry in entries))
 
 
 def _line(entry: Entry, values: list[Value]) -> Line:

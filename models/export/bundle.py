@@ -104,19 +104,6 @@ def custom_generate_files() -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def altered_code(folder: Path) -> list[str]:
-    """List the files of a `custom_generate/` that differ from what this version writes.
-
-    The code of another version can't be compared; its first file names that version.
-    """
-    expected, start = custom_generate_files(), folder / f"{_flat(START)}.py"
-    header = expected[start.name].partition("\n")[0]
-    if not start.is_file() or not start.read_text(encoding="utf-8", errors="replace").startswith(header):
-        return []
-    present = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    return sorted(name for name, text in expected.items() if present.get(name) != text.encode())
-
-
 def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
     """Rewrite a module's import lines as flat ones, and list the modules that it imports."""
     lines, imported = text.splitlines(keepends=True), []

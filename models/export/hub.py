@@ -5,25 +5,21 @@ raises ValueError if the branch holds other files than the folder. The new commi
 commit as its parent, or isn't made at all.
 """
 
+import glob
 import hashlib
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import httpx
 
 from ...data.files import replacing_directory, sha256_file
 from ..drafters.saved.download import telling_hub_errors
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, package_files, require_new
-
-logger = logging.getLogger(__name__)
 
 KEPT_FILES = frozenset({".gitattributes"})
 """Files that the Hub adds to every repository."""
@@ -60,48 +56,39 @@ def push(
     # 1. Create the repository and the branch if they are missing.
     files, api, branch = package_files(folder), HfApi(), revision or MAIN
     with telling_hub_errors(repo), _unwrapped():
-        try:
-            api.model_info(repo)
-        except RepositoryNotFoundError:  # also for one without access: then the Hub refuses to create it
+        if not api.repo_exists(repo):  # also for one without access: then the Hub refuses to create it
             api.create_repo(repo, private=not public, exist_ok=True)
-        fresh = False
-        try:
-            info = api.model_info(repo, revision=branch)
-        except RevisionNotFoundError:
+        if not api.revision_exists(repo, branch):
             api.create_branch(repo, branch=branch)
-            info, fresh = api.model_info(repo, revision=branch), True
+        main, info = api.model_info(repo), api.model_info(repo, revision=branch)
         assert info.sha is not None
 
-        # 2. Compare the branch with the folder.
+        # 2. Compare the branch with the folder. A branch at main's commit has no content of its own.
         remote = _files_of(api, repo, info.sha)
         changed = [name for name, path in files.items() if name not in remote or not _is_same(path, remote[name])]
         extra = sorted(remote.keys() - files.keys())
-        if not fresh and not overwrite and (differing := sorted((set(changed) & remote.keys()) | set(extra))):
+        is_new = branch != MAIN and info.sha == main.sha
+        if not is_new and not overwrite and (differing := sorted((set(changed) & remote.keys()) | set(extra))):
             more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
             raise ValueError(
                 f"the branch {branch} of {repo} holds other files than {folder}: {', '.join(differing[:MOST_NAMED])}{more}. "
                 "Push to a new branch (--revision NAME), or replace these files (--overwrite; the history keeps them)"
             )
 
-        # 3. Commit the changes.
-        private = bool(info.private)
+        # 3. Commit the changes, unless somebody else commits in between.
         commit = info.sha
         if changed or extra:
-            operations: list[CommitOperationAdd | CommitOperationDelete] = [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in changed),
-                *(CommitOperationDelete(path_in_repo=name) for name in extra),
-            ]
-            try:
-                created = api.create_commit(
-                    repo, operations, commit_message=message or "Upload drafter", revision=branch, parent_commit=info.sha
-                )
-            except BaseException:
-                if fresh:  # its copies of main's files would make the next push fail
-                    _remove(api, repo, branch)
-                raise
-            commit = created.oid
-            _require_there(api, repo, commit, files)
-        return Pushed(url=f"{api.endpoint}/{repo}/tree/{branch}", commit=commit, private=private, added=changed, deleted=extra)
+            commit = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                revision=branch,
+                allow_patterns=[glob.escape(name) for name in files],
+                delete_patterns="*",
+                commit_message=message or "Upload drafter",
+                parent_commit=info.sha,
+            ).oid
+    url = f"{api.endpoint}/{repo}/tree/{branch}"
+    return Pushed(url=url, commit=commit, private=bool(info.private), added=changed, deleted=extra)
 
 
 def pull(repo: str, output: Path, revision: str | None = None) -> str:
@@ -121,39 +108,9 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
     return commit
 
 
-def _remove(api: HfApi, repo: str, branch: str) -> None:
-    """Delete a branch that a failed push has created, if possible.
-
-    Errors are only logged, since the failure of the push matters more.
-    """
-    try:
-        api.delete_branch(repo, branch=branch)
-    except (HfHubHTTPError, httpx.TransportError, OfflineModeIsEnabled):
-        logger.warning(
-            "the branch %s of %s, created for this push, couldn't be deleted and holds the files of %s: push there with "
-            "--overwrite",
-            *(branch, repo, MAIN),
-        )
-
-
 def _files_of(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
     tree = api.list_repo_tree(repo, revision=commit, recursive=True)
     return {file.path: file for file in tree if isinstance(file, RepoFile) and file.path not in KEPT_FILES}
-
-
-def _require_there(api: HfApi, repo: str, commit: str, files: dict[str, Path]) -> None:
-    """Raise ValueError if a commit lacks a file, or has a different one.
-
-    The Hub leaves out the files that a repository's .gitignore lists. A file may also change during
-    its upload.
-    """
-    remote = _files_of(api, repo, commit)
-    if wrong := [name for name, path in files.items() if name not in remote or not _is_same(path, remote[name])]:
-        raise ValueError(
-            f"commit {commit} of {repo} was made, but these files differ from the local ones: {', '.join(wrong[:MOST_NAMED])}. "
-            "They changed during the upload, or the repository's .gitignore lists them; correct that, and push again with "
-            "--overwrite"
-        )
 
 
 def _is_same(path: Path, remote: RepoFile) -> bool:

@@ -31,7 +31,7 @@ from ..drafters.saved.folder import (
     require_recorded_weights,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
-from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, altered_code, custom_generate_files
+from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 from .certificate_file import read_certificate
 from .folders import NOTE_FILE
 
@@ -178,8 +178,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
 
 
 def _require_own(folder: Path, files: Collection[str], called: str) -> None:
-    """Raise ValueError for a package without a readable drafter, or with unknown or altered weights
-    or code."""
+    """Raise ValueError for a package without a readable drafter, or with other weights or code."""
     # 1. The drafter, by its configuration and its digests.
     try:
         packaged_parts(folder)
@@ -188,17 +187,12 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
             read_training_facts(folder)
     except ValueError as error:
         raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error
-    # 2. The code: only files that the start file names, as this version writes them.
+    # 2. The code: only files that the start file names.
     start = (folder / FOLDER / START_FILE).read_text(encoding="utf-8", errors="replace")
     code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
     known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
     if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
         raise ValueError(f"{called} holds files of something else: {', '.join(unknown[:MOST_PROBLEMS])}. Move them out")
-    if altered := altered_code(folder / FOLDER):
-        raise ValueError(
-            f"{called} holds other code than this version of outrider writes ({', '.join(altered[:MOST_PROBLEMS])}): it was "
-            "altered. Make the folder again with `outrider package`"
-        )
 
 
 def _problem(path: Path, name: str) -> str | None:

@@ -10,14 +10,19 @@ kernel takes as further rows of a batch:
 Each part has a softmax of its own. The kernel also returns each softmax's log-sum-exp; the parts'
 outputs are summed with the weights that follow from these (flash-decoding does the same).
 
-The result equals that of one softmax up to rounding. Which number of parts is fastest, and whether
-any is, depends on the GPU and the shape: see `attention_speeds`.
+The result equals that of one softmax up to rounding. But rounding can change a token whose logits
+are nearly tied. So the number of parts depends only on the device, the number of texts and the
+number of columns, and plain decoding and all drafters share it.
 """
+
+from functools import cache
 
 import torch
 from jaxtyping import Float
+from transformers import PreTrainedModel
 
-from .attention_kernels import MASK_ALIGNMENT, attention, fold
+from .attention_kernels import MASK_ALIGNMENT, attention, fold, has_kernel, on_cuda
+from .tree_cache import TreeCache
 
 Query = Float[torch.Tensor, "batch head query head_dim"]
 Keys = Float[torch.Tensor, "batch kv_head key head_dim"]
@@ -25,13 +30,49 @@ Values = Float[torch.Tensor, "batch kv_head key value_dim"]
 SplitMask = Float[torch.Tensor, "batch part query chunk"]
 Output = Float[torch.Tensor, "batch query head value_dim"]
 
-PARTS = (1, 4, 8, 16, 32)
-"""Numbers of parts to choose from. An extent on an accelerator can be split into each of them."""
+MIN_KEYS = 1024
+"""Attention to fewer keys is a small share of a pass, and isn't split."""
+MAX_TEXTS = 4
+"""With more texts, the kernel keeps a GPU busy without parts."""
+MIN_KEYS_OF_PART = 128
+"""A shorter part costs more to merge than it saves."""
+MAX_PARTS = 32
+"""An extent on an accelerator can be split into so many parts."""
 
 
-def can_split(num_keys: int, num_parts: int) -> bool:
-    """Return whether parts are equally long, and their masks begin where the kernel can read."""
-    return num_keys % (num_parts * MASK_ALIGNMENT) == 0
+def choose_num_parts(model: PreTrainedModel, cache: TreeCache) -> int:
+    """Return the number of parts for the masked pass that began in a cache; 1 splits nothing.
+
+    It is 1 without CUDA, and for layers whose attention can't read a mask in parts.
+    """
+    if not on_cuda(cache.lengths.device) or cache.extent < MIN_KEYS or cache.batch > MAX_TEXTS:
+        return 1
+    # Only layers that call our attention function can read a mask in parts.
+    if model.config.get_text_config()._attn_implementation != "sdpa" or not model._supports_attention_backend:
+        return 1
+    layers = cache.states(1)
+    # Layers that have read nothing have no keys. That is so if texts left a batch of another target and
+    # came to this one; their first pass is whole.
+    if not layers or not all(has_kernel(*layer) and layer[0].dtype == model.dtype for layer in layers):
+        return 1
+    return count_parts(num_processors(cache.lengths.device), cache.batch * layers[0][0].shape[1], cache.extent)
+
+
+def count_parts(num_processors: int, num_groups: int, num_keys: int) -> int:
+    """Return the largest power of two of parts that a device computes at the same time.
+
+    `num_groups` are the heads of keys of all texts. A group of processors computes each, if nothing
+    is split.
+    """
+    most = min(MAX_PARTS, num_processors // num_groups, num_keys // MIN_KEYS_OF_PART)
+    parts = 1 << max(most, 1).bit_length() - 1
+    return parts if num_keys % (parts * MASK_ALIGNMENT) == 0 else 1
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def split_mask(mask: Float[torch.Tensor, "batch 1 query key"], num_parts: int) -> SplitMask:

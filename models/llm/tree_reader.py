@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ..decoding.tree import depths
 from ..decoding.types import Counts
-from .attention_speeds import KeySplits
 from .frozen_model import context_length
+from .split_attention import choose_num_parts
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache, extent_step
 
@@ -54,7 +54,6 @@ class TreeReader:
         """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
         self._last_position = context_length(model) - 1
-        self._splits = KeySplits(model, is_recorded=is_fixed)
 
     def require_trees(self) -> None:
         """Raise ValueError if the model's configuration shows that it can't read draft trees."""
@@ -93,14 +92,11 @@ class TreeReader:
         `TreeCache.begin_pass`).
         """
         is_masked = self._needs_mask(cache, num_nodes)
-        has_moved = cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
-        if is_masked:
-            self._splits.prepare(cache)
-        return has_moved
+        return cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
 
     def num_parts(self, cache: TreeCache) -> int:
         """Return in how many parts the pass that began reads its keys, if it has a mask."""
-        return self._splits.num_parts(cache)
+        return choose_num_parts(self.model, cache)
 
     def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
         """Read the entries that `begin` has prepared. A CUDA graph can record this method."""

@@ -159,7 +159,8 @@ def test_the_unchanged_sampler_draws_from_the_joint_distribution(drawing, shape,
     tokens = sampled_tokens(rule, sampling, tree, target, drafter, num_samples=num_samples, generator=generator)
     counts = sequence_counts(tokens, 3)
     assert g_test(counts, joint(target, sampling, tree.depth + 1).flatten()) > ALPHA
-    assert g_test(counts, joint(drafter, sampling, tree.depth + 1).flatten()) < ALPHA, "the test has no power"
+    if sampling.temperature > 0:  # the most probable tokens of both may be the same
+        assert g_test(counts, joint(drafter, sampling, tree.depth + 1).flatten()) < ALPHA, "the test has no power"
 
 
 # --- the whole loop

@@ -13,10 +13,10 @@ from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.branches.attention import Entries, attend_densely
-from outrider.models.llm import attention_speeds
+from outrider.models.llm import split_attention, tree_reader
 from outrider.models.llm.attention_kernels import has_kernel
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.split_attention import PARTS, split_mask
+from outrider.models.llm.split_attention import MAX_PARTS, split_mask
 from outrider.models.llm.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
 
 # A selected backend that rejects its inputs gives the reasons in warnings.
@@ -31,6 +31,7 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 WINDOW, COLUMNS = 64, 300
+PARTS = (1, 4, 8, 16, MAX_PARTS)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -163,25 +164,30 @@ def test_a_window_that_masks_whole_parts_gives_no_nan(device, dtype):
 
 
 @pytest.mark.parametrize("form", [{}, {"cuda_graphs": True}, {"compiled": True, "cuda_graphs": True}], ids=str)
-def test_keys_are_measured_and_split_and_the_text_stays(device, form, monkeypatch, tmp_path):
+def test_keys_are_split_and_the_text_stays(device, form, monkeypatch):
     """In float32 on the same prompt: nothing split, and each number of parts."""
     if form and device.type != "cuda":
         pytest.skip("only CUDA records")
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     texts = {}
+    parts_of_passes: set[int] = set()
+    masks_by_kind = tree_reader.masks_by_kind
+
+    def counted_masks(*args: Any) -> Any:
+        parts_of_passes.add(args[-1])
+        return masks_by_kind(*args)
+
+    monkeypatch.setattr(tree_reader, "masks_by_kind", counted_masks)
     for num_parts in (1, 4, 32):
         torch._dynamo.reset()
-        monkeypatch.setattr(attention_speeds, "_CHOSEN", {})
-        monkeypatch.setattr(attention_speeds, "choose", lambda seconds, chosen=num_parts: chosen)
+        parts_of_passes.clear()
+        monkeypatch.setattr(split_attention, "count_parts", lambda *sizes, chosen=num_parts: chosen)
         target = mistral(device, torch.float32, sliding_window=None, **form)
         prompt = torch.arange(1600, device=device) * 7 % 300
         steps = generate(target, NullDrafter(), GreedyAcceptance(), [prompt, prompt[:1500]], max_new_tokens=24)
         texts[num_parts] = [step.tokens for step in steps]
         if device.type == "cuda":
-            assert set(attention_speeds._CHOSEN.values()) == {num_parts}
+            assert num_parts in parts_of_passes
     assert texts[4] == texts[32] == texts[1]
-    # The first target measured, and the others read the file.
-    assert len(list(tmp_path.iterdir())) == (device.type == "cuda")
 
 
 def mistral(device: torch.device, dtype: torch.dtype, sliding_window: int | None = WINDOW, **form: Any) -> HFTarget:

@@ -15,7 +15,6 @@ from markdown_it import MarkdownIt
 
 from outrider.data.files import sha256_file
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.records import run_files
 from outrider.eval.report.card import model_card
 from outrider.eval.report.card_options import CardOptions
 from outrider.eval.run import evaluate
@@ -27,16 +26,11 @@ from outrider.models.llm.hf_target import HFTarget
 
 from ...commands import invoke
 
-EMPTY_FACTS: dict[str, Any] = {
-    **{name: {} for name in ("drafters", "num_turns", "audits")},
-    **{name: [] for name in ("out_of_memory", "without_profile", "unaudited")},
-}
-
 
 def forge_summary(folder: Path, rows: list[Any]) -> None:
-    """Write a summary of other rows, as an earlier version left it: without digests."""
+    """Write a summary of other rows, with its digest."""
     (folder / "summary.json").write_text(json.dumps(rows))
-    (folder / "facts.json").unlink(missing_ok=True)
+    (folder / "facts.json").write_text(json.dumps({"summary_sha256": sha256_file(folder / "summary.json")}))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +47,7 @@ def evaluation(
     assert result.exit_code == 0, result.output
     # A busy machine must not change what the tests expect.
     rows = json.loads((output / "summary.json").read_text())
-    forge_summary(output, [{**row, "exceeds": "", "disturbed": []} for row in rows])
+    forge_summary(output, [{**row, "noisy": False} for row in rows])
     return output
 
 
@@ -122,7 +116,8 @@ def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
     }
     for merged_key, setting in settings.items():
         of_tree = {"tree_nodes": 31, "pace": "expected", "suffix": {"max_depth": 8}, "recycling": {}}
-        info["config"]["methods"][merged_key] = {**method, "config": {**of_tree, "redrafter": config}, "setting": setting}
+        merge = {**method, "kind": merged_key.split()[0], "config": {**of_tree, "redrafter": config}, "setting": setting}
+        info["config"]["methods"][merged_key] = merge
         rows.append({**rows[1], "method": merged_key})
     (merged / "run.json").write_text(json.dumps(info))
     forge_summary(merged, rows)
@@ -150,14 +145,11 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     assert "The text is still the target's" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
 
 
-STALL = {"side": "method", "prompt_ids": ["81"], "turn": 0, "repeat": 0, "ratio": 27.0}
-
-
 def changed_summary(evaluation: Path, copy: Path, **changes: Any) -> tuple[Path, dict[str, Any]]:
     """Return a copy of the evaluation with other figures of the drafter, and its row."""
     shutil.copytree(evaluation, copy)
     rows = json.loads((copy / "summary.json").read_text())
-    rows[1] |= {"speedup": 1.23, "speedup_ci95": [1.11, 1.34], "exceeds": "", "disturbed": [], **changes}
+    rows[1] |= {"speedup": 1.23, "speedup_ci95": [1.11, 1.34], **changes}
     forge_summary(copy, rows)
     return copy, rows[1]
 
@@ -167,56 +159,68 @@ def metrics_of(card: str) -> list[str]:
     return [metric["type"] for metric in result["metrics"]]
 
 
-def test_a_disturbed_speed_needs_a_flag(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    stalled, row = changed_summary(evaluation, tmp_path / "stalled", disturbed=[STALL])
-    name = r"ReDrafter, 3 beams of 3 \(mt_bench, greedy\)"
-    with pytest.raises(ValueError, match=f"{name} .*measures only these answers again.*--allow-disturbed"):
-        model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled]))
-    marked = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="mark"))
-    assert "| 1.23x [1.11, 1.34], disturbed |" in marked
-    assert '"disturbed" and "above its ceiling" mark uncertain speeds.' in marked
-    assert "mark uncertain speeds" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
-    omitted = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="omit"))
-    assert "| none: disturbed | - | - |" in omitted
-    assert "1.23" not in omitted
-    assert f"{row['tokens_per_step']:.2f}" in omitted, "a stall doesn't change the tokens"
-    assert metrics_of(marked) == metrics_of(omitted) == ["tokens_per_step"], "the Hub would show the speed without its mark"
+def test_a_noisy_speed_is_marked_and_isnt_sent_to_the_hub(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    noisy, _ = changed_summary(evaluation, tmp_path / "noisy", noisy=True)
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[noisy]))
+    assert "| 1.23x [1.11, 1.34], noisy |" in card
+    assert "noisy: more than" in card
+    assert metrics_of(card) == ["tokens_per_step"], "the Hub would show the speed without its mark"
 
 
-def test_a_card_has_the_command_that_measures_again_but_no_folder_of_the_user(
-    tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path
-) -> None:
-    commands = {
-        "outrider run conf=demo output_dir=outputs/demo": "To measure only these answers again: `outrider run conf=demo",
-        "outrider eval --target=/home/me/target": "The evaluation's command measures only these answers again.",
-        "outrider eval --target ~/target": "The evaluation's command measures only these answers again.",
-    }
-    for number, (command, text) in enumerate(commands.items()):
-        stalled, _ = changed_summary(evaluation, tmp_path / str(number), disturbed=[STALL], command=command)
-        card = model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled], disturbed="mark"))
-        assert text in card
-        assert (command in card) == (number == 0)
-        with pytest.raises(ValueError, match=re.escape(command)):
-            model_card(tiny_drafter_dir, CardOptions(evaluations=[stalled]))
+# --- the example
 
 
-def test_the_command_has_the_flag_for_disturbed_speeds(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    stalled, _ = changed_summary(evaluation, tmp_path / "stalled", disturbed=[STALL])
-    command = ["package", str(tiny_drafter_dir), "--output", str(tmp_path / "package"), "--records", str(stalled)]
-    refused = invoke(command)
-    assert refused.exit_code == 2
-    assert not (tmp_path / "package").exists()
-    allowed = invoke([*command, "--allow-disturbed"])
-    assert allowed.exit_code == 0, allowed.output
-    assert ", disturbed |" in (tmp_path / "package" / "README.md").read_text()
+def merged_copy(evaluation: Path, copy: Path, alone: float, merged: float) -> Path:
+    """Return a copy with the speedups of the drafter alone and of a merge."""
+    shutil.copytree(evaluation, copy)
+    info, (plain, row) = (json.loads((copy / name).read_text()) for name in ("run.json", "summary.json"))
+    (method,) = info["config"]["methods"].values()
+    setting = {"tree_nodes": 20, "pace": "fixed"}
+    tree = {"tree_nodes": 20, "pace": "fixed", "redrafter": method["config"], "suffix": {}, "recycling": {}}
+    merge = {**method, "kind": "redrafter+suffix+recycling", "config": tree, "setting": setting}
+    info["config"]["methods"]["merge"] = merge
+    (copy / "run.json").write_text(json.dumps(info))
+    forge_summary(copy, [plain, {**row, "speedup": alone}, {**row, "method": "merge", "speedup": merged}])
+    return copy
 
 
-def test_an_error_of_measurement_is_no_speed_of_a_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    wrong, _ = changed_summary(evaluation, tmp_path / "wrong", exceeds="tokens per step")
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[wrong]))
-    assert "| error: above its tokens per step | - | - |" in card
-    assert "1.23" not in card
-    assert metrics_of(card) == ["tokens_per_step"]
+def example(card: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    return next(line for line in code.splitlines() if "generate(" in line)
+
+
+def test_the_example_runs_the_fastest_measured_call(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    merge = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "merge", 0.97, 2.24)]))
+    arguments = "drafter=drafter + \"+suffix+recycling\", drafter_options={'tree_nodes': 20, 'pace': 'fixed'}"
+    assert f"custom_generate=drafter, {arguments}, trust_remote_code=True" in example(merge)
+    assert "the fastest of the calls that were measured: 2.24x" in merge
+    assert "merged with suffix and recycling, which need no training" in merge
+    alone = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "alone", 1.5, 1.2)]))
+    assert "custom_generate=drafter, drafter_options={'beam_width': 3}, trust_remote_code=True" in example(alone)
+    parts = parse_drafter_name(f"{tiny_drafter_dir}+suffix+recycling")
+    packaged = model_card(parts, CardOptions(evaluations=[tmp_path / "merge"]))
+    assert "custom_generate=drafter, drafter_options=" in example(packaged), "the package drafts with these parts anyway"
+    alone_again = model_card(parts, CardOptions(evaluations=[tmp_path / "alone"]))
+    assert "custom_generate=drafter, drafter=drafter, drafter_options=" in example(alone_again)
+
+
+def test_a_loss_is_said_in_the_first_line(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    lost = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "lost", 0.97, 0.8)]))
+    first = next(line for line in lost.split("# ReDrafter for", 1)[1].splitlines()[1:] if line)
+    assert first.startswith("**No measured call was faster than plain decoding: 0.97x at best**")
+    assert "custom_generate=drafter, trust_remote_code=True" in example(lost)
+    assert "the fastest of the calls" not in lost
+    assert "No measured call" not in model_card(tiny_drafter_dir, CardOptions())
+
+
+def test_a_setting_that_would_be_code_is_an_error(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    copy = merged_copy(evaluation, tmp_path / "copy", 0.97, 2.24)
+    info = json.loads((copy / "run.json").read_text())
+    info["config"]["methods"]["merge"]["setting"] = {"pace": "a\n```\n<b>"}
+    (copy / "run.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="pace"):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[copy]))
 
 
 def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
@@ -510,7 +514,7 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
         memory_bandwidth_gbs=10.0,
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
-    options = CardOptions(evaluations=[tmp_path / "eval"], disturbed="omit")
+    options = CardOptions(evaluations=[tmp_path / "eval"])
     assert "merged with Prompt lookup, 2 beams of 3, 40 nodes, paced" in model_card(tiny_drafter_dir, options)
 
 
@@ -578,13 +582,11 @@ def test_options_of_a_run_of_a_wrong_type_are_errors_and_no_tracebacks(tiny_draf
         model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
 
 
-@pytest.mark.parametrize("name", ["summary.json", "records.jsonl"])
-def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path, name: str) -> None:
+def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     edited = Path(shutil.copytree(evaluation, tmp_path / "eval"))
-    (edited / "facts.json").write_text(json.dumps({**EMPTY_FACTS, "digests": run_files.file_digests(edited)}))
-    assert model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
-    (edited / name).write_text((edited / name).read_text().replace("0.", "1.", 1))
-    with pytest.raises(
-        ValueError, match=f"{name} in .* changed after the evaluation ended.*Run the evaluation's command again"
-    ):
+    (edited / "summary.json").write_text((edited / "summary.json").read_text().replace("0.", "1.", 1))
+    with pytest.raises(ValueError, match=r"summary.json in .* isn't the one that its evaluation wrote.*Run the evaluation's"):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
+    (edited / "facts.json").unlink()
+    with pytest.raises(ValueError, match=r"summary.json in .* isn't the one that its evaluation wrote"):
         model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))

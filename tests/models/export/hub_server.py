@@ -43,8 +43,6 @@ class Hub:
     """Status of the response, by a part of the request's path."""
     message: str = "no"
     """Message of these responses."""
-    ignored: set[str] = field(default_factory=set)
-    """Files that a repository's .gitignore names."""
     url: str = ""
 
     def make(self, name: str, files: Files | None = None, *, private: bool = False) -> Repository:
@@ -185,8 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
     def preupload(self, name: str, revision: str, *, body: bytes) -> Any:
         self.repository(name, writing=True)
         paths = [file["path"] for file in json.loads(body)["files"]]
-        ignored = self.hub.ignored
-        return {"files": [{"path": path, "uploadMode": mode(path), "shouldIgnore": path in ignored} for path in paths]}, {}
+        return {"files": [{"path": path, "uploadMode": mode(path), "shouldIgnore": False} for path in paths]}, {}
 
     def batch(self, name: str, *, body: bytes) -> Any:
         self.repository(name, writing=True)

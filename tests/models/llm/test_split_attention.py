@@ -10,7 +10,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.models.llm import split_attention
-from outrider.models.llm.split_attention import PARTS, attend_split, can_split, split_mask
+from outrider.models.llm.split_attention import MAX_PARTS, attend_split, count_parts, split_mask
 from outrider.models.llm.tree_attention import IMPLEMENTATION, tree_attention_mask
 from outrider.models.llm.tree_cache import ACCELERATOR_EXTENT_STEP
 
@@ -18,6 +18,7 @@ from ..recorder import ReplayingRecorder
 from . import efficient_attention
 
 KV_HEADS, HEAD_DIM, COLUMNS = 2, 16, 256
+PARTS = (1, 4, 8, 16, MAX_PARTS)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -122,9 +123,25 @@ def test_keys_are_not_copied(monkeypatch):
     assert [part.untyped_storage().data_ptr() in memory for part in seen] == [True] * 4
 
 
+@pytest.mark.parametrize(
+    ("num_processors", "num_groups", "num_keys", "expected"),
+    [
+        (132, 8, 1024, 8),  # parts of 128 keys
+        (132, 8, 8192, 16),
+        (132, 32, 8192, 4),
+        (132, 2, 8192, 32),
+        (132, 2, 1280, 8),
+        (20, 32, 8192, 1),  # the groups fill the card
+        (132, 2, 1024 + 8, 1),  # parts would not be equally long
+    ],
+)
+def test_parts_fill_the_card(num_processors, num_groups, num_keys, expected):
+    assert count_parts(num_processors, num_groups, num_keys) == expected
+
+
 def test_every_extent_on_an_accelerator_can_be_split():
-    assert all(can_split(ACCELERATOR_EXTENT_STEP, num_parts) for num_parts in PARTS)
-    assert not can_split(ACCELERATOR_EXTENT_STEP + 8, 8)
+    for num_steps in range(4, 40):
+        assert count_parts(132, 2, num_steps * ACCELERATOR_EXTENT_STEP) > 1
 
 
 # --- as transformers calls it
