@@ -121,8 +121,7 @@ class Bench:
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:
         turns = job.batch.turns
-        decode = job.method.decode or partial(time_generation, loop=job.method.loop)
-        return decode(
+        return time_generation(
             self.target,
             job.method.drafter,
             self.rules[turns[0].temperature],
@@ -131,6 +130,7 @@ class Bench:
             stop_ids=self.target.stop_ids,
             seeds=[answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn) for turn in turns],
             timed=timed,
+            loop=job.method.loop,
         )
 
     def _warm_up(self) -> None:

@@ -1,6 +1,6 @@
 """Parts of a measurement: methods, and the turns of prompts that each method answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
 from ..config import EvalConfig
 from ..records.records import RecordKey, digest_of
-from .timing import Generation, Loop
+from .timing import Loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,13 @@ class Method:
     label: str
     """The name for readers (`EvalRecord.label`)."""
     drafter: Drafter[Any, Any]
-    decode: Callable[..., Generation] | None = None
-    """Another program that decodes a batch, with the parameters of `time_generation`. It has no
-    phases, so it isn't profiled. None is our decode loop."""
     loop: Loop = generate
     """The decode loop: the pipelined one, or the one that waits for the target."""
 
     @property
     def has_phases(self) -> bool:
         """Whether drafting, verifying and accepting take turns, so that each can be timed."""
-        return self.decode is None and self.loop is generate
+        return self.loop is generate
 
     @property
     def sources(self) -> tuple[str, ...]:

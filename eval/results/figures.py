@@ -181,8 +181,7 @@ def compute_figures(
         "tree_tokens": stats.tree_tokens(profiled),
         "roofline_fraction": _roofline_fraction(timed, roofline),
         **_losslessness(verdict, mismatches),
-        "noisy": noisy,
-        **_speeds(plain, timed, is_broken=verdict.broken, seed=seed),
+        **_speeds(plain, timed, noisy=noisy, is_broken=verdict.broken, seed=seed),
         "out_of_memory": False,
     }
 
@@ -217,20 +216,21 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
     return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
-def _speeds(plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, is_broken: bool, seed: int) -> dict[str, Any]:
-    """Compare a method's times with plain decoding's, except whether they are noisy.
+def _speeds(plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, noisy: bool, is_broken: bool, seed: int) -> Speeds:
+    """Compare a method's times with plain decoding's.
 
     A broken method has no speed anywhere. The baseline's speedup is 1.
     """
     # 1. What every method has.
     seconds, plain_seconds = (stats.processor_seconds_per_token(records) for records in (timed, plain))
     categories = stats.by_category(plain, timed, seed=seed)
-    speeds = {
+    speeds: Speeds = {
         "speedup": None if is_broken else 1.0,
         "speedup_ci95": None,
         "median_speedup": None,
         "num_faster": 0,
         "num_compared": 0,
+        "noisy": noisy,
         "processor_seconds_per_token": seconds,
         "processor_speedup": None if is_broken or not seconds or plain_seconds is None else plain_seconds / seconds,
         "by_category": categories,

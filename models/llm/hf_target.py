@@ -18,7 +18,7 @@ from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears
-from .tree_cache import KeptText, TreeCache, extent_step
+from .tree_cache import KeptText, TreeCache
 from .tree_reader import TreeReader, compile_passes
 from .weight_stream import WeightStream
 
@@ -107,11 +107,6 @@ class HFTarget(FrozenModel):
         If so, passes are padded to few different shapes.
         """
         return self.compiled or self.cuda_graphs
-
-    @property
-    def extent_step(self) -> int:
-        """Passes over a tree read a multiple of this number of columns of the KV cache."""
-        return extent_step(self.device, is_fixed=self.has_fixed_shapes)
 
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()

@@ -81,7 +81,7 @@ def main(
     """Measure accelerate, plain streaming, a fixed tree and a growing one, in turns."""
     files = sorted(target.glob("*.safetensors"))
     weight_bytes = sum(file.stat().st_size for file in files)
-    budget_tokens = PROMPT_TOKENS + new_tokens + max(setting["tree_nodes"] for setting in SETTINGS.values())
+    budget_tokens = PROMPT_TOKENS + new_tokens + 1 + max(setting["tree_nodes"] for setting in SETTINGS.values())
     shared = {"target": str(target), "drafter": str(drafter), "dtype": dtype, "threads": threads}
     spec = partial(Spec, **shared, budget_bytes=round(budget * weight_bytes), budget_tokens=budget_tokens)
     texts = held_out_prompts(load_tokenizer(TargetConfig(name_or_path=str(target))), prompts, PROMPT_TOKENS)

@@ -21,8 +21,8 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
 from outrider.eval.measure.plan import evenly_spaced
-from outrider.eval.measure.timing import Generation, time_generation
-from outrider.eval.measure.turns import Method, answer_seed
+from outrider.eval.measure.timing import Generation
+from outrider.eval.measure.turns import answer_seed
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
@@ -32,7 +32,7 @@ from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -105,31 +105,6 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
     assert (tmp_path / "mt_bench.png").stat().st_size > 0
     records = read(tmp_path)
     assert len(records) == 3 * (NUM_TURNS + NUM_PROFILED)
-
-
-def test_another_program_takes_turns_and_has_no_profile(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
-) -> None:
-    """Its steps may be faster than plain decoding's, so its speedup can exceed its tokens per step."""
-
-    def decode(*arguments: Any, **options: Any) -> Generation:
-        generation = time_generation(*arguments, **options)
-        seconds = {name: getattr(generation, name) / 1000 for name in ("prefill_seconds", "decode_seconds")}
-        return replace(generation, **seconds)
-
-    other = Method(name="other program", label="other program", drafter=NullDrafter(), decode=decode)
-    arguments = (config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path)
-    rows = {row["method"]: row for row in evaluate(*arguments, others=[other])}
-    assert list(rows) == ["baseline", "redrafter", "redrafter beam_width=1", "other program"]
-    row = rows["other program"]
-    assert (row["lossless"], row["num_turns"], row["tokens_per_step"]) == (True, NUM_TURNS, 1.0)
-    assert row["speedup"] is not None
-    assert row["speedup"] > 100
-    assert (row["time_split"], row["ceiling"]) == (None, None)
-    records = read(tmp_path)
-    assert len(records) == 4 * NUM_TURNS + 3 * NUM_PROFILED
-    evaluate(*arguments, others=[other])
-    assert read(tmp_path) == records, "nothing is measured again"
 
 
 @pytest.mark.slow

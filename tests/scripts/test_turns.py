@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
+
+from ..tiny_models import save_tiny_target
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MIB = 1 << 20
@@ -27,13 +30,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@pytest.fixture
-def drafter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu", fast_linears=False))
+def save_draft_model(target_dir: Path, folder: Path) -> Path:
+    """Save a draft model that begins as the target's first layer."""
+    target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32", device="cpu", fast_linears=False))
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), target)
-    save_drafter(drafter, tmp_path / "drafter", target.identity)
-    return tmp_path / "drafter"
+    save_drafter(drafter, folder, target.identity)
+    return folder
 
 
 def test_every_second_round_runs_backwards(script: Any) -> None:
@@ -109,13 +112,13 @@ def skipping_other_disks() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_stages_in_processes_write_the_text_of_plain_decoding(
-    script: Any, tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Any, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)  # the bench sets them for its processes
-    output = tmp_path / "pipelining.json"
+    drafter, output = save_draft_model(tiny_target_dir, tmp_path / "drafter"), tmp_path / "pipelining.json"
     sizes = {"prompts": 2, "new_tokens": 12, "rounds": 1, "threads": 1}
-    script("pipelining").main(tiny_target_dir, str(drafter_dir), "1,1", **sizes, output=output)
+    script("pipelining").main(tiny_target_dir, str(drafter), "1,1", **sizes, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert [row["method"] for row in rows] == [
         "plain",
@@ -128,11 +131,13 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(
 
 @pytest.mark.slow
 def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(
-    script: Any, tiny_target_dir: Path, drafter_dir: Path, tmp_path: Path
+    script: Any, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    output = tmp_path / "offload.json"
+    options = {"num_hidden_layers": 12, "intermediate_size": 1024, "initializer_range": 0.2}  # a budget holds some layers
+    target = save_tiny_target(tmp_path / "target", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)
+    drafter, output = save_draft_model(target, tmp_path / "drafter"), tmp_path / "offload.json"
     sizes = {"prompts": 1, "new_tokens": 8, "plain_tokens": 8, "rounds": 1, "threads": 1}
-    script("offload").main(tiny_target_dir, drafter_dir, "float32", 0.5, None, **sizes, output=output)
+    script("offload").main(target, drafter, "float32", 0.6, None, **sizes, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert {row["method"] for row in rows} == set(script("offload").METHODS)
     assert all(row["identical"] == row["answers"] == 1 for row in rows)

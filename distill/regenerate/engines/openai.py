@@ -328,10 +328,9 @@ class OpenAIEngine:
                     "ignores that limit; use a server that respects it, such as vLLM"
                 )
             if not self._is_text_of(choice):
-                self._log_once(
-                    "%s answers with token ids whose text here differs from its own text: is its tokenizer the target's? "
-                    "Labelling reports how often the target agrees with the answers",
-                    url,
+                raise ValueError(
+                    f"{url} answers with the text {_shown(choice.text or '')!r}, which isn't that of its token ids under the "
+                    "target's tokenizer: it has another one; serve the target with its own tokenizer"
                 )
             return choice.token_ids
         self._log_once(

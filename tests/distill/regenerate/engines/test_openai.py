@@ -269,7 +269,7 @@ def test_text_without_token_ids_is_tokenized_again_with_one_warning(
     ("change", "message"),
     [
         (lambda reply: reply["usage"].update(prompt_tokens=1000), "read 1000 tokens of a prompt of"),
-        (lambda reply: reply["choices"][0].update(token_ids=[999]), "tokens that the target doesn't have"),
+        (lambda reply: reply["choices"][0].update(token_ids=[999], text=None), "tokens that the target doesn't have"),
         (
             lambda reply: reply["choices"][0].update(finish_reason="content_filter"),
             "finish_reason: Input should be 'stop' or 'length'",
@@ -323,7 +323,9 @@ def test_a_stop_reason_that_is_no_token_id_is_ignored(
 ) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = [3, 1, 4]
-    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=stop_reason)
+    server.change = lambda reply: reply["choices"][0].update(
+        token_ids=[7], text=None, finish_reason="stop", stop_reason=stop_reason
+    )
     actual = ask()
     assert {tuple(tokens) for tokens, _ in actual.values()} == {(7, target.tokenizer.eos_token_id)}
 
