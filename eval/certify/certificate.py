@@ -75,12 +75,12 @@ def run_checks(checks: Sequence[Check], path: Path, request: Mapping[str, Any]) 
     Lines that the file already has are not computed again if they are of the same request. A
     KeyboardInterrupt is raised again, with the number of comparisons that are kept.
     """
-    request = json.loads(json.dumps(request))
-    lines = _kept_lines(path, request)
+    wanted: dict[str, Any] = json.loads(json.dumps(request))
+    lines = _kept_lines(path, wanted)
     try:
         for check in tqdm(checks[len(lines) :], desc="certify", unit="check", initial=len(lines), total=len(checks)):
             lines.append(check())
-            write_json(path, asdict(Unfinished(request=request, lines=lines)))
+            write_json(path, asdict(Unfinished(request=wanted, lines=lines)))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{len(lines)} of {len(checks)} comparisons are kept in {path}.") from None
     return lines

@@ -114,10 +114,10 @@ def method_specs(
         if key in specs:
             raise ValueError(f"{key} would be evaluated twice; {_remedy(spec, specs[key])}")
         title, detail = title_of(spec.parts.kind), _detail(spec)
-        drafter = f"{title} ({folders})" if folders and num_of_kind[spec.parts.kind] > 1 else title
-        if any((drafter, detail) == (other.drafter, other.detail) for other in specs.values()):
+        words = f"{title} ({folders})" if folders and num_of_kind[spec.parts.kind] > 1 else title
+        if any((words, detail) == (other.drafter, other.detail) for other in specs.values()):
             detail = f"{detail} ({' '.join(_words(spec.setting)) or 'as saved'})".strip()
-        specs[key] = replace(spec, drafter=drafter, detail=detail)
+        specs[key] = replace(spec, drafter=words, detail=detail)
     return specs
 
 

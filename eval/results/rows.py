@@ -61,7 +61,8 @@ def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], in
     comes first, and methods that ran out of memory come last.
     """
     # 1. Go through the groups of suite, temperature and batch size.
-    config, rows = info.config, []
+    config = info.config
+    rows: list[Row] = []
     on_cpu = info.environment.device == "cpu" and facts.budget is None  # streamed weights make it wait
     for group_key in product(config["suites"], config["temperatures"], config["batch_sizes"]):
         group = [record for record in records if record.group_key == group_key]
@@ -83,7 +84,8 @@ def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], in
         # 4. Rows without figures, for methods that ran out of memory.
         failures = [failure for failure in facts.out_of_memory if failure.group_key == group_key]
         failures.sort(key=lambda failure: failure.method != BASELINE)
-        rows += [*of_group, *({**_conditions(failure, info, facts), **NO_FIGURES} for failure in failures)]
+        without_figures: list[Row] = [{**_conditions(failure, info, facts), **NO_FIGURES} for failure in failures]
+        rows += [*of_group, *without_figures]
     return rows
 
 

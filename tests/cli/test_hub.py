@@ -33,7 +33,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the network was touched")
 
     monkeypatch.setattr(hub, "HfApi", touched)
-    monkeypatch.setattr("huggingface_hub.utils._http.get_session", touched)
+    monkeypatch.setattr("httpx.Client.send", touched)
 
 
 def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
