@@ -40,7 +40,7 @@ def test_a_packages_code_leaves_the_librarys_attention_in_place(model, package_d
     model.generate(
         PROMPT, custom_generate=str(package_dirs["eagle"]), trust_remote_code=True, do_sample=False, max_new_tokens=4
     )
-    copies = [name for name in sys.modules if name.endswith((".target_tree_attention", ".drafters_decoder_layer"))]
+    copies = [name for name in sys.modules if name.endswith((".llm_tree_attention", ".drafters_decoder_layer"))]
     assert len(copies) >= 2
     assert ALL_ATTENTION_FUNCTIONS[tree_attention.IMPLEMENTATION].__module__ == tree_attention.__name__
     assert ALL_ATTENTION_FUNCTIONS[decoder_layer.IMPLEMENTATION].__module__ == decoder_layer.__name__
