@@ -136,14 +136,18 @@ def _is_negated(flag: str, option: Option) -> bool:
 
 
 def _take(line: CommandLine, name: str, text: str, option: Option | None) -> None:
-    """Add the value of an option. Repeated values of a list are put together."""
+    """Add the value of an option.
+
+    The last value counts. Repeated values of a list are put together, unless one is a whole list, in brackets.
+    """
     try:
         value = parse_value(text, option)
     except ValueError as error:
         line.problems.append(f"{name} is {text}, {error}")
         return
     before = line.values.get(name)
-    line.values[name] = before + value if isinstance(before, list) and isinstance(value, list) else value
+    adds = isinstance(before, list) and isinstance(value, list) and not text.startswith("[")
+    line.values[name] = before + value if adds else value
 
 
 def parse_value(text: str, option: Option | None = None) -> Any:

@@ -146,6 +146,7 @@ def test_the_demo_has_the_settings_that_its_published_figures_were_measured_with
         baselines=["prompt_lookup", "recycling"],
         merge=["suffix", "recycling"],
         max_new_tokens=128,
+        repeats=1,
     )
 
 

@@ -124,7 +124,7 @@ def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir,
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
     with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
-    with pytest.raises(ValueError, match="FOLDER is 'no/such/folder'.*or its name on the Hub"):
+    with pytest.raises(ValueError, match="folder is 'no/such/folder'.*or its name on the Hub"):
         call("import", "no/such/folder", *target)
     with pytest.raises(ValueError, match="match no known format"):
         call("import", drafter, *target)

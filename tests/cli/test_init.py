@@ -213,7 +213,7 @@ def test_init_takes_a_chat_template_for_a_tokenizer_without_one(qwen3: Path, tmp
     assert read_target_facts(str(tmp_path), "vicuna_v1.1").chat_template == "vicuna_v1.1"
     (tmp_path / "mine.jinja").write_text(CHATML)
     assert read_target_facts(str(tmp_path), str(tmp_path / "mine.jinja")).chat_template == str(tmp_path / "mine.jinja")
-    with pytest.raises(ValueError, match="--chat-template"):
+    with pytest.raises(ValueError, match="chat_template is 'no_such_template'"):
         read_target_facts(str(tmp_path), "no_such_template")
 
 
