@@ -16,11 +16,11 @@ from ..machine import synchronize
 from ..phases import PhaseSeconds
 from .prompts import Prompts
 from .protocols import AcceptanceRule, Drafter, State, Target
-from .reading import Emitted, accept, in_batch, read_acceptance, require_numbers
+from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Step, TargetOutput
+from .types import AcceptedPath, Step, TargetOutput
 
 
 @torch.inference_mode()
@@ -44,8 +44,8 @@ def generate(
     neither on its neighbours nor on the drafter. A torch.Generator is shared by all rows. `timed`
     measures the seconds of each phase, and synchronises an accelerator after each.
 
-    Raises ValueError for prompts that are empty or fill the context window, and where plain
-    decoding would read logits that aren't numbers (see `reading`); earlier steps stay valid. Raises
+    Raises ValueError for prompts that are empty or fill the context window, and for a token that
+    was chosen from logits that aren't numbers (see `reading`); earlier steps stay valid. Raises
     RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
@@ -54,15 +54,16 @@ def generate(
     # 1. Prefill: the target reads the prompts and chooses the first token of each answer.
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
-    emitted = read_acceptance(tree, output, rule(tree, output, generator=generator))
-    require_numbers(emitted, output, in_batch(range(len(batch.lengths)), stopping.answers))
-    step = make_step(range(len(batch.lengths)), emitted, stopping, tree, is_prefill=True)
+    rows: Sequence[int] = range(len(batch.lengths))
+    acceptance = rule(tree, output, generator=generator)
+    accepted = read_acceptance(tree, output, acceptance, in_batch(rows, stopping.answers))
+    step = make_step(rows, accepted, stopping, tree, is_prefill=True)
     yield step
 
     while places := step.unfinished:
         require_same_batch(target, num_prefills)
         # 2. Drop the rows whose answers have ended.
-        rows, last_token = [step.rows[index] for index in places], emitted.last_token
+        rows, last_token = [step.rows[index] for index in places], acceptance.bonus_token
         kept = kept_places(places, len(last_token), few_sizes=wants_few_sizes(target, rule, generator, step))
         if len(places) < len(step.rows):
             target.select(kept)
@@ -77,13 +78,13 @@ def generate(
         # may draft on.
         output = target.verify(last_token, tree, meanwhile=drafter.meanwhile(drafted))
         verify_seconds = lap()
-        # 5. Accept a path and commit it. The host waits once, in `accept`.
-        where = in_batch(rows, stopping.answers)
-        emitted, output = accept(target, rule, tree, output, last_token, generator=generator, where=where)
-        target.commit(tree, emitted.accepted)
-        state = drafter.advance(drafted, tree, emitted.accepted, output)
+        # 5. Accept a path and commit it. The host waits once, in `read_acceptance`.
+        acceptance = rule(tree, output, generator=generator)
+        accepted = read_acceptance(tree, output, acceptance, in_batch(rows, stopping.answers))
+        target.commit(tree, accepted)
+        state = drafter.advance(drafted, tree, accepted, output)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step(rows, emitted, stopping, tree, seconds=seconds)
+        step = make_step(rows, accepted, stopping, tree, seconds=seconds)
         yield step
 
 
@@ -136,7 +137,7 @@ def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[i
 
 def make_step(
     rows: Sequence[int],
-    emitted: Emitted,
+    accepted: AcceptedPath,
     stopping: Stopping,
     tree: DraftTree,
     *,
@@ -148,7 +149,7 @@ def make_step(
 
     Repeated rows come last and are left out.
     """
-    tokens = emitted.tokens[: len(rows)]
+    tokens = accepted.new_tokens[: len(rows)]
     kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
     return Step(
         rows=tuple(rows),
@@ -156,7 +157,7 @@ def make_step(
         finishes=tuple(finish for _, finish in kept),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
-        origins=None if tree.origins is None else _origins_of(tree.origins, emitted.accepted.host_nodes[: len(rows)]),
+        origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         is_adopted=is_adopted,

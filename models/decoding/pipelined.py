@@ -12,8 +12,7 @@ earlier ones are further on, and each builds on those before (section IV-B: cont
 decision of a `Speculation`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ from .acceptance import GreedyAcceptance, SpeculativeSampling
 from .loop import Stopwatch, make_step, require_same_batch
 from .prompts import Prompts
 from .protocols import AcceptanceRule, AsyncTarget, State, StreamingDrafter
-from .reading import Emitted, in_batch, read_acceptance, require_numbers
+from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
 from .speculation import ExpectedSpeculation, Speculation
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Acceptance, Step, TargetOutput
+from .types import Step, TargetOutput
 from .window import Known, Window
 
 Verified = tuple[int, DraftTree, TargetOutput]
@@ -70,11 +69,10 @@ def generate_pipelined(
     tree = empty_tree(1, batch.input_ids.device)
     output = target.prefill(batch, max_new_tokens=max(stopping.max_new_tokens), max_nodes=speculation.max_nodes)
     num_prefills = target.num_prefills
-    emitted = read_acceptance(tree, output, rule(tree, output, generator=generator))
     where = in_batch(range(1), stopping.answers)
-    require_numbers(emitted, output, where)
-    step = make_step(range(1), emitted, stopping, tree, is_prefill=True)
-    window = Window(root=emitted.tokens[0][-1])
+    accepted = read_acceptance(tree, output, rule(tree, output, generator=generator), where)
+    step = make_step(range(1), accepted, stopping, tree, is_prefill=True)
+    window = Window(root=accepted.new_tokens[0][-1])
     if step.unfinished:
         submit(target, speculation, window)
         room = min(max(stopping.max_new_tokens), target.context_length - batch.lengths[0])
@@ -96,18 +94,19 @@ def generate_pipelined(
         # 4. Accept a path. Cancel the runs that it kills, and send the bonus token if it is new.
         if isinstance(generator, RowSeeds):
             generator = generator.after([len(step.tokens[0])], [0])
-        decide = partial(rule, generator=generator)
-        tree, emitted, output = accept_answer(target, decide, speculation, window, answer, where)
-        (tokens,) = emitted.tokens
-        dead = [*window.follow(tokens), *([] if emitted.is_whole else window.restart())]
+        number, tree, output = answer
+        accepted = read_acceptance(tree, output, rule(tree, output, generator=generator), where)
+        (tokens,) = accepted.new_tokens
+        speculation.add_answer(number, len(tokens))
+        dead = window.follow(tokens)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step(range(1), emitted, stopping, tree, is_adopted=window.is_root_sent, seconds=seconds)
+        step = make_step(range(1), accepted, stopping, tree, is_adopted=window.is_root_sent, seconds=seconds)
         draft_seconds = verify_seconds = 0.0
         target.cancel(dead if step.unfinished else [*dead, *window.runs])
         if step.unfinished:
             if not window.is_root_sent:
                 submit(target, speculation, window)
-            entries = [0, *(node + 1 for node in emitted.accepted.host_nodes[0])]
+            entries = [0, *(node + 1 for node in accepted.host_nodes[0])]
             state = drafter.follow(state, tokens, entries_of(output, entries))
         yield step
 
@@ -162,34 +161,6 @@ def draft_on(
             has_more = drafter.grow(state)
         else:
             break
-
-
-def accept_answer(
-    target: AsyncTarget,
-    decide: Callable[[DraftTree, TargetOutput], Acceptance],
-    speculation: Speculation,
-    window: Window,
-    answer: Verified,
-    where: Callable[[int], str],
-) -> tuple[DraftTree, Emitted, TargetOutput]:
-    """Accept a path of an answered run, as `reading.accept` does; return its tree and output, too.
-
-    If the root's logits aren't numbers, the root is sent again, alone, and the host waits for it.
-    """
-    number, tree, output = answer
-    emitted = read_acceptance(tree, output, decide(tree, output))
-    speculation.add_answer(number, len(emitted.tokens[0]))
-    if not emitted.tokens[0]:
-        target.cancel(window.restart())
-        submit(target, speculation, window)
-        repeated = None
-        while repeated is None:
-            repeated = take_answer(target, speculation, window)
-        number, tree, output = repeated
-        emitted = read_acceptance(tree, output, decide(tree, output))
-        require_numbers(emitted, output, where)
-        speculation.add_answer(number, len(emitted.tokens[0]))
-    return tree, emitted, output
 
 
 def take_answer(target: AsyncTarget, speculation: Speculation, window: Window) -> Verified | None:

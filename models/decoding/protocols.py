@@ -91,12 +91,6 @@ class Target(Protocol):
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
 
-    def discard(self) -> None:
-        """Drop what the last pass wrote, in place of `commit`.
-
-        Later passes read none of it, not even as hidden columns, where a NaN would spread.
-        """
-
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch.
 

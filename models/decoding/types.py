@@ -104,6 +104,12 @@ class AcceptedPath:
         return self.numbers[:, first : first + self.width]
 
     @property
+    def new_tokens(self) -> list[list[int]]:
+        """All tokens that a step adds to each row: the accepted drafts, then the next token."""
+        assert self.next_tokens is not None, "the host hasn't read the token after the path"
+        return [[*drafts, token] for drafts, token in zip(self.tokens, self.next_tokens, strict=True)]
+
+    @property
     def num_accepted(self) -> Counts:
         """Draft tokens only: a step emits one more token, the bonus token."""
         return Counts(self.numbers[:, 0], tuple(map(len, self.host_nodes)))

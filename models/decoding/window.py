@@ -24,8 +24,7 @@ choices and those of `RowSeeds` depend on the text and the seed alone. So the cl
 **The root is always unanswered.** A token becomes the root because the acceptance stopped there: its
 logits weren't known. Answers come in the order of the runs, and a node is sent after its parent. So
 an answer either has the root among its entries, or all of its entries are dead. Hence no logits are
-kept between answers, and every live run adds at least one token to the text. The exception is an
-answer whose logits aren't numbers: the window restarts, and its root is unanswered again.
+kept between answers, and every live run adds at least one token to the text.
 
 Pure data of one text, on the host.
 """
@@ -182,18 +181,6 @@ class Window:
         dead = [number for number, nodes in self.runs.items() if all(node == DEAD for node in nodes)]
         for number in dead:
             del self.runs[number]
-        return dead
-
-    def restart(self) -> list[int]:
-        """Drop all nodes: the root is to be sent again, without them.
-
-        Returns the numbers of the runs that were live.
-        """
-        drop = Keep(entries=(), num_committed=0)
-        self._keep = drop if self._keep is None else after(self._keep, drop)
-        self.tree, self.is_root_sent = GrowingTree(), False
-        dead = [*self.runs]
-        self.runs.clear()
         return dead
 
 

@@ -288,10 +288,6 @@ class HFTarget(FrozenModel):
         """Do the device's part of `commit` for paths of any length."""
         self._require_cache().keep_on_device(entries, num_read, fixed=True)
 
-    def discard(self) -> None:
-        """Drop what the last pass wrote."""
-        self._require_cache().discard()
-
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row from the KV cache."""
         self._require_cache().rewind(num_tokens)

@@ -262,13 +262,6 @@ class TreeCache(Cache):
         self._version += 1
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts, strict=True))
 
-    def discard(self) -> None:
-        """Drop all entries after the texts, and their values: hidden columns must be finite."""
-        self._version += 1
-        rest = torch.arange(self.capacity, device=self._lengths.device) >= self._lengths[: self.batch, None]
-        for buffer in self._buffers:
-            buffer[:, : self.batch].masked_fill_(rest[None, :, None, :, None].to(buffer.device), 0)
-
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row."""
         self.keep(None, -num_tokens)

@@ -211,9 +211,6 @@ class ToyTarget:
         wide.scatter_(1, self.counts[:, None] + torch.arange(new.shape[1]), new)
         self.committed, self.counts = wide, self.counts + 1 + torch.tensor(accepted.num_accepted.host)
 
-    def discard(self) -> None:
-        raise NotImplementedError("all of its logits are numbers")
-
     def select(self, rows) -> None:
         self.committed, self.counts = self.committed[rows], self.counts[rows]
 

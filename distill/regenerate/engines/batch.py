@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
-from ....models.decoding.reading import accept, read_acceptance, require_numbers
-from ....models.decoding.tree import empty_tree
+from ....models.decoding.reading import Where, read_acceptance
+from ....models.decoding.tree import DraftTree, empty_tree
+from ....models.decoding.types import AcceptedPath, TargetOutput
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
@@ -122,9 +123,8 @@ class BatchDecoder:
         output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
-            emitted = read_acceptance(tree, output, self.rule(tree, output, generator=self._seeds(fresh)))
-            require_numbers(emitted, output, self._where(fresh))
-            for index, new in zip(fresh, emitted.tokens, strict=True):
+            accepted = self._accept(tree, output, fresh)
+            for index, new in zip(fresh, accepted.new_tokens, strict=True):
                 self.tokens[index] += new
         return fresh + evicted
 
@@ -133,11 +133,14 @@ class BatchDecoder:
         last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
-        seeds, where = self._seeds(rows), self._where(rows)
-        emitted, _ = accept(self.target, self.rule, tree, output, last, generator=seeds, where=where)
-        self.target.commit(tree, emitted.accepted)
-        for index, new in zip(rows, emitted.tokens, strict=True):
+        accepted = self._accept(tree, output, rows)
+        self.target.commit(tree, accepted)
+        for index, new in zip(rows, accepted.new_tokens, strict=True):
             self.tokens[index] += new
+
+    def _accept(self, tree: DraftTree, output: TargetOutput, rows: Sequence[int]) -> AcceptedPath:
+        acceptance = self.rule(tree, output, generator=self._seeds(rows))
+        return read_acceptance(tree, output, acceptance, self._where(rows))
 
     def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
         """Return the rows that can continue; save the texts of rows that have filled their room."""
@@ -155,6 +158,8 @@ class BatchDecoder:
     def _seeds(self, rows: Sequence[int]) -> RowSeeds:
         return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])
 
-    def _where(self, rows: Sequence[int]) -> Callable[[int], str]:
-        """Return a function that names a row's next token."""
-        return lambda row: f"token {len(self.tokens[rows[row]]) + 1} of the answer to {self.requests[rows[row]].id}"
+    def _where(self, rows: Sequence[int]) -> Where:
+        """Return the names of the rows' next tokens."""
+        return lambda row, place: (
+            f"token {len(self.tokens[rows[row]]) + 1 + place} of the answer to {self.requests[rows[row]].id}"
+        )

@@ -121,9 +121,6 @@ class StagedTarget(HFTarget):
         entries = (0, *(node + 1 for node in accepted.host_nodes[0]))
         self._keep = Keep(entries=entries, num_committed=len(entries))
 
-    def discard(self) -> None:
-        """Do nothing: the next run overwrites what the last one wrote, and sees nothing behind it."""
-
     def rewind(self, num_tokens: Counts) -> None:
         keep = self._keep or Keep(entries=(), num_committed=0)
         self._keep = replace(keep, num_committed=keep.num_committed - num_tokens.host[0])

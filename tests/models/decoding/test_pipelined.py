@@ -108,42 +108,6 @@ def test_no_schedule_changes_a_token_or_deadlocks(count: int):
 # --- logits that aren't numbers
 
 
-class HoleTarget(ToyTarget):
-    """A target in which some entries have no numbers, except of a run that has its root alone."""
-
-    num_holes = 0
-
-    def begin(self) -> None:
-        super().begin()
-        self.holes: dict[int, list[bool]] = {}
-
-    def submit(self, run: Run) -> None:
-        rng = Random(run.number)
-        share = rng.choice([0.0, 0.5, 1.0])
-        is_plain = len(run.tokens) == 1 and not run.num_read
-        self.holes[run.number] = [not is_plain and rng.random() < share for _ in run.tokens]
-        super().submit(run)
-
-    def receive(self) -> Answer:
-        answer = super().receive()
-        if answer.output is not None:
-            holes = torch.tensor(self.holes[answer.number])
-            answer.output.logits[0, holes] = torch.nan
-            self.num_holes += int(holes.sum())
-        return answer
-
-
-def test_runs_without_numbers_change_no_token():
-    num_holes = num_accepted = 0
-    for schedule in schedules(40):
-        steps, target = decode(schedule, HoleTarget)
-        assert tokens_of(steps) == expected(schedule), schedule
-        num_holes += target.num_holes
-        num_accepted += sum(step.num_accepted[0] + step.is_adopted for step in steps)
-    assert num_holes > 80
-    assert num_accepted > 40
-
-
 class DamagedTarget(ToyTarget):
     """A target whose logits aren't numbers after its prompt's answer has begun."""
 

@@ -115,14 +115,3 @@ def test_two_acceptances_without_a_run_between_make_one_keep():
     first = Keep(entries=(0, 2, 5, 7), num_committed=1)
     assert after(first, Keep(entries=(0, 2), num_committed=1)) == Keep(entries=(0, 2, 7), num_committed=2)
     assert after(first, Keep(entries=(0, 1, 2), num_committed=3)) == Keep(entries=(0, 2, 5, 7), num_committed=4)
-
-
-def test_a_restarted_window_sends_its_root_alone_and_keeps_what_was_committed():
-    window, drafts = started(), drafted()
-    root, child = next(iter(window.runs)), window.send(drafts, [0, 1]).number
-    window.learn(root)
-    assert window.follow([C]) == []
-    assert window.restart() == [child]
-    assert (len(window), window.is_root_sent, window.runs) == (0, False, {})
-    assert links(window.send()) == ((C,), (), 0, Keep(entries=(0,), num_committed=1))
-    assert window.learn(child) is None

@@ -161,9 +161,6 @@ class ToyTarget:
         path = (0, *(node + 1 for node in accepted.host_nodes[0]))
         self._keep = Keep(entries=path, num_committed=len(path))
 
-    def discard(self) -> None:
-        """Do nothing: the next run drops what isn't committed."""
-
     def select(self, rows: Sequence[int]) -> None:
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from outrider.models.decoding import (
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
-from outrider.models.decoding.reading import read_acceptance
+from outrider.models.decoding.reading import in_batch, read_acceptance
 from outrider.models.decoding.runs import Answer, Run
 from outrider.models.decoding.speculation import PaperSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
@@ -105,10 +105,10 @@ def stream(
         tokens, parents = tree.links(tree.first(num_nodes))
         drafts = tree_of([Nodes(tokens=tokens, parents=parents)], target.device)
         output = target.verify(torch.tensor(text[-1:]), drafts)
-        emitted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output))
-        (new,) = emitted.tokens
-        target.commit(drafts, emitted.accepted)
-        entries = [0, *[node + 1 for node in emitted.accepted.host_nodes[0]]]
+        accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output), in_batch([0], [text]))
+        (new,) = accepted.new_tokens
+        target.commit(drafts, accepted)
+        entries = [0, *[node + 1 for node in accepted.host_nodes[0]]]
         kept = TargetOutput(logits=output.logits[:, entries], hidden_states=output.hidden_states[:, entries])
         state = drafter.follow(state, new, kept)
         text += new

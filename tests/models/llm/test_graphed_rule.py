@@ -14,7 +14,7 @@ from outrider.models.decoding import (
     chain_tree,
     generate,
 )
-from outrider.models.decoding.reading import read_acceptance
+from outrider.models.decoding.reading import in_batch, read_acceptance
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm import tree_cache
@@ -94,7 +94,7 @@ def test_a_decision_survives_the_next_one(graphed):
     output = graphed.verify(torch.tensor([3]), tree)
     first = rule(tree, output)
     before = first.numbers.clone()
-    graphed.commit(tree, read_acceptance(tree, output, first).accepted)
+    graphed.commit(tree, read_acceptance(tree, output, first, in_batch([0], [[]])))
     output = graphed.verify(torch.tensor([50]), tree)
     second = rule(tree, output)
     assert rule._decide.recorder.num_replays == 2
@@ -118,9 +118,22 @@ def test_the_bound_of_a_trees_depth_may_exceed_its_nodes(graphed):
     for _ in range(5):
         tree = DraftTree(tokens=torch.tensor([[5, 6, 7]]), parents=torch.tensor([[-1, 0, 1]]), max_depth=8)
         output = graphed.verify(last_token, tree)
-        emitted = read_acceptance(tree, output, rule(tree, output))
-        graphed.commit(tree, emitted.accepted)
-        last_token = emitted.last_token
+        acceptance = rule(tree, output)
+        graphed.commit(tree, read_acceptance(tree, output, acceptance, in_batch([0], [[]])))
+        last_token = acceptance.bonus_token
+
+
+def test_logits_that_are_not_numbers_are_an_error_of_replayed_decisions_too(graphed):
+    rule = GraphedRule(GreedyAcceptance(), ReplayingRecorder())
+    options = {"max_new_tokens": 9, "generator": RowSeeds(range(4))}
+    steps = generate(graphed, NullDrafter(), rule, [torch.tensor(row) for row in PROMPTS], **options)
+    next(steps), next(steps)
+    length = graphed._cache.lengths.host[2]
+    for buffer in graphed._cache._buffers:
+        buffer[:, 2, :, :length] = torch.nan
+    with pytest.raises(ValueError, match=r"not numbers \(NaN\) at token 3 of the answer in row 2 of the batch: .*target.dtype"):
+        list(steps)
+    assert rule._decide.recorder.num_replays > 0
 
 
 def test_a_commit_is_recorded_once_for_all_lengths_of_paths(target, graphed):
