@@ -353,7 +353,9 @@ def test_a_streamed_target_is_certified(both, tmp_path, monkeypatch):
     _, streamed = both
     monkeypatch.setattr(certificate, "NUM_SAMPLED_PROMPTS", 1)
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
-    methods = [Method(name="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))]
+    methods = [
+        Method(name="recycling", label="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))
+    ]
     suites = [PromptSet(name="two", revision="", prompts=prompts)]
     checks = certificate.decoding_checks(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
     lines = certificate.run_checks(checks, tmp_path / "unfinished", {})
