@@ -1,5 +1,12 @@
-"""Speeds of linear layers in several ways, measured once per machine and remembered."""
+"""Speeds of linear layers in several ways, measured once per machine and remembered in a file.
 
+The file lies in the folder OUTRIDER_CACHE, or `~/.cache/outrider`. It is named after the machine: the
+hardware, torch's version and all else that the seconds depend on. A file that can't be read, or
+that belongs to another machine, is ignored and written again.
+"""
+
+import hashlib
+import json
 import logging
 import math
 import os
@@ -10,13 +17,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from ...data.files import write_json
 from ..machine import cpu_details, cpu_model
-from .machine_file import MachineFile, digest
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +91,9 @@ def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
     A shape that can't be timed is missing. Those that this machine's file lacks are measured first,
     in about MAX_SECONDS together.
     """
-    file = MachineFile("linears", _machine())
-    known = file.read(_times)
+    machine = _machine()
+    path = _cache_folder() / f"linears-{_digest(repr(machine))}.json"
+    known = _read(path, machine)
     keys = {shape: _key(shape, count) for shape, count in Counter(shapes).items()}
     missing = {shape: count for shape, count in Counter(shapes).items() if keys[shape] not in known}
     if missing:
@@ -95,9 +104,9 @@ def linear_speeds(shapes: Sequence[Shape]) -> dict[Shape, Times]:
                 seconds = min(MAX_SECONDS_PER_SHAPE, MAX_SECONDS / len(missing))
                 measured[keys[shape]] = _measure(shape, _num_matrices(shape, count), seconds)
         seconds = time.perf_counter() - started
-        logger.info("linear layers: measured the fastest kernels in %.1f s; kept in %s", seconds, file.path)
-        known = {**file.read(_times), **measured}  # another process may have added its own meanwhile
-        file.write({key: _values(times) for key, times in known.items()})
+        logger.info("linear layers: measured the fastest kernels in %.1f s; kept in %s", seconds, path)
+        known = {**_read(path, machine), **measured}  # another process may have added its own meanwhile
+        _write(path, machine, known)
     return {shape: known[key] for shape, key in keys.items() if key in known}
 
 
@@ -195,7 +204,7 @@ def _machine() -> dict[str, Any]:
         "format": [FORMAT, [*ROWS], [*WAYS]],
         "cpu": cpu_model(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "instructions": digest(cpu_details()),
+        "instructions": _digest(cpu_details()),
         "max_instructions": [
             os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
         ],
@@ -210,6 +219,27 @@ def _key(shape: Shape, count: int) -> str:
     return key if num_matrices == _num_matrices(shape, 1) else f"{key}, {num_matrices} in turns"
 
 
+def _read(path: Path, machine: dict[str, Any]) -> dict[str, Times]:
+    """Return what the machine's file holds, by the shapes' keys."""
+    try:
+        content = json.loads(path.read_text())
+        return {key: _times(values) for key, values in content["times"].items()} if content["machine"] == machine else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("%s can't be read (%s); the speeds of linear layers are measured again", path, error)
+        return {}
+
+
+def _write(path: Path, machine: dict[str, Any], times: dict[str, Times]) -> None:
+    """Write the machine's file; without it the next process measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"machine": machine, "times": {key: _values(of_shape) for key, of_shape in times.items()}})
+    except OSError as error:
+        logger.info("%s can't be written (%s): the next process measures linear layers again", path, error)
+
+
 def _times(values: dict[str, Any]) -> Times:
     ways = {way: tuple(math.inf if value is None else float(value) for value in values[way]) for way in WAYS}
     return Times(rows=tuple(values["rows"]), **ways)
@@ -217,3 +247,16 @@ def _times(values: dict[str, Any]) -> Times:
 
 def _values(times: Times) -> dict[str, list[Any]]:
     return {name: [value if math.isfinite(value) else None for value in values] for name, values in asdict(times).items()}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _cache_folder() -> Path:
+    if chosen := os.environ.get("OUTRIDER_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        return Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # a user without a home: this process measures for itself
+        return Path(os.devnull)
