@@ -45,7 +45,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was truncated or altered"),
     "a missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     "a missing sidecar": (lambda folder: (folder / SIDECAR).unlink(), f"{SIDECAR} is missing"),
-    "an altered sidecar": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} was altered"),
+    "an altered sidecar": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or differs"),
     "a sidecar of another shard": (
         lambda folder: shutil.copy(folder / "shard-00000.json", folder / SIDECAR) and None,
         f"{SIDECAR} is missing, or differs",
