@@ -138,7 +138,8 @@ def _is_negated(flag: str, option: Option) -> bool:
 def _take(line: CommandLine, name: str, text: str, option: Option | None) -> None:
     """Add the value of an option.
 
-    The last value counts. Repeated values of a list are put together, unless one is a whole list, in brackets.
+    The last value counts. Repeated values of a list are put together, unless one is a whole list, in
+    brackets; and so are the options of a section, such as train={steps: 20}.
     """
     try:
         value = parse_value(text, option)
@@ -146,8 +147,11 @@ def _take(line: CommandLine, name: str, text: str, option: Option | None) -> Non
         line.problems.append(f"{name} is {text}, {error}")
         return
     before = line.values.get(name)
-    adds = isinstance(before, list) and isinstance(value, list) and not text.startswith("[")
-    line.values[name] = before + value if adds else value
+    if isinstance(before, list) and isinstance(value, list) and not text.startswith("["):
+        value = before + value
+    elif option is None and isinstance(before, dict) and isinstance(value, dict):
+        value = {**before, **value}
+    line.values[name] = value
 
 
 def parse_value(text: str, option: Option | None = None) -> Any:

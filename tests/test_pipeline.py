@@ -42,8 +42,10 @@ QUESTIONS = [
 
 
 def forge_summary(folder: Path, rows: list[Any]) -> None:
-    """Write a summary of other rows."""
-    (folder / "summary.json").write_text(json.dumps(rows))
+    """Write a summary of other rows with its digest, as an evaluation would."""
+    summary, facts = folder / "summary.json", folder / "facts.json"
+    summary.write_text(json.dumps(rows))
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "summary_sha256": sha256_file(summary)}))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,7 @@ def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
 ) -> None:
     regenerate = ["stages=[distill]", "distill={mode: regenerate, temperature: 1.0, max_new_tokens: 16}"]
     for name, drafter in (("plain", "null"), ("drafted", str(finished[0] / "drafter"))):
-        run_here(*overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
+        run_here("conf=demo", *overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
     plain, drafted = (
         {path: digest for path, digest in digests(tmp_path / name).items() if "stats" not in path and path != "config.yaml"}
         for name in ("plain", "drafted")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -171,9 +172,21 @@ def _start_wandb(output_dir: Path, config: TrainConfig, run_config: dict[str, An
     return tracker
 
 
+class _EventFiles(TensorBoardTracker):
+    """TensorBoard's event files. After an error, the thread that writes them ends, since it would retry for ever."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        try:
+            super().log(values, step=step, **kwargs)
+        except OSError:
+            with suppress(OSError):
+                self.writer.file_writer.close()
+            raise
+
+
 def _start_tensorboard(output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> TensorBoardTracker:
     """Open event files in the run's folder. A resume adds a file, which hides the repeated steps."""
-    tracker = TensorBoardTracker(TENSORBOARD_DIR, output_dir, purge_step=step + 1)
+    tracker = _EventFiles(TENSORBOARD_DIR, output_dir, purge_step=step + 1)
     tracker.start()
     if not step:
         tracker.writer.add_text("run", f"```json\n{json.dumps(run_config, indent=1)}\n```")

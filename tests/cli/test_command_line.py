@@ -85,6 +85,7 @@ def test_a_flag_and_a_configurations_name_are_the_same_option(form: list[str]) -
         ("--suite [a,{name: b, path: c}]", {"eval.suites": ["a", {"name": "b", "path": "c"}]}),
         ("--batch-size 1,2 --batch-size 4", {"eval.batch_sizes": [1, 2, 4]}),
         ("--batch-size 1,2 eval.batch_sizes=[4] --batch-size 8", {"eval.batch_sizes": [4, 8]}),
+        ("eval={seed: 1, repeats: 2} eval={repeats: 4}", {"eval": {"seed": 1, "repeats": 4}}),
         ("--stage-layers 8,8", {"target.stage_layers": [8, 8]}),
         ("--stage-layers null", {"target.stage_layers": None}),
         ("--setting {depth: 5} --setting {depth: 6}", {"eval.settings": [{"depth": 5}, {"depth": 6}]}),

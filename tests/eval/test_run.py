@@ -271,8 +271,8 @@ def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
         "baseline.jsonl",
         "redrafter_tuned_off.jsonl",
     ]
-    labels = [(entry.label, entry.detail, entry.options) for entry in read_groups([tmp_path / "eval"])[0].entries]
-    assert labels[3] == ("ReDrafter", "turned off by tuning", {})
+    labels = [(entry.label, entry.detail) for entry in read_groups([tmp_path / "eval"])[0].entries]
+    assert labels[3] == ("ReDrafter", "turned off by tuning")
     tuned[0.0, 1] = {"beam_width": 2}
     with pytest.raises(ValueError, match="differs in methods.redrafter tuned beam_width=1 "):
         evaluate_tuned(config)

@@ -97,6 +97,11 @@ def test_the_memory_order_stays_where_weights_may_not_change():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_rows=(1, 4)), Choice(True, (2, 4))])
 def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype):
+    if choice.packed_rows is not None:
+        try:
+            speeds.pack(torch.ones(8, 8, dtype=dtype))
+        except RuntimeError as error:
+            pytest.skip(f"this machine packs no {dtype}: {error}")
     fastest(choice)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 96), nn.SiLU(), nn.Linear(96, 40, bias=False)).to(dtype).requires_grad_(False)

@@ -116,7 +116,6 @@ def test_a_missing_package_is_an_error_with_its_command_before_loading(
     [
         ({}, "needs a method of bitsandbytes, torchao, gptq, awq"),
         ({"method": "magic"}, "needs a method of"),
-        ("torchao", "the quantization torchao needs a method of"),
         ({"method": "torchao"}, "type is None; name a configuration of torchao"),
         ({"method": "torchao", "type": "quantize_"}, "type is 'quantize_'"),
         ({**INT8, "bits": 3}, "quantization has bits; Int8WeightOnlyConfig takes "),
