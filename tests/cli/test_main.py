@@ -64,6 +64,6 @@ def test_a_plan_prints_the_cost_of_a_distillation_and_leaves_no_file(tmp_path: P
     small = ["stages=[distill]", "data.limit=2", "num_threads=1"]
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", *small, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for text in ("examples", "tokens of text", "forward passes", "time", "disk", "GB are free"):
+    for text in ("labels: about", "texts of about", "it reads", "MB on disk", "Whole run: about", "GB are free"):
         assert text in result.stdout
     assert list(tmp_path.iterdir()) == []
