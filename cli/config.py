@@ -17,7 +17,8 @@ from ..data.config import DataConfig
 from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
-from ..models.drafters.options import DRAFTER_OPTIONS, START_FROM
+from ..models.drafters.options import DRAFTER_OPTIONS
+from ..models.drafters.shared_options import START_FROM
 from ..models.export.config import ExportConfig
 from ..models.llm.config import TargetConfig
 from ..train.config import TrainConfig

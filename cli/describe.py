@@ -24,7 +24,8 @@ from pydantic.fields import FieldInfo
 
 from .. import conf
 from ..data.fields import OneOf
-from ..models.drafters.options import DRAFTER_OPTIONS, DrafterChoice
+from ..models.drafters.options import DRAFTER_OPTIONS
+from ..models.drafters.shared_options import DrafterChoice
 from .config import RunConfig, RunOptions
 
 CONF = Path(conf.__file__).parent

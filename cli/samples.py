@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from jaxtyping import Int
 from tqdm import tqdm
 
@@ -21,7 +20,7 @@ from ..distill.plan import total
 from ..eval.measure.timing import time_generation
 from ..models.decoding import GreedyAcceptance
 from ..models.decoding.stopping import Finish
-from ..models.drafters import NullDrafter, build_drafter
+from ..models.drafters import NullDrafter
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import agreed
@@ -30,7 +29,7 @@ from ..train.batches import PAD_ID, target_reads, with_hidden_states
 from ..train.config import TrainConfig
 from ..train.missed_by import open_other
 from ..train.parallel import make_anchor, tensor_float32
-from ..train.setup import LossModule, make_objective, make_optimizer
+from ..train.setup import LossModule, make_objective, make_optimizer, new_drafter
 
 SECONDS = 12.0
 """Longest time of a measurement, after its first portion."""
@@ -151,12 +150,7 @@ def sample_training(
     gradients, the reading of shards and the writing of checkpoints aren't measured.
     """
     # 1. The drafter and what it learns from, as in a training.
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    set_seed(config.seed)
-    drafter = build_drafter(spec, target).train()
-    if config.activation_checkpointing:
-        drafter.checkpoint_activations()
+    drafter = new_drafter(config, spec, target)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     optimizer, _ = make_optimizer(drafter, config)

@@ -112,12 +112,7 @@ def set_up(
     Raises ValueError if drafter, shards and target don't fit each other.
     """
     # 1. The drafter, from the same first weights in every process.
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    set_seed(config.seed)
-    drafter = build_drafter(spec, target).train()
-    if config.activation_checkpointing:
-        drafter.checkpoint_activations()
+    drafter = new_drafter(config, spec, target)
     objective = make_objective(config, target)
     # 2. The texts of training, and those that are held out from it.
     if config.on_policy_every is not None:
@@ -159,6 +154,17 @@ def set_up(
         trained=drafter,
         copy=copy,
     )
+
+
+def new_drafter(config: TrainConfig, spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
+    """Build the drafter of a training. Sets the number of threads, and the seed of its first weights."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    set_seed(config.seed)
+    drafter = build_drafter(spec, target).train()
+    if config.activation_checkpointing:
+        drafter.checkpoint_activations()
+    return drafter
 
 
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:

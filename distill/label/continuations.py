@@ -245,7 +245,7 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
 @torch.inference_mode()
 def _probe(target: HFTarget) -> None:
     # 1. Two branches of a short text, two steps deep.
-    text = torch.arange(1, 13, device=target.device) % target.vocab_size
+    text = target.probe_ids[:12]
     positions = np.array([4, 8])
     tokens = text[[2, 9]]
     _, _, cache = _prefill(target, text[None], Places.of(np.zeros((1, len(text)), bool), target.device))

@@ -39,7 +39,7 @@ from .branches.layout import Branches
 from .cached_drafter import CachedDrafter
 from .corrections import Pairwise, Recurrent, make_correction
 from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
-from .eagle3 import default_feature_layers
+from .eagle3 import spread_feature_layers
 from .labels import Labels
 from .lattice import lattice_search
 from .objective import Loss, Objective, score
@@ -47,18 +47,8 @@ from .options import BlockConfig
 from .unread import MAX_UNREAD, to_width
 from .vocabulary import ReducedVocabulary
 
-DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
-"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
 SLOT_STD = 0.02
 """Standard deviation of the slots' vectors before training, where slots read nothing else."""
-
-
-def spread_feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that are read by default."""
-    if num_layers < DEEP_TARGET:
-        return default_feature_layers(num_layers)
-    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
-    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]
 
 
 class Block(ReducedVocabulary, CachedDrafter):

@@ -19,7 +19,7 @@ from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
-from .options import FORM_OPTIONS
+from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Modules that a layer must consist of. Another norm would have an unknown position."""

@@ -44,7 +44,7 @@ from .feature_search import (
 )
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
-from .options import TreeOptions
+from .shared_options import TreeOptions
 from .unread import MAX_UNREAD, append, to_width
 from .vocabulary import DraftVocabulary
 

@@ -13,8 +13,8 @@ from ....data.manifest import TargetIdentity
 from ...bounded_build import bounded_build, require_possible_numbers
 from ...llm.hf_target import HFTarget
 from ..base import TrainableDrafter
-from ..options import START_FROM
 from ..registry import DRAFTERS, checked_options
+from ..shared_options import START_FROM
 from .download import resolve_drafter
 from .folder import (
     CONFIG_FILE,

@@ -1,0 +1,96 @@
+"""Options that several kinds of drafters share, and the bounds of their searches.
+
+Importing this module loads no torch.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt, one_of
+
+MAX_SEARCH_NODES = 2**14
+"""Most nodes of a search: far more than any target gains from, and far less than memory holds."""
+MAX_CANDIDATES = 2**18
+"""Most candidates that a search may rank, width x width at each depth.
+
+Ten times the candidates of the paper's widest search, which has 70 beams of 5 tokens."""
+FORM_TYPES = ("llama", "qwen2", "qwen3")
+"""Types of the decoder layer that a drafter may have, by the names of transformers' models."""
+FORM_OPTIONS = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "rope_parameters",
+    }
+)
+"""Options of a form besides its `model_type`, by the names of transformers' configurations."""
+
+
+def check_form(form: dict[str, Any]) -> dict[str, Any]:
+    """Return `drafter.layer`. Raises ValueError if it is no known form."""
+    if not isinstance(form.get("model_type"), str) or form["model_type"] not in FORM_TYPES:
+        raise ValueError(
+            f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORM_TYPES)}, or drafter.layer "
+            "null for a layer of the target's kind"
+        )
+    if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
+        raise ValueError(f"there is no option {', '.join(unknown)}; there are: {', '.join(sorted(FORM_OPTIONS))}")
+    return form
+
+
+START_FROM = "start_from"
+"""Option of every drafter: see `DrafterChoice`."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DrafterChoice:
+    """The kind of a drafter, and the weights that it starts from."""
+
+    kind: str | None = None
+    """The kind of drafter."""
+    start_from: str | None = None
+    """Folder of a trained drafter, or its name on the Hub, to start training from. The kind, the
+    shape and the weights are those of the trained drafter; only drafting options may differ. Its
+    target may be another one of the same shape, such as the same model before fine-tuning or
+    quantisation."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class TreeOptions:
+    """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
+
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
+    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
+    or qwen3), and the options that differ from the target's configuration, under transformers'
+    names. Serving engines draft with Llama's layer, whatever the target's layers are."""
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
+    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
+    4). `static`: always expand the same ranks (EAGLE-1)."""
+    depth: PositiveInt = 6
+    """Number of draft tokens on the longest path."""
+    top_k: PositiveInt = 8
+    """Nodes expanded at each depth, and children of each expanded node."""
+    tree_nodes: PositiveInt = 48
+    """Nodes of the tree: the most probable nodes of the search."""
+    temperature: NonNegativeFloat = 0.0
+    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
+    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
+    with the most probable parents. 0: the most probable tokens, at every temperature of the
+    target."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
+
+    def __post_init__(self) -> None:
+        if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
+            raise ValueError(
+                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
+            )
