@@ -28,6 +28,7 @@ from outrider.distill.label.continuations import label_continuations, require_br
 from outrider.models.llm.hf_target import HFTarget
 
 from ...host_reads import HostReads, ScalarReads
+from ...models.llm import test_probe
 
 VOCAB = 61
 SIZES = {
@@ -291,3 +292,9 @@ def test_a_target_that_ignores_keyword_arguments_is_an_error(make_target: MakeTa
     base.forward = lambda *args, branches=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(ValueError, match="keyword arguments"):
         require_branch_attention(target, 20)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_special_tokens_that_were_hardly_trained_are_no_wrong_structure(noise: float) -> None:
+    """Rounding changes their states by far more than those of ordinary tokens."""
+    require_branch_attention(test_probe.make_target(torch.bfloat16, noise, special_noise=0.5), 32)
