@@ -48,6 +48,11 @@ def forge_summary(folder: Path, rows: list[Any]) -> None:
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "summary_sha256": sha256_file(summary)}))
 
 
+@pytest.fixture(autouse=True)
+def no_slow_answers() -> None:
+    """Let answers be slow, as in the process of the first run: a second run must find the same rows."""
+
+
 @pytest.fixture(scope="module")
 def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the options of a tiny run in a folder that the tests of this file share."""

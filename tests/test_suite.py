@@ -28,7 +28,7 @@ COMMANDS = {
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_settings_become_methods_and_the_table_is_printed",
     "export": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
-    "init": "tests/cli/test_init.py::test_a_written_recipe_composes_from_any_folder",
+    "init": "tests/cli/test_init.py::test_a_written_recipe_composes_from_any_folder_and_fits_the_target",
     "import": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
     "options": "tests/cli/test_describe.py::test_options_are_printed_in_80_columns",
     "package": "tests/cli/test_hub.py::test_a_package_is_made_and_listed",
