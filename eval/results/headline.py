@@ -10,7 +10,7 @@ NOT_DISTINGUISHABLE = "not distinguishable from plain decoding"
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Name the row with the highest speedup of the table, and count the rows without a valid one."""
+    """Name the row with the highest speedup of a lossless method; count the rows without a valid one."""
     drafted = [row for row in rows if row["method"] != BASELINE]
     valid = [row for row in drafted if row["speedup"] is not None and not is_lossy(row)]
     if not valid:

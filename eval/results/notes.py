@@ -27,9 +27,9 @@ FEW_UNITS = 8
 LOOP_SHARE = 0.1
 """Smallest share of answers with loops at which a note warns about them."""
 NOISY_NOTE = (
-    f"noisy: more than {NOISY_SHARE:.0%} of the time is of answers, plain decoding's or the method's, that took over {SLOW:g} "
-    "times their processor time, or their fastest repeat, also when they were decoded again. Measure again while the machine "
-    "is quiet."
+    f"noisy: more than {NOISY_SHARE:.0%} of the time, the method's or plain decoding's, is of slow answers. An answer is slow "
+    f"if it took more than {SLOW:g} times its processor time (on a CPU), or the time of its fastest repeat. Measure again into "
+    "another folder, while the machine is quiet."
 )
 BY_RULE_NOTE = (
     "by rule: the method samples its draft tokens at random, so its answers differ from those of plain decoding. Its "
@@ -135,8 +135,8 @@ def speed_note(rows: Sequence[Row]) -> str:
     repeats = "" if number == 1 else f" Of the {number} repeats of an answer, the one with the median time counts."
     return (
         "Tok/s: tokens of all answers over the time of all answers, prefill included. Speedup: Tok/s over plain decoding's "
-        f"Tok/s in the same group, which has the same answers.{repeats} The headline is the highest speedup of the table. The "
-        f"interval is a bootstrap over {'/'.join(dict.fromkeys(map(units, rows)))}."
+        f"Tok/s in the same group, which has the same answers.{repeats} The headline is the highest speedup of a lossless "
+        f"method. The interval is a bootstrap over {'/'.join(dict.fromkeys(map(units, rows)))}."
     )
 
 

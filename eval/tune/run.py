@@ -88,7 +88,7 @@ def tune(
                 choices[size] = choose(speeds)
             finals += speeds
             left_out += trial.left_out
-        setup, environment = describe_setup(target, parts, temperature), describe_environment(target.device)
+        setup, environment = describe_setup(target, parts, temperature), describe_environment(target.device, target.linears)
     if not choices:
         raise ValueError(
             f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
