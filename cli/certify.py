@@ -102,9 +102,8 @@ def _decode(
 ) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Run the checks of a loaded target."""
     from ..eval.certify.certificate import decoding_checks, run_checks
-    from ..eval.measure.environment import describe_environment
+    from ..eval.measure.environment import describe_environment, recorded_stages
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
-    from ..eval.measure.pipelined import recorded_stages
     from ..eval.run import load_suites
     from ..models.drafters.saved.loading import trained_parts
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -19,38 +18,28 @@ from ...data.differences import differences
 from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
 from ...data.types import Turn
-from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ...models.decoding.acceptance import GreedyAcceptance
 from ...models.decoding.loop import generate
 from ...models.decoding.pipelined import generate_pipelined
-from ...models.decoding.protocols import AcceptanceRule, Drafter
-from ...models.decoding.sampling import RowSeeds, Sampling, warp
+from ...models.decoding.protocols import AcceptanceRule
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
 from ...models.export.certificate_file import CertificateLine
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit
-from ..measure.pipelined import recorded_stages
+from ..measure.environment import recorded_stages
+from ..measure.plan import Method
 from ..measure.timing import Loop, answers_of
-from ..measure.turns import Method
 from ..records.run_files import Audit
 from ..results.lossless import is_exact
-from .gtest import g_test
+from .samples import SAMPLED_TOKENS, certify_sampling
 
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], CertificateLine]
 """A comparison, which returns its line of the certificate."""
 
-FALSE_ALARM_RATE = 1e-6
-"""Probability that one G-test rejects a sound sampler."""
-NUM_TEXTS, TEXTS_PER_PROMPT, SAMPLED_TOKENS = 1024, 512, 4
-"""Extent of the sampling test of a target with each drafter. Few prompts have fewer texts."""
-SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 64, 4
-SAMPLED_PROMPT_TOKENS = 16
-"""Last tokens of a prompt that are read in the sampling test, where hundreds of rows repeat them."""
-TEXTS_PER_CELL = 16
-"""Sampled texts for each cell of the G-tests."""
 BATCH_SIZE = 4
 
 
@@ -133,7 +122,7 @@ def decoding_checks(
     for method in methods:
         label = f"{method.name}, {_decoded_in(target)}"
         checks += [partial(_certify_greedy, label, plain, method, batch_size) for batch_size in sorted({1, most_rows})]
-        checks.append(partial(_certify_sampling, label, target, method, prompts[:NUM_SAMPLED_PROMPTS]))
+        checks.append(partial(certify_sampling, label, target, method, prompts))
     return checks
 
 
@@ -230,49 +219,6 @@ def _certify_pipelined_oracle(plain: PlainAnswers) -> CertificateLine:
     return plain.compare(f"an oracle drafter, pipelined, {_decoded_in(plain.target)}, greedy", answers, num_accepted)
 
 
-def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Sequence[torch.Tensor]) -> CertificateLine:
-    """Test the first tokens of many samples against the target's probabilities.
-
-    The probabilities come from one plain forward pass. A token's quantile is the sum of all
-    probabilities greater than its own, plus a random share of its own. If the tokens are sampled
-    from the target's distributions, then their quantiles are uniform and independent for any texts
-    (Rosenblatt's transform). Each pair of neighbouring tokens has a G-test over all texts.
-    """
-    # 1. Sample texts, and compute the quantile of each token.
-    sampling, generator = Sampling(), torch.Generator().manual_seed(0)
-    rule = rule_beside(target, SpeculativeSampling(sampling=sampling))
-    prompts = [prompt[:, -SAMPLED_PROMPT_TOKENS:] for prompt in prompts]
-    num_texts = min(NUM_TEXTS, TEXTS_PER_PROMPT * len(prompts))
-    quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
-    for first_seed in tqdm(range(0, num_texts, size), desc="certify samples", unit="batch", leave=False):
-        texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
-        seeds = RowSeeds(range(first_seed, first_seed + size))
-        steps = list(method.loop(target, method.drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
-        num_accepted += sum(step.num_drafted for step in steps)
-        tokens = torch.tensor(answers_of(steps), device=texts.device)
-        both = torch.cat([texts, tokens], dim=1)
-        probs = warp(target.plain_logits(both, SAMPLED_TOKENS + 1)[:, :-1], sampling).cpu()
-        of_tokens = probs.gather(2, tokens[..., None].cpu())
-        share = torch.rand(tokens.shape, generator=generator)
-        greater, equal = probs * (probs > of_tokens), probs * (probs == of_tokens)
-        quantiles.append(greater.sum(-1) + share * equal.sum(-1))
-
-    # 2. Test each pair of neighbours.
-    num_places = math.isqrt(num_texts // TEXTS_PER_CELL)  # of one token; a pair has the square
-    cell = (torch.cat(quantiles) * num_places).long().clamp(max=num_places - 1)  # [text, token]
-    pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
-    even = torch.full((num_places**2,), num_places**-2, dtype=torch.float64)
-    values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
-    return CertificateLine(
-        subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
-        method=f"G-tests of {len(cell)} texts",
-        num_cases=len(values),
-        result=f"p at least {min(values):.2g}",
-        passed=all(value > FALSE_ALARM_RATE for value in values),
-        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
-    )
-
-
 def passes(lines: Sequence[CertificateLine]) -> bool:
     """Check that every line holds."""
     return all(line.passed for line in lines)
@@ -312,16 +258,3 @@ def _decoded_in(target: HFTarget) -> str:
 
 def _together(batch_size: int) -> str:
     return "" if batch_size == 1 else f", {batch_size} prompts at a time"
-
-
-def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
-    """Return the rows of sampled batches: a power of two for which a memory budget has room.
-
-    A target in stages decodes one row.
-    """
-    size = 1 if recorded_stages(target) else SAMPLED_BATCH_SIZE
-    if target.budget_tokens is not None:
-        tokens = max(prompt.shape[1] for prompt in prompts) + SAMPLED_TOKENS + 1 + drafter.max_nodes
-        while size > 1 and size * tokens > target.budget_tokens:
-            size //= 2
-    return size

@@ -23,12 +23,10 @@ from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory
 from ..results.repeats import is_slow
 from .audit import audit
-from .memory import within_memory
-from .pipelined import recorded_stages
-from .plan import Job, Plan
-from .texts import Texts
+from .environment import recorded_stages, within_memory
+from .plan import Job, Plan, count_by_source
+from .texts import PromptTurn, Texts, answer_seed
 from .timing import Generation, attempts_without_graphs, time_generation
-from .turns import PromptTurn, answer_seed, count_by_source
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_draf
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.labels import TITLES, title_of
+from ..records.names import TITLES, title_of
 from ..results.markdown import Markdown, code_span, render
 from ..results.rows import is_broken
 from ..results.tables import markdown_table

@@ -13,8 +13,7 @@ from huggingface_hub import EvalResult
 from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
 from ...data.files import read_json, sha256_file
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile
-from ..records.labels import setting_words, title_of
-from ..records.names import BASELINE, FACTS_FILE, PIPELINED, SUMMARY_FILE
+from ..records.names import BASELINE, FACTS_FILE, PIPELINED, SUMMARY_FILE, setting_words, title_of
 from ..results.markdown import Markdown
 from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
 from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken, is_lossy

@@ -24,7 +24,7 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.llm.hf_target import HFTarget
-from ..measure.memory import within_memory
+from ..measure.environment import within_memory
 from ..measure.methods import proposer
 from ..measure.timing import Generation, attempts_without_graphs, time_generation
 

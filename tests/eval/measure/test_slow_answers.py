@@ -16,7 +16,7 @@ from outrider.eval.measure import bench as measure
 from outrider.eval.measure import timing
 from outrider.eval.measure.plan import Job
 from outrider.eval.records.records import BASELINE, EvalRecord, read_records
-from outrider.eval.results.headline import headline
+from outrider.eval.results.notes import headline
 from outrider.eval.results.rows import Row
 from outrider.eval.run import evaluate
 from outrider.models.llm.hf_target import HFTarget
@@ -132,11 +132,11 @@ def test_a_wrong_token_of_any_attempt_is_seen(
 
     def sometimes_wrong(self: measure.Bench, job: Job, *arguments: Any, **options: Any) -> timing.Generation:
         generation = decode(self, job, *arguments, **options)
-        if "timed" in options and clock.decoded.count(("3", method, 0)) == 1 + wrong_attempt and clock.decoded[-1][0] == "3":
-            if clock.decoded[-1][1] == method:
-                last = generation.steps[-1]
-                tokens = [[*row[:-1], (row[-1] + 1) % self.target.vocab_size] for row in last.tokens]
-                generation.steps[-1] = dataclasses.replace(last, tokens=tokens)
+        of_answer = ("3", method, 0)
+        if clock.decoded[-1:] == [of_answer] and clock.decoded.count(of_answer) == 1 + wrong_attempt:
+            last = generation.steps[-1]
+            tokens = [[*row[:-1], (row[-1] + 1) % self.target.vocab_size] for row in last.tokens]
+            generation.steps[-1] = dataclasses.replace(last, tokens=tokens)
         return generation
 
     monkeypatch.setattr(measure.Bench, "_time", sometimes_wrong)
@@ -147,9 +147,7 @@ def test_a_wrong_token_of_any_attempt_is_seen(
     assert drafted["speedup"] is None
 
 
-def test_an_answer_stays_if_memory_runs_out_in_its_second_attempt(
-    run_tiny: Evaluate, clock: Clock, tmp_path: Path
-) -> None:
+def test_an_answer_stays_if_memory_runs_out_in_its_second_attempt(run_tiny: Evaluate, clock: Clock, tmp_path: Path) -> None:
     def stall_then_fail(prompt: str, method: str, repeat: int, attempt: int) -> float:
         if (prompt, method, attempt) == ("3", BASELINE, 1):
             raise torch.OutOfMemoryError("CUDA out of memory")

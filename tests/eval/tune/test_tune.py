@@ -18,8 +18,7 @@ from outrider.eval.run import load_suites
 from outrider.eval.tune import halving
 from outrider.eval.tune import run as tune_module
 from outrider.eval.tune.halving import FINAL_REPEATS, FINALISTS, FIRST_BATCHES, LeftOut, Speed, Trial, halve
-from outrider.eval.tune.run import TUNING_FILE, Tuning, choose, tune, tuned_settings
-from outrider.eval.tune.settings import GRIDS, MERGED_NODES, settings_to_try
+from outrider.eval.tune.run import GRIDS, MERGED_NODES, TUNING_FILE, Tuning, choose, settings_to_try, tune, tuned_settings
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
