@@ -126,7 +126,7 @@ class Bench:
         audits = [
             audit(
                 self.target,
-                input_ids,
+                input_ids[None],
                 token_ids,
                 max_new_tokens=self.config.max_new_tokens,
                 temperature=turn.temperature,

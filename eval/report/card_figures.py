@@ -224,7 +224,7 @@ def fastest_call(figures: Sequence[tuple[Run, Row]], packaged: Sequence[str]) ->
     for run, row in valid:
         if (row["temperature"], row["batch_size"]) == place:
             method = run.info.config["methods"][row["method"]]
-            rows_of_call[method["kind"], json.dumps(method["setting"], sort_keys=True)].append(row)
+            rows_of_call[method["kind"], json.dumps(method["setting"])].append(row)
     means = {
         call: geometric_mean([row["speedup"] or 0.0 for row in rows])
         for call, rows in rows_of_call.items()

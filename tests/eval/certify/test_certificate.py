@@ -12,7 +12,7 @@ from outrider.eval.certify import certificate as certify
 from outrider.eval.certify import samples
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 from outrider.models.decoding.sampling import warp
-from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.group_search import GroupDrawing
 from outrider.models.export.certificate_file import CertificateLine
 from outrider.models.llm import cuda_graphs as graphs
@@ -34,12 +34,23 @@ def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, tmp_path: Path) -> None:
+def test_a_target_and_a_drafter_are_certified(
+    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decoded_plainly: list[NullDrafter] = []
+
+    def null_drafter() -> NullDrafter:
+        decoded_plainly.append(NullDrafter())
+        return decoded_plainly[-1]
+
+    monkeypatch.setattr(certify, "NullDrafter", null_drafter)
     result = invoke(["certify", *decoding, "--dtype", dtype])
     assert result.exit_code == 0, result.output
+    assert len(decoded_plainly) == 2, "each prompt once for all checks"
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["passed"]
+    assert list(certificate["suites"]) == ["mt_bench"]
     assert [file.name for file in tmp_path.iterdir()] == ["certificate.json"], "finished"
     exact = "the" if dtype == "float32" else "every"
     assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, exact, "G-tests"]
@@ -88,12 +99,18 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     assert all(recorder.num_replays > 1 for recorder in recorders)
 
 
-def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
-    decoding: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cuda-graphs"], "choose a CUDA device, or turn it off"),
+        (["--repeats", "2", "--batch-size", "3"], "eval.batch_sizes, eval.repeats: `outrider certify` doesn't use this"),
+    ],
+)
+def test_options_without_an_effect_are_refused_before_anything_is_loaded(
+    decoding: list[str], options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "_load_model", None)
-    result = invoke(["certify", *decoding, "--cuda-graphs"])
-    assert "choose a CUDA device, or turn it off" in result.message
+    assert message in invoke(["certify", *decoding, *options]).message
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])

@@ -135,7 +135,7 @@ def test_a_wrong_token_of_any_attempt_is_seen(
         of_answer = ("3", method, 0)
         if clock.decoded[-1:] == [of_answer] and clock.decoded.count(of_answer) == 1 + wrong_attempt:
             last = generation.steps[-1]
-            tokens = [[*row[:-1], (row[-1] + 1) % self.target.vocab_size] for row in last.tokens]
+            tokens = tuple((*row[:-1], (row[-1] + 1) % self.target.vocab_size) for row in last.tokens)
             generation.steps[-1] = dataclasses.replace(last, tokens=tokens)
         return generation
 
