@@ -357,7 +357,7 @@ def test_sizes_keep_the_targets_proportions(target):
     ("options", "message"),
     [
         ({"num_layers": 3}, "the target has only 2"),
-        ({"hidden_size": 30}, "choose a drafter.hidden_size that is a multiple"),
+        ({"hidden_size": 31}, "choose a drafter.hidden_size that is a multiple"),
         ({"init": "mine"}, 'init="mine": must be one of random, target_layers'),
         ({"init": "target_layers", "hidden_size": 16}, "so hidden_size can't be chosen"),
         ({"hidden_size": 0, "length": 0}, "drafter.hidden_size=0: must be above 0\ndrafter.length=0"),
