@@ -185,7 +185,8 @@ class PlainAnswers:
 
 
 def _certify_greedy(label: str, plain: PlainAnswers, method: Method, batch_size: int) -> CertificateLine:
-    num_accepted, answers, rule = 0, [], rule_beside(plain.target, GreedyAcceptance())
+    num_accepted, rule = 0, rule_beside(plain.target, GreedyAcceptance())
+    answers: list[list[int]] = []
     for start in range(0, len(plain.prompts), batch_size):
         decoded, accepted = plain.decode(method.drafter, start, batch_size, rule=rule, loop=method.loop)
         answers, num_accepted = answers + decoded, num_accepted + accepted
@@ -198,7 +199,8 @@ def _certify_oracle(plain: PlainAnswers, batch_size: int) -> CertificateLine:
     Their accepted paths are long, however good the real drafters are.
     """
     target = plain.target
-    num_accepted, answers, rule = 0, [], rule_beside(target, GreedyAcceptance())
+    num_accepted, rule = 0, rule_beside(target, GreedyAcceptance())
+    answers: list[list[int]] = []
     for start in range(0, len(plain.prompts), batch_size):
         texts = plain.answers[start : start + batch_size]
         # Each row's drafts are right up to a different depth.
@@ -211,7 +213,8 @@ def _certify_oracle(plain: PlainAnswers, batch_size: int) -> CertificateLine:
 
 def _certify_pipelined_oracle(plain: PlainAnswers) -> CertificateLine:
     """Certify adoptions, mismatches and cancellations, however good the real drafters are."""
-    num_accepted, answers = 0, []
+    num_accepted = 0
+    answers: list[list[int]] = []
     for index, text in enumerate(plain.answers):
         oracle = StreamingOracle(text, 1 + index % StreamingOracle.MAX_DEPTH, plain.target.vocab_size)
         decoded, accepted = plain.decode(oracle, index, 1, loop=generate_pipelined)
