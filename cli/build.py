@@ -74,11 +74,12 @@ def _json(values: Mapping[str, Any]) -> str:
 @cache
 def _parts_of(cls: type) -> type[BaseModel]:
     """Return a model with the fields of a configuration and its sections, which may all be missing."""
-    hints = get_type_hints(cls, include_extras=True)
-    definitions: Any = {
-        field.name: (_parts_of(hint) if dataclasses.is_dataclass(hint := hints[field.name]) else hint, None)
-        for field in dataclasses.fields(cls)
-    }
+    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+    parts: dict[str, Any] = {}
+    for name, hint in hints.items():
+        section: Any = hint  # mypy takes it for an instance after the check
+        parts[name] = _parts_of(section) if dataclasses.is_dataclass(hint) else hint
+    definitions: Any = {field.name: (parts[field.name], None) for field in dataclasses.fields(cls)}
     return create_model(cls.__name__, __config__=OPTIONS, **definitions)
 
 
