@@ -23,7 +23,7 @@ TITLES = {
 }
 PLAIN_DECODING = "plain decoding"
 SHAPE_OPTIONS = (
-    *("beam_width", "beam_length", "candidates", "depth", "length", "share_prefixes", "top_k", "tree_nodes", "tree_paths"),
+    *("beam_width", "beam_length", "candidates", "depth", "length", "top_k", "tree_nodes", "tree_paths"),
     "width",
 )
 """Options of the draft tree."""
@@ -56,8 +56,6 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
     words = [*_shape_words(kind, options)]
     if "tree_nodes" in setting and setting["tree_nodes"] is None:
         words.append("all nodes")
-    if "share_prefixes" in setting or options.get("share_prefixes") is False:
-        words.append(f"{'with' if options['share_prefixes'] else 'without'} tree attention")
     if options.get("pace") == "expected":
         words.append("paced")
     elif grows:
