@@ -50,7 +50,7 @@ test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about
 test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 9 minutes on two cores)
 	$(PYTEST) -m "slow and not long"
 
-test-long: $(STAMP) ## Run the long tests: thousands of schedules, whole benches, every certificate
+test-long: $(STAMP) ## Run the long tests: thousands of schedules, repeated kills, further recipes and rules
 	$(PYTEST) -m long
 
 test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 19 minutes on two cores)

@@ -76,8 +76,13 @@ class Page:
             parts = [*parts[: ends[tables - 1] + 1], f"The record has {len(ends) - tables} more tables."]
         return "\n\n".join([*parts, facts([name], record["command"], record.get("code"), record.get("environment"))])
 
-    def evaluation(self, *folders: str, command: str, temperature: float = 0.0, speeds: bool = True) -> str:
-        """Return the rows of evaluations at one temperature; without `speeds` where other work disturbed them."""
+    def evaluation(
+        self, *folders: str, command: str, code: str | None = None, temperature: float = 0.0, speeds: bool = True
+    ) -> str:
+        """Return the rows of evaluations at one temperature; without `speeds` where other work disturbed them.
+
+        `code` is the git tag of the code that made them, if today's has other methods or options.
+        """
         found = [row for folder in folders for row in self.read(f"{folder}/summary.json") if row["temperature"] == temperature]
         first = found[0]
         kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
@@ -98,7 +103,7 @@ class Page:
         environment = None if run is None else self.read(run)["environment"]
         text = f"Suite {first['suite']}, {on}, batch size {first['batch_size']}, {first['dtype']}."
         names = [f"{folder}/summary.json" for folder in folders]
-        return "\n\n".join([text, table(rows), facts(names, command, None, environment)])
+        return "\n\n".join([text, table(rows), facts(names, command, code, environment)])
 
     def certificate(self, name: str, command: str) -> str:
         """Return the lines of a certificate."""

@@ -98,7 +98,7 @@ class TrainConfig:
     """Weight of each label in the loss. `uniform`: all are equal. `reached` counts a label only if
     the drafter predicts all labels before it, at lower depths, correctly. `dpace` weights a label by
     the share of the expected accepted length that depends on it (D-PACE, arXiv 2605.18810), in
-    place of `drafter.loss_decay` and the like. `missed_by:DRAFTER`, with
+    place of the decay from depth to depth. `missed_by:DRAFTER`, with
     the folder of another drafter, trains where that drafter is wrong, for a merge of both: see
     `missed_share`."""
 

@@ -143,22 +143,6 @@ def final_beams(search: SearchTree) -> Int[torch.Tensor, "batch path_node"]:
     return torch.cat(nodes, dim=1)
 
 
-def pack_separately(search: SearchTree) -> DraftTree:
-    """Return the final beams, each written out in full, to measure what `pack_survivors` saves.
-
-        beams  A B C        depth 1: A A A        parents  -1 -1 -1
-               A B D   ->   depth 2: B B E                  0  1  2
-               A E F        depth 3: C D F                  3  4  5
-
-    Siblings may be the same token here. Acceptance allows that: the target's choice after a text
-    doesn't depend on the node.
-    """
-    tokens = search.tokens.gather(1, final_beams(search))
-    parents = torch.arange(tokens.shape[1], device=tokens.device) - search.level_sizes[-1]
-    parents = parents.clamp(min=NO_NODE)
-    return DraftTree(tokens=tokens, parents=parents.expand_as(tokens), max_depth=len(search.level_sizes))
-
-
 def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     """Return the `num_nodes` most probable nodes of the search, dropped beams included.
 

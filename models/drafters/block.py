@@ -271,7 +271,7 @@ class Block(ReducedVocabulary, CachedDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective of all slots, teacher-forced, weighted by powers of `loss_decay`."""
+        """Return the objective of all slots, teacher-forced, weighted by powers of LOSS_DECAY."""
         labels = Labels.of(batch)
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(self.config.block)
@@ -280,7 +280,7 @@ class Block(ReducedVocabulary, CachedDrafter):
         states = self.correction.states(tokens, self.embed)
         inputs = labels.take(hidden), labels.take(states)
         loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
-        return loss.decayed(objective.decay(self.config.loss_decay))
+        return loss.decayed(objective)
 
     def read_blocks(
         self, batch: DrafterBatch, first_tokens: Int[torch.Tensor, " position"]

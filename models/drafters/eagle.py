@@ -100,7 +100,7 @@ class Eagle(FeatureDrafter):
         next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
         distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
         regression = (distance * (labels.on_text & labels.known)).sum(0)
-        sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
+        sums = self.config.classification_weight * loss.sums + regression
         # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
             loss = self._with_untrained_depths(loss, batch, text, objective)

@@ -141,8 +141,8 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
+        """Return the objective at all depths, weighted by powers of LOSS_DECAY (section 3.2)."""
         labels = Labels.of(batch)
         outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
         loss = score(self.logits, (labels.take(outputs),), labels, batch, objective, vocabulary=self.vocabulary)
-        return loss.decayed(objective.decay(self.config.loss_decay))
+        return loss.decayed(objective)

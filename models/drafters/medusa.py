@@ -9,16 +9,13 @@ predicts
 (section 2.1.1). The target has already chosen token 1 after h. So head k is trained on depth k of
 the labels, and K heads need labels of K + 1 tokens. Heads are independent of each other. A draft
 tree is therefore a fixed set of paths of ranks, such as "the most probable token of head 0, then
-the third most probable of head 1" (section 2.3.3). Blockwise parallel decoding (arXiv 1811.03115,
-sections 4 and 6) is the configuration conf/drafter/blockwise.yaml: feed-forward heads before the
-target's output layer.
+the third most probable of head 1" (section 2.3.3).
 """
 
 import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -209,8 +206,7 @@ class Medusa(LastStateDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the loss of Medusa-1 (section 2.2.1): head k is trained on depth k.
 
-        `sums` are weighted losses. Counts and hits are those of all heads, even if only one is
-        trained.
+        `sums` are weighted by powers of LOSS_DECAY.
         """
         if batch.hidden_states is None:
             raise ValueError("Medusa reads the target's hidden states, and the batch has none; distil them or recompute them")
@@ -221,10 +217,7 @@ class Medusa(LastStateDrafter):
         inputs = labels.take(states), labels.known_labels.host.depth
         vocabulary = DraftVocabulary(size=self.vocab_size)
         loss = score(self._logits_of, inputs, labels, batch, objective, vocabulary=vocabulary)
-        if self.config.one_head_per_step and self.training:
-            chosen = F.one_hot(torch.randint(num_heads, ()), num_heads).to(loss.sums)
-            loss = replace(loss, sums=loss.sums * num_heads * chosen)
-        return loss.decayed(objective.decay(self.config.head_decay))
+        return loss.decayed(objective)
 
 
 def copied_head(head: nn.Linear) -> nn.Linear:

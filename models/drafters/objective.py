@@ -24,6 +24,8 @@ from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
+LOSS_DECAY = 0.8
+"""Factor of the loss from each depth to the next (Medusa, section 2.2.1; EAGLE-3, section 3.2)."""
 HIT_RANKS = 10
 """Training reports how often the label is among the 1..HIT_RANKS most probable tokens."""
 
@@ -44,9 +46,11 @@ class Loss:
     hits: Int[torch.Tensor, "depth rank"]
     joint_hits: Int[torch.Tensor, " depth"]
 
-    def decayed(self, factor: float) -> "Loss":
-        """Multiply the sum of depth d by `factor` to the power of d."""
-        return replace(self, sums=self.sums * factor ** torch.arange(len(self.sums), device=self.sums.device))
+    def decayed(self, objective: "Objective") -> "Loss":
+        """Multiply the sum of depth d by LOSS_DECAY to the power of d, unless weights of labels stand for it."""
+        if objective.weights == "dpace":
+            return self
+        return replace(self, sums=self.sums * LOSS_DECAY ** torch.arange(len(self.sums), device=self.sums.device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +88,6 @@ class Objective:
     def needs_teacher(self) -> bool:
         """Whether the loss reads p, not just the label."""
         return needs_teacher(self.loss)
-
-    def decay(self, factor: float) -> float:
-        """Return a drafter's factor from depth to depth; 1 if `weights` already weight the depths."""
-        return 1.0 if self.weights == "dpace" else factor
 
 
 def score(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of, raise_problems
+from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, one_of, raise_problems
 from .shared_options import MAX_CANDIDATES, MAX_SEARCH_NODES, TreeOptions, check_form
 
 MAX_RANK = 2**13
@@ -54,11 +54,6 @@ class RedrafterConfig:
     tree_nodes: PositiveInt | None = None
     """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
     tree, the final beams. May be changed when the drafter is loaded."""
-    share_prefixes: bool = True
-    """Whether the target reads a prefix that beams share only once (section 3.3). Off, it reads
-    every beam in full. The answers are the same, but slower: this only measures what sharing saves.
-    May be changed when the drafter is loaded."""
-
     tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
     """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
     share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
@@ -67,19 +62,12 @@ class RedrafterConfig:
     target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
     loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        {"beam_width", "beam_length", "top_k", "tree_nodes", "share_prefixes", "tree_padding"}
-    )
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "top_k", "tree_nodes", "tree_padding"})
 
     def __post_init__(self) -> None:
         problems = []
         if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
             problems.append("head_init is target, but a head of lower rank or fewer tokens can't start with it; set random")
-        if not self.share_prefixes and self.tree_nodes is not None:
-            problems.append(
-                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of a given size shares its prefixes: "
-                "set tree_nodes to null"
-            )
         num_nodes = self.beam_width * self.beam_length
         if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
             problems.append(
@@ -100,19 +88,13 @@ class MedusaConfig:
     """Blocks of each head."""
     heads: Annotated[str, one_of("residual", "ffn")] = "residual"
     """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
-    in blockwise parallel decoding. Both start as the identity."""
+    in blockwise parallel decoding (arXiv 1811.03115). Both start as the identity."""
     share_head: bool = False
     """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
     output layer that starts as a copy of the target's."""
     head_rank: PositiveInt | None = None
     """Rank of one trained output layer that all heads share; it starts as the best approximation of
     the target's. None: no shared layer."""
-    head_decay: Share = 0.8
-    """Factor of the loss from head to head: head k counts head_decay^k (section 2.2.1, up to a
-    common factor)."""
-    one_head_per_step: bool = False
-    """Train one head per batch, drawn at random. Its loss counts num_heads times, so the mean
-    gradient is that of all heads (arXiv 1811.03115, section 6)."""
     tree_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 24
     """Nodes of the draft tree, chosen by how often each head was right at each rank at the end of
     training. May be changed when the drafter is loaded."""
@@ -147,20 +129,14 @@ class EagleConfig(TreeOptions):
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
-    regression_weight: NonNegativeFloat = 1.0
-    """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
     classification_weight: NonNegativeFloat = 0.1
-    """Weight of the objective on tokens."""
+    """Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature
+    (EAGLE-1, section 3.2)."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
     unroll: PositiveInt = 1
     """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
     as in drafting."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.regression_weight and not self.classification_weight:
-            raise ValueError("regression_weight and classification_weight are both 0; nothing would be learned")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -186,8 +162,6 @@ class Eagle3Config(TreeOptions):
     norm_output: bool = False
     """Whether deeper steps read the layer's output after the final norm (EAGLE-3.1). False: before
     it, as in the paper."""
-    loss_decay: Share = 0.8
-    """Factor of the loss from each depth to the next."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,17 +181,11 @@ class DraftModelConfig:
     """Options of the tokenizer at `path`, as in the target's configuration."""
     init: Annotated[str, one_of("random", "target_layers")] = "random"
     """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
-    only `num_layers` may differ from the target's sizes."""
+    only `num_layers` may be chosen."""
     num_layers: PositiveInt = 2
     """Decoder layers, at most the target's number."""
     hidden_size: PositiveInt | None = None
-    """Hidden size; None is the target's."""
-    intermediate_size: PositiveInt | None = None
-    """Hidden size of the MLPs; None keeps the target's ratio to the hidden size."""
-    num_heads: PositiveInt | None = None
-    """Attention heads; None keeps the target's ratio to the hidden size."""
-    num_kv_heads: PositiveInt | None = None
-    """Heads of keys and values; None keeps the target's group size."""
+    """Hidden size; None is the target's. The other widths and the heads keep the target's ratios."""
     architecture: dict[str, Any] | None = None
     """transformers' configuration of the model, which a saved drafter has. It replaces the options
     above, and no recipe needs it."""
@@ -245,9 +213,8 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
-        if self.init == "target_layers" and sizes:
-            problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
+        if self.init == "target_layers" and self.hidden_size:
+            problems.append("init is target_layers, so hidden_size can't be chosen; leave that out, or set random")
         if self.temperature > 0 and self.pace != "fixed":
             problems.append(
                 f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
@@ -299,8 +266,6 @@ class BlockConfig:
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: each layer starts as the target's last one, but its output projections start at
     zero, so the slots' inputs pass through unchanged. `random`: random weights."""
-    loss_decay: Share = 0.8
-    """Factor of the loss from each slot to the next."""
     depth: PositiveInt | None = None
     """Draft tokens on the longest path of a tree; None: `block`. With the correction `rnn` it may be
     larger: the last slot's output then serves the tokens after it, too. May be changed when the

@@ -27,7 +27,6 @@ from .beams import (
     SearchTree,
     beam_search,
     pack_likeliest,
-    pack_separately,
     pack_survivors,
 )
 from .labels import Labels
@@ -125,8 +124,6 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         It consists of the final beams (section 3.3), or of the most probable nodes of the search.
         """
         search, _ = self.search(state, last_token)
-        if not self.config.share_prefixes:
-            return pack_separately(search)
         if self.config.tree_nodes is None:
             return pack_survivors(search)
         return pack_likeliest(search, self.config.tree_nodes)
@@ -146,7 +143,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     @property
     def _has_padding(self) -> bool:
         """Whether trees have different numbers of nodes: only the paper's tree has."""
-        return self.config.tree_nodes is None and self.config.share_prefixes
+        return self.config.tree_nodes is None
 
     @property
     def _bucket(self) -> int:

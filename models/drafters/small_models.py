@@ -54,18 +54,18 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
 
 def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str, Any]:
     """Return the target's configuration with the sizes of `config`."""
-    # 1. Derive the sizes, by default in the target's ratios.
+    # 1. Derive the sizes in the target's ratios.
     target_config = target.model.config.get_text_config()
     if config.num_layers > target_config.num_hidden_layers:
         raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {target_config.num_hidden_layers}")
     heads, hidden = target_config.num_attention_heads, config.hidden_size or target_config.hidden_size
-    num_heads = config.num_heads or max(1, heads * hidden // target_config.hidden_size)
+    num_heads = max(1, heads * hidden // target_config.hidden_size)
     target_kv_heads = getattr(target_config, "num_key_value_heads", None) or heads
-    num_kv_heads = config.num_kv_heads or max(1, num_heads * target_kv_heads // heads)
+    num_kv_heads = max(1, num_heads * target_kv_heads // heads)
     if hidden % num_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"a draft model of hidden size {hidden} with {num_heads} heads and {num_kv_heads} KV heads can't be built; "
-            "set drafter.hidden_size, num_heads and num_kv_heads so that each is a multiple of the next"
+            "choose a drafter.hidden_size that is a multiple of the number of heads"
         )
     # 2. Keep the sizes that the target's family has.
     sizes = {"hidden_size": hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": num_heads}
@@ -74,13 +74,7 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
     if hasattr(target_config, "intermediate_size"):
         widths = target_config.intermediate_size
         width = widths[0] if isinstance(widths, list) else widths  # some families have one for each layer
-        default_width = width * hidden // target_config.hidden_size
-        sizes["intermediate_size"] = config.intermediate_size or default_width
-    if config.num_heads is not None and getattr(target_config, "head_dim", None) is not None:
-        sizes["head_dim"] = hidden // num_heads
-    for option, name in (("num_kv_heads", "num_key_value_heads"), ("intermediate_size", "intermediate_size")):
-        if getattr(config, option) is not None and name not in sizes:
-            raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(target_config).__name__} has no {name}")
+        sizes["intermediate_size"] = width * hidden // target_config.hidden_size
     # 3. Put them into the target's configuration; some families have other names for these keys.
     shape = architecture_in(target_config)
     for name in PER_LAYER:

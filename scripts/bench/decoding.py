@@ -14,10 +14,15 @@ clock and of the processor: other work on the machine changes the latter less. A
 the draft, the target's pass, and the rest: acceptance, cache and loop. Ratios are medians of pairs
 of the same repeat, with a 95 % interval, and are larger than one where the row's own method or this
 checkout is faster.
+
+`over_plain` compares with the fastest plain decoding that was measured, transformers' `generate`
+included. `over_against` compares the medians of whole processes: the answers of one process are not
+independent of each other.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +37,7 @@ import torch
 import typer
 from report import finish, median, ratio, take_turns
 
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 
@@ -58,6 +64,8 @@ FRESH: dict[str, dict[str, Any]] = {
 """Drafters that are made here, with random weights."""
 WITHOUT_WEIGHTS = ("suffix", "recycling")
 PLAIN, NOT_PACKED, GENERATE, LOOKUP = "plain", "plain, fast_linears: false", "transformers", "transformers, prompt lookup"
+PLAINS = (PLAIN, NOT_PACKED, GENERATE)
+"""Ways of plain decoding. The fastest of those that run is the baseline."""
 MERGED = "redrafter 4x3 + suffix + recycling"
 METHODS = [PLAIN, NOT_PACKED, GENERATE, LOOKUP, *FRESH, *WITHOUT_WEIGHTS, MERGED]
 
@@ -81,6 +89,7 @@ def main(
     one_round: Annotated[bool, typer.Option("--one-round", hidden=True)] = False,
 ) -> None:
     """Measure decoding on a CPU."""
+    options = dict(locals())
     trained = dict(text.split("=", 1) for text in drafter or [])
     if unknown := set(method or ()) - {*METHODS, *trained}:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; it must be one of {', '.join([*METHODS, *trained])}")
@@ -88,18 +97,22 @@ def main(
         torch.set_num_threads(threads)
         wanted = {PLAIN, *(method or [*METHODS, *trained])}
         bench = Bench(target, dtype, batch, prompt_tokens, new_tokens, wanted)
-        print(json.dumps(bench.measure(trained, repeats)))
+        code = describe_environment(torch.device("cpu")).git_hash
+        print(json.dumps({"git_hash": code, "methods": bench.measure(trained, repeats)}))
         return
     # 1. The checkouts in turns, each round in a process of its own.
     checkouts = {"this": ROOT} | ({} if against is None else {"against": against.resolve()})
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    commits: dict[str, str | None] = {}
     for _ in range(rounds):
         for name, checkout in checkouts.items():
-            runs[name].append(measured_apart(checkout, threads))
+            measured = measured_apart(checkout, threads)
+            runs[name].append(measured["methods"])
+            commits[name] = measured["git_hash"]
     # 2. The table.
-    rows = [row_of(name, runs, batch * new_tokens) for name in runs["this"][0]]
-    sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "repeats": repeats}
-    finish(output, rows, target=Path(target).name, dtype=dtype, threads=threads, **sizes)
+    plain = min(runs["this"][0].keys() & {*PLAINS}, key=lambda name: median(seconds_of(runs["this"], name, "wall")))
+    rows = [row_of(name, runs, batch * new_tokens, plain) for name in runs["this"][0]]
+    finish(output, rows, options, commits=commits, fastest_plain=plain)
 
 
 def measured_apart(checkout: Path, threads: int) -> dict[str, Any]:
@@ -114,25 +127,27 @@ def measured_apart(checkout: Path, threads: int) -> dict[str, Any]:
     return measured
 
 
-def row_of(name: str, runs: dict[str, list[dict[str, Any]]], num_tokens: int) -> dict[str, Any]:
+def seconds_of(runs: list[dict[str, Any]], method: str, kind: str) -> list[float]:
+    """Return the seconds of all answers of a method, in the order of the processes."""
+    return [value for run in runs for value in run[method][kind]]
+
+
+def row_of(name: str, runs: dict[str, list[dict[str, Any]]], num_tokens: int, plain: str) -> dict[str, Any]:
     """Return a method's medians over all repeats, its speed over plain decoding, and over the other checkout's."""
-
-    def seconds(checkout: str, method: str, kind: str) -> list[float]:
-        return [value for run in runs[checkout] for value in run[method][kind]]
-
     last = runs["this"][-1][name]
     row = {
         "method": name,
-        "tokens_per_second": median([num_tokens / value for value in seconds("this", name, "wall")]),
+        "tokens_per_second": median([num_tokens / value for value in seconds_of(runs["this"], name, "wall")]),
         "tokens_per_step": last["tokens_per_step"],
         "as_plain": last["as_plain"],
     }
     for part in PARTS:
         row[f"{part}_ms"] = median([run[name]["parts"][part] for run in runs["this"]], 3) if last["parts"] else None
-    others = {"over_plain": ("this", PLAIN)} | ({"over_against": ("against", name)} if "against" in runs else {})
-    for column, other in others.items():
-        row[column] = ratio(seconds(*other, "wall"), seconds("this", name, "wall"))
-        row[f"{column}_processor"] = ratio(seconds(*other, "processor"), seconds("this", name, "processor"))
+    for kind, ending in (("wall", ""), ("processor", "_processor")):
+        row[f"over_plain{ending}"] = ratio(seconds_of(runs["this"], plain, kind), seconds_of(runs["this"], name, kind))
+        if "against" in runs:
+            medians = {checkout: [statistics.median(run[name][kind]) for run in own] for checkout, own in runs.items()}
+            row[f"over_against{ending}"] = ratio(medians["against"], medians["this"])
     return row
 
 

@@ -48,6 +48,7 @@ def main(
     output: Path = Path("outputs/bench/labelling.json"),
 ) -> None:
     """Measure distillation."""
+    options = dict(locals())
     torch.set_num_threads(threads)
     loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype))
     bench = Bench(loaded, texts_of(loaded, texts, seq), batch_size, horizon, sample)
@@ -69,10 +70,10 @@ def main(
             }
         )
     differences = bench.differences()
-    facts: dict[str, Any] = {"texts": texts, "seq": seq, "batch_size": batch_size, "horizon": horizon, "threads": threads}
-    facts |= {"agreement": agreement, "expected_prefills": 1 + (1 - agreement) * (horizon - 1), "differences": differences}
-    finish(output, rows, device=loaded.device, target=loaded.identity.name, dtype=dtype, **facts)
-    print(f"The target agrees at {agreement:.2f} of the positions: {facts['expected_prefills']:.2f} prefills are expected")
+    expected = 1 + (1 - agreement) * (horizon - 1)
+    facts: dict[str, Any] = {"agreement": agreement, "expected_prefills": expected, "differences": differences}
+    finish(output, rows, options, device=loaded.device, **facts)
+    print(f"The target agrees at {agreement:.2f} of the positions: {expected:.2f} prefills are expected")
     for difference in differences:
         print(f"another label: {difference}")
     raise typer.Exit(int(bool(differences)))

@@ -4,10 +4,11 @@
     python scripts/bench/offload.py
     python scripts/bench/offload.py --read-rate 200000000 --budget 0.25
 
-Each method decodes in a process of its own, whose memory is capped: what it holds before any weight
-is loaded, its drafter, the budget and an allowance. accelerate keeps the layers in memory that our
-plan keeps. Before each answer the weights' pages are dropped from the page cache. With `--read-rate`
-the disk is slowed: a virtual machine doesn't see its host's cache, so its disk may be the host's memory.
+Each method decodes in a process of its own, under a cap on its memory. The cap is the sum of four
+parts: what the process holds before it loads a weight, its drafter, the budget, and an allowance.
+accelerate keeps the same layers in memory as our plan. The first answer of each method warms up.
+Before each answer the script drops the weights from the page cache. A virtual machine may still read
+them from its host's memory: `--read-rate` slows its disk down to the rate of a real one.
 """
 
 import math
@@ -45,6 +46,7 @@ METHODS = (STREAMED, ACCELERATE, *SETTINGS)
 ALLOWANCE_BYTES = 96 << 20
 """Memory for activations, page tables and Python. accelerate uses what is left of it as page cache."""
 PROMPT_TOKENS = 256
+WARM_UP_TOKENS = 3
 END_SECONDS = 10.0
 """Longest wait for a process that has nothing more to do."""
 Folder = Annotated[Path, typer.Option(exists=True, file_okay=False)]
@@ -79,6 +81,7 @@ def main(
     output: Path = Path("outputs/bench/offload.json"),
 ) -> None:
     """Measure accelerate, plain streaming, a fixed tree and a growing one, in turns."""
+    options = dict(locals())
     files = sorted(target.glob("*.safetensors"))
     weight_bytes = sum(file.stat().st_size for file in files)
     budget_tokens = PROMPT_TOKENS + new_tokens + 1 + max(setting["tree_nodes"] for setting in SETTINGS.values())
@@ -92,11 +95,13 @@ def main(
             layers = workers[STREAMED].plan["streamed_layers"] if method == ACCELERATE else ()
             workers[method] = stack.enter_context(Worker(spec(method=method, streamed_layers=layers), read_rate))
 
-        # 2. Answer in turns.
+        # 2. Answer in turns, after a short answer of each method that warms up.
         def answer(method: str, prompt: int) -> Answer:
             drop_from_cache(files)
             return workers[method].ask(texts[prompt], new_tokens if method in SETTINGS else plain_tokens)
 
+        for worker in workers.values():
+            worker.ask(texts[0], WARM_UP_TOKENS)
         answers = in_turns(METHODS, prompts, rounds, answer)
     # 3. The table has what each process read and might hold, too.
     rows = rows_of(answers, ACCELERATE, STREAMED)
@@ -105,10 +110,8 @@ def main(
         num_passes = sum(1 + answer["num_steps"] for answer in own)
         row["gb_read_per_pass"] = round(sum(answer["read_bytes"] for answer in own) / num_passes / 1e9, 3)
         row |= workers[row["method"]].facts
-    settings = {"budget": budget, "read_rate": read_rate, "dtype": dtype, "threads": threads, "rounds": rounds}
-    sizes = {"new_tokens": new_tokens, "plain_tokens": plain_tokens, "weight_bytes": weight_bytes}
     plans = {method: worker.plan for method, worker in workers.items()}
-    finish(output, rows, target=target.name, **settings, **sizes, plans=plans, answers=answers)
+    finish(output, rows, options, weight_bytes=weight_bytes, plans=plans, answers=answers)
 
 
 class Worker:

@@ -50,6 +50,7 @@ def main(
     output: Path = Path("outputs/bench/pipelining.json"),
 ) -> None:
     """Measure plain, synchronous and pipelined decoding over the same stages, in turns."""
+    options = dict(locals())
     layers = [int(number) for number in stage_layers.split(",")]
     config = TargetConfig(name_or_path=str(target), dtype="float32", device="cpu", stage_layers=layers)
     with in_stages(config, threads) as (staged, processes):
@@ -70,8 +71,7 @@ def main(
             answer(method, 0, num_tokens=8)
         # 2. Measure in turns.
         answers = in_turns([*methods], prompts, rounds, answer)
-    settings = {"stage_layers": layers, "new_tokens": new_tokens, "rounds": rounds, "threads": threads}
-    finish(output, rows_of(answers, PLAIN, PLAIN), target=target.name, drafter=drafter, **settings, answers=answers)
+    finish(output, rows_of(answers, PLAIN, PLAIN), options, answers=answers)
 
 
 def processor_seconds(processes: Sequence[int]) -> float:

@@ -1,7 +1,9 @@
 """Turns, ratios, the table and the record: what every benchmark of this folder shares."""
 
 import dataclasses
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,9 +58,18 @@ def median(values: Sequence[float], digits: int = 4) -> float:
     return float(f"{statistics.median(values):.{digits}g}")
 
 
-def finish(output: Path, rows: Sequence[Mapping[str, Any]], *, device: torch.device | None = None, **facts: Any) -> None:
-    """Print the rows as a table, and write them with the facts and the environment as JSON."""
+def finish(
+    output: Path,
+    rows: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    device: torch.device | None = None,
+    **facts: Any,
+) -> None:
+    """Print the rows as a table, and write them as JSON: with the command, its options, the facts and the environment."""
     print(pd.DataFrame(list(rows)).to_string(index=False, na_rep="-"))
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     environment = dataclasses.asdict(describe_environment(device or torch.device("cpu")))
-    write_json(output, {**facts, "rows": list(rows), "environment": environment})
+    record = {"command": shlex.join(["python", *sys.argv]), "options": settings, **facts, "rows": list(rows)}
+    write_json(output, {**record, "environment": environment})
     print(f"Written to {output}")

@@ -102,6 +102,8 @@ def main(
     threads: int = 1,
     output: Path = Path("outputs/bench/scheduling.json"),
 ) -> None:
+    """Measure the schedules of the engine `batch`."""
+    options = dict(locals())
     torch.set_num_threads(threads)
     loaded = load_target(TargetConfig(name_or_path=target, dtype="float32"), torch.device("cpu"))
     work = read_workload(data, loaded, (model, known_model), requests, scale=scale, max_new_tokens=max_new_tokens)
@@ -123,7 +125,7 @@ def main(
         for name, results in runs.items()
     ]
     rows = [{name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()} for row in rows]
-    finish(output, rows, device=loaded.device, processor_seconds=seconds)
+    finish(output, rows, options, device=loaded.device, processor_seconds=seconds)
 
 
 def read_workload(

@@ -67,6 +67,7 @@ def main(
     output: Path = Path("outputs/bench/training.json"),
 ) -> None:
     """Measure training on a CPU."""
+    options = dict(locals())
     if unknown := {*(kind or ())} - KINDS.keys():
         raise typer.BadParameter(f"--kind {', '.join(unknown)}; it must be one of {', '.join(KINDS)}")
     torch.set_num_threads(threads)
@@ -83,7 +84,7 @@ def main(
     rows = [
         row for name in kind or KINDS for row in measured(name, Ways(name, loaded, folder, manifest, config, max_length), steps)
     ]
-    finish(output, rows, source=source, positions=positions, batch_size=batch_size, steps=steps, max_length=max_length)
+    finish(output, rows, options)
 
 
 def measured(kind: str, ways: "Ways", steps: int) -> list[dict[str, Any]]:

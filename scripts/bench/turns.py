@@ -57,8 +57,14 @@ def in_turns(methods: Sequence[str], num_prompts: int, rounds: int, answer: Call
 def rows_of(answers: Sequence[Answer], baseline: str, plain: str) -> list[Answer]:
     """Return the figures of each method, with its speed over the baseline's: a median of pairs, and its interval.
 
-    `plain` is the method whose texts the others must begin as; one may be longer than another.
+    `plain` is the method whose texts the others must begin as; one may be longer than another. A
+    prompt with an answer that ended at its prefill has no speed, and is left out. Raises ValueError
+    if no prompt is left.
     """
+    ended = {answer["prompt"] for answer in answers if not answer["num_tokens"]}
+    answers = [answer for answer in answers if answer["prompt"] not in ended]
+    if not answers:
+        raise ValueError("all answers ended at their prefill; give more --prompts or longer answers")
     by_method: dict[str, list[Answer]] = defaultdict(list)
     for answer in sorted(answers, key=lambda answer: answer["prompt"]):
         by_method[answer["method"]].append(answer)

@@ -32,22 +32,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    DEPTHS,
-    HIDDEN,
-    RESULTS_FILE,
-    VOCAB,
-    compare,
-    load_target,
-    make_exports,
-    make_tokens,
-    randomise,
-    read_results,
-    run,
-)
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 NUM_PROMPTS, WIDTH, KEPT = 16, 5, 50
 """Sizes of the search; Apple's search keeps only the KEPT likeliest tokens of each beam."""
 LEAST = -1000.0
@@ -58,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
     "without_recurrence": {"num_blocks": 1, "rnn": False},
 }
 THEIRS: dict[str, dict[str, Any]] = {
-    "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * HIDDEN, "rnn": True},
+    "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * shared.HIDDEN, "rnn": True},
     "with_projection": {"num_draft_layers": 1, "exit_dim": 24, "rnn": True},
 }
 
@@ -68,15 +55,15 @@ def make(directory: Path) -> bool:
     from outrider.models.export.apple import FORMAT
 
     cases = {name: {"kind": "redrafter", "initial_state": "zero", **options} for name, options in OURS.items()}
-    made = make_exports(directory, cases, lambda _: FORMAT, lambda drafter, _: our_results(drafter), ROPE)
-    torch.save(load_target(directory / "target").embed_tokens.weight.clone(), directory / "embeddings.pt")
+    made = shared.make_exports(directory, cases, lambda _: FORMAT, lambda drafter, _: our_results(drafter), shared.USUAL_ROPE)
+    torch.save(shared.load_target(directory / "target").embed_tokens.weight.clone(), directory / "embeddings.pt")
     return made
 
 
 def make_prompts() -> tuple[torch.Tensor, torch.Tensor]:
     """Make last hidden states after prompts [prompt, hidden], and the target's tokens [prompt]."""
-    states = torch.randn(NUM_PROMPTS, HIDDEN, generator=torch.Generator().manual_seed(6))
-    return states, make_tokens()[0, :NUM_PROMPTS]
+    states = torch.randn(NUM_PROMPTS, shared.HIDDEN, generator=torch.Generator().manual_seed(6))
+    return states, shared.make_tokens()[0, :NUM_PROMPTS]
 
 
 @torch.no_grad()
@@ -91,8 +78,8 @@ def drafted_beams(drafter: Any, top_k: int | None) -> torch.Tensor:
     from outrider.models.drafters.beams import beam_search, final_beams
 
     contexts, first = make_prompts()
-    search = beam_search(drafter, contexts[:, None].expand(-1, DEPTHS, -1), first, width=WIDTH, top_k=top_k)
-    tokens = search.tokens.gather(1, final_beams(search)).unflatten(1, (DEPTHS, WIDTH)).transpose(1, 2)
+    search = beam_search(drafter, contexts[:, None].expand(-1, shared.DEPTHS, -1), first, width=WIDTH, top_k=top_k)
+    tokens = search.tokens.gather(1, final_beams(search)).unflatten(1, (shared.DEPTHS, WIDTH)).transpose(1, 2)
     return torch.cat([first[:, None, None].expand(-1, WIDTH, 1), tokens], dim=2)
 
 
@@ -105,15 +92,15 @@ def plain_search(drafter: Any) -> dict[str, torch.Tensor]:
     contexts, first = make_prompts()
     beams, scores = [first[:, None, None]], torch.zeros(NUM_PROMPTS, 1)
     beam, state = beams[0], drafter.first_state(drafter.embed(first))[:, None]
-    kept_log_probs = torch.zeros(NUM_PROMPTS, 1, 0, VOCAB)
-    for depth in range(DEPTHS):
+    kept_log_probs = torch.zeros(NUM_PROMPTS, 1, 0, shared.VOCAB)
+    for depth in range(shared.DEPTHS):
         if depth:
             state = drafter.next_state(state, drafter.embed(beam[..., -1]))
         logits = drafter.logits(contexts[:, None].expand_as(state), state)
         least = logits.topk(KEPT, dim=-1).values[..., -1:]
         log_probs = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
         scores, best = (scores[..., None] + log_probs).flatten(1).topk(WIDTH)
-        parents, tokens = best // VOCAB, best % VOCAB
+        parents, tokens = best // shared.VOCAB, best % shared.VOCAB
         rows = torch.arange(NUM_PROMPTS)[:, None]
         beam = torch.cat([beam[rows, parents], tokens[..., None]], dim=-1)
         kept_log_probs = torch.cat([kept_log_probs[rows, parents], log_probs[rows, parents][:, :, None]], dim=2)
@@ -142,17 +129,17 @@ def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
     embeddings = torch.nn.Embedding.from_pretrained(torch.load(directory / "embeddings.pt", weights_only=True))
     contexts, first = make_prompts()
     # The length includes the target's token.
-    beams, log_probs = model.beam_search_candidates(contexts, first, embeddings, BeamShape(WIDTH, DEPTHS + 1))
+    beams, log_probs = model.beam_search_candidates(contexts, first, embeddings, BeamShape(WIDTH, shared.DEPTHS + 1))
     return {"beams": beams, "log_probs": log_probs}
 
 
 def compare_searches(name: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """Return whether beams, kept tokens and log-probabilities of two searches are equal."""
     kept = expected["log_probs"] > LEAST
-    assert int(kept.sum()) == KEPT * NUM_PROMPTS * WIDTH * DEPTHS
+    assert int(kept.sum()) == KEPT * NUM_PROMPTS * WIDTH * shared.DEPTHS
     same = torch.equal(actual["beams"], expected["beams"]) and torch.equal(actual["log_probs"] > LEAST, kept)
     by_depth = [list(result["log_probs"].where(kept, 0.0).unbind(2)) for result in (actual, expected)]
-    return compare(name if same else f"{name}, with OTHER BEAMS", *by_depth) and same
+    return shared.compare(name if same else f"{name}, with OTHER BEAMS", *by_depth) and same
 
 
 def compare_beams(name: str, theirs: torch.Tensor, ours: dict[str, torch.Tensor]) -> bool:
@@ -179,16 +166,16 @@ def compare_and_write(directory: Path) -> bool:
     for name in OURS:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         theirs = their_search(model.eval(), directory)
         alike &= compare_searches(name, theirs, results)
         alike &= compare_beams(name, theirs["beams"], results)
     for name, options in THEIRS.items():
         torch.manual_seed(7)
-        model = Drafter(DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **options)).eval()
-        randomise(model)
+        model = Drafter(DrafterConfig(vocab_size=shared.VOCAB, hidden_size=shared.HIDDEN, **options)).eval()
+        shared.randomise(model)
         model.save_pretrained(directory / name)
-        torch.save(their_search(model, directory), directory / name / RESULTS_FILE)
+        torch.save(their_search(model, directory), directory / name / shared.RESULTS_FILE)
     return alike
 
 
@@ -206,9 +193,9 @@ def compare_mlx(directory: Path) -> bool:
     alike = True
     for name in OURS:
         model = modeling_drafter.load_model(str(directory / name))  # raises for missing and unknown names
-        shape = modeling_drafter.BeamShape(WIDTH, DEPTHS + 1)
+        shape = modeling_drafter.BeamShape(WIDTH, shared.DEPTHS + 1)
         beams, logits = (torch.tensor(v.tolist()) for v in model.beam_search_candidates(contexts, first, embed, shape))
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         # MLX returns a prompt's beams in any order. Beams that ours lack stay first, and are reported.
         same = (results["filtered"][:, :, None] == beams[:, None]).all(-1).long()  # [prompt, our beam, its beam]
         rows, order = torch.arange(NUM_PROMPTS)[:, None], same.argmax(2)
@@ -222,10 +209,10 @@ def import_theirs(directory: Path) -> bool:
     """Import each drafter that Apple's code wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
-    alike, target = True, load_target(directory / "target")
+    alike, target = True, shared.load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         ours = our_results(import_drafter(directory / name, target))
         alike &= compare_searches(name, ours, results)
         alike &= compare_beams(name, results["beams"], ours)
@@ -233,4 +220,4 @@ def import_theirs(directory: Path) -> bool:
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs, "mlx": compare_mlx})
+    shared.run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs, "mlx": compare_mlx})

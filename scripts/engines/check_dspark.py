@@ -21,11 +21,11 @@ above rounding errors.
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import NUM_TOKENS, compare, make_exports, make_tokens, point_to_target, read_results, run, usual_results
 
 BLOCK, MASK = 4, 7
-CONTEXT = NUM_TOKENS - 2 * BLOCK
+CONTEXT = shared.NUM_TOKENS - 2 * BLOCK
 """Number of tokens before the anchor. speculators needs tokens after the block, and ignores them."""
 DSPARK = {
     "kind": "block",
@@ -37,20 +37,13 @@ DSPARK = {
     "inject": False,
     "mask_token_id": MASK,
 }
-OWN_LAYER = {
-    "model_type": "qwen3",
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-}
+QWEN3_LAYER = {**shared.OWN_LAYER, "model_type": "qwen3"}
 CASES: dict[str, dict[str, Any]] = {
     "deepspec": {"num_layers": 2},
-    "deepspec_layer_of_its_own": {"layer": OWN_LAYER, "feature_layers": [0, 4]},
+    "deepspec_layer_of_its_own": {"layer": QWEN3_LAYER, "feature_layers": [0, 4]},
     "speculators": {"num_layers": 2},
     "speculators_reduced_vocabulary": {"draft_vocab_size": 50},
-    "speculators_layer_of_its_own": {"layer": OWN_LAYER, "feature_layers": [1, 4, 6, 7]},
+    "speculators_layer_of_its_own": {"layer": QWEN3_LAYER, "feature_layers": [1, 4, 6, 7]},
 }
 
 
@@ -61,15 +54,15 @@ def make(directory: Path) -> bool:
     formats = {"deepspec": dspark.DEEPSPEC, "speculators": dspark.SPECULATORS}
 
     def results_of(drafter: Any, target: Any) -> dict[str, Any]:
-        results = usual_results(drafter, target, lambda *_: [])
-        results["logits"] = chained_logits(drafter, results["features"], make_tokens())
+        results = shared.usual_results(drafter, target, lambda *_: [])
+        results["logits"] = chained_logits(drafter, results["features"], shared.make_tokens())
         return results | {"feature_layers": list(drafter.feature_layers)}
 
     cases = {name: {**DSPARK, **options} for name, options in CASES.items()}
-    made = make_exports(directory, cases, lambda name: formats[name.partition("_")[0]], results_of)
+    made = shared.make_exports(directory, cases, lambda name: formats[name.partition("_")[0]], results_of)
     for name in CASES:
         if name.startswith("speculators"):
-            point_to_target(directory / name / "config.json", directory / "target")
+            shared.point_to_target(directory / name / "config.json", directory / "target")
     return made
 
 
@@ -128,8 +121,8 @@ def speculators_logits(path: Path, results: dict[str, Any], tokens: torch.Tensor
     config.transformer_layer_config._attn_implementation = "eager"  # the default needs a GPU
     model: Any = SpeculatorModel.from_pretrained(path, config=config)
     model = model.float().eval()
-    text, features = tokens[:, :NUM_TOKENS], results["features"]
-    is_anchor = (torch.arange(NUM_TOKENS) == CONTEXT)[None]
+    text, features = tokens[:, : shared.NUM_TOKENS], results["features"]
+    is_anchor = (torch.arange(shared.NUM_TOKENS) == CONTEXT)[None]
     hidden, base, *_ = model._backbone_forward(
         features, text, is_anchor, torch.zeros_like(features[..., : model.hidden_size]), torch.zeros_like(text), max_anchors=1
     )
@@ -149,13 +142,13 @@ def compare_exports(directory: Path) -> bool:
     programs = {"deepspec": deepspec_logits, "speculators": speculators_logits}
     alike = True
     for name in CASES:
-        results = read_results(directory / name)
-        logits = programs[name.partition("_")[0]](directory / name, results, make_tokens())
-        alike &= compare(name, logits, results["logits"])
-        logits = vllm_logits(directory / name, results, make_tokens(), CONTEXT)
-        alike &= compare(f"{name} in vLLM", logits, results["logits"])
+        results = shared.read_results(directory / name)
+        logits = programs[name.partition("_")[0]](directory / name, results, shared.make_tokens())
+        alike &= shared.compare(name, logits, results["logits"])
+        logits = vllm_logits(directory / name, results, shared.make_tokens(), CONTEXT)
+        alike &= shared.compare(f"{name} in vLLM", logits, results["logits"])
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_exports})
+    shared.run(__doc__, {"make": make, "compare": compare_exports})

@@ -22,24 +22,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    HIDDEN,
-    NUM_TOKENS,
-    RESULTS_FILE,
-    VOCAB,
-    chained_logits,
-    compare,
-    compare_imports,
-    make_exports,
-    make_tokens,
-    randomise,
-    read_results,
-    run,
-)
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-"""This version of EAGLE has only this base: it doesn't read `rope_theta`."""
 OURS: dict[str, dict[str, Any]] = {
     "eagle1-sglang": {"bias": True},
     "eagle1-vllm": {"bias": False},
@@ -55,7 +40,13 @@ def make(directory: Path) -> bool:
 
     cases = {name: {"kind": "eagle", **options} for name, options in OURS.items()}
     formats = {format.name: format for format in (SGLANG, VLLM)}
-    return make_exports(directory, cases, formats.__getitem__, lambda *pair: chained_logits(*pair, make_tokens()), ROPE)
+    return shared.make_exports(
+        directory,
+        cases,
+        formats.__getitem__,
+        lambda *pair: shared.chained_logits(*pair, shared.make_tokens()),
+        shared.USUAL_ROPE,
+    )
 
 
 def as_released(export: Path, target: Path) -> Path:
@@ -81,11 +72,11 @@ def as_released(export: Path, target: Path) -> Path:
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Compute `chained_logits` with EAGLE's own target and layer."""
-    text, head, layer = tokens[:, : NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
+    text, head, layer = tokens[:, : shared.NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
     features = model.base_model.model(text)[0][:, :-1]
     hidden, cache = layer(features, input_ids=text[:, 1:], use_cache=True)
     logits = [head(hidden)]
-    for token in tokens[:, NUM_TOKENS + 1 :].split(1, dim=1):
+    for token in tokens[:, shared.NUM_TOKENS + 1 :].split(1, dim=1):
         hidden, cache = layer(hidden[:, -1:], input_ids=token, past_key_values=cache, use_cache=True)
         logits.append(head(hidden))
     return logits
@@ -95,17 +86,17 @@ def compare_and_write(directory: Path) -> bool:
     """Load and compare each export, then write EAGLE's own checkpoints (EAGLE's Python)."""
     from eagle.model.ea_model import EaModel
 
-    alike, tokens, target = True, make_tokens(), directory / "target"
+    alike, tokens, target = True, shared.make_tokens(), directory / "target"
     for name in OURS:
         model = EaModel.from_pretrained(
             base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
         ).eval()
-        expected = read_results(directory / name)
-        alike &= compare(name, their_logits(model, tokens), expected)
+        expected = shared.read_results(directory / name)
+        alike &= shared.compare(name, their_logits(model, tokens), expected)
     for name, options in THEIRS.items():
         write(directory / name, options, target)
         model = EaModel.from_pretrained(base_model_path=str(target), ea_model_path=str(directory / name)).eval()
-        torch.save(their_logits(model, tokens), directory / name / RESULTS_FILE)
+        torch.save(their_logits(model, tokens), directory / name / shared.RESULTS_FILE)
     return alike
 
 
@@ -124,7 +115,7 @@ def write(path: Path, options: dict[str, Any], target: Path) -> None:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "hidden_act": "silu",
-        "hidden_size": HIDDEN,
+        "hidden_size": shared.HIDDEN,
         "initializer_range": 0.02,
         "intermediate_size": 40,
         "max_position_embeddings": 2048,
@@ -137,7 +128,7 @@ def write(path: Path, options: dict[str, Any], target: Path) -> None:
         "torch_dtype": "float16",
         "transformers_version": "4.28.1",
         "use_cache": True,
-        "vocab_size": VOCAB,
+        "vocab_size": shared.VOCAB,
         **options,
     }
     (path / "config.json").write_text(json.dumps(config))
@@ -145,7 +136,7 @@ def write(path: Path, options: dict[str, Any], target: Path) -> None:
     read = EConfig.from_pretrained(path / "config.json")
     model = Model(read, load_emb=True, path=str(target), bias=options.get("bias", True))
     embeddings = model.embed_tokens.weight.clone()
-    randomise(model)
+    shared.randomise(model)
     model.embed_tokens.weight.data = embeddings
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
@@ -157,8 +148,8 @@ def import_theirs(directory: Path) -> bool:
     from outrider.models.export.registry import format_of
 
     assert all(format_of(directory / name).kind == "eagle" for name in THEIRS)
-    return compare_imports(directory, THEIRS, lambda *pair: chained_logits(*pair, make_tokens()))
+    return shared.compare_imports(directory, THEIRS, lambda *pair: shared.chained_logits(*pair, shared.make_tokens()))
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})
+    shared.run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})

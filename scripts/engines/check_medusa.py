@@ -21,22 +21,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    NUM_TOKENS,
-    RESULTS_FILE,
-    VOCAB,
-    compare,
-    compare_imports,
-    make_exports,
-    make_tokens,
-    randomise,
-    read_results,
-    run,
-)
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-"""Rotary embeddings of the target; this version of Medusa has no other base."""
 OURS = "ours"
 THEIRS = {"as_published": (3, 1), "two_blocks": (2, 2), "one_head": (1, 1)}
 """Numbers of heads and blocks by case."""
@@ -46,7 +33,9 @@ def make(directory: Path) -> bool:
     """Write the target, and a folder with the export and outrider's logits."""
     from outrider.models.export.medusa import REFERENCE
 
-    made = make_exports(directory, {OURS: {"kind": "medusa", "num_heads": 3}}, lambda _: REFERENCE, our_logits, ROPE)
+    made = shared.make_exports(
+        directory, {OURS: {"kind": "medusa", "num_heads": 3}}, lambda _: REFERENCE, our_logits, shared.USUAL_ROPE
+    )
     # Medusa loads the target by this name, which here is a folder.
     rename_target(directory / OURS / "config.json", directory / "target")
     return made
@@ -61,7 +50,7 @@ def rename_target(config: Path, target: Path) -> None:
 @torch.no_grad()
 def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
     """Compute the logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
-    text = make_tokens()[:, :NUM_TOKENS]
+    text = shared.make_tokens()[:, : shared.NUM_TOKENS]
     hidden, _ = target.hidden_states(text)
     logits: torch.Tensor = drafter.logits(hidden[0])
     return list(logits.unbind(1))
@@ -74,15 +63,15 @@ def compare_and_write(directory: Path) -> bool:
 
     def logits(name: str) -> list[torch.Tensor]:
         model = MedusaModel.from_pretrained(str(directory / name)).eval()
-        output = model(make_tokens()[:, :NUM_TOKENS])
-        assert output.shape[1:] == (1, NUM_TOKENS, VOCAB)
+        output = model(shared.make_tokens()[:, : shared.NUM_TOKENS])
+        assert output.shape[1:] == (1, shared.NUM_TOKENS, shared.VOCAB)
         return [of_head[0] for of_head in output]
 
-    expected = read_results(directory / OURS)
-    alike = compare(OURS, logits(OURS), expected)
+    expected = shared.read_results(directory / OURS)
+    alike = shared.compare(OURS, logits(OURS), expected)
     for name, (num_heads, num_layers) in THEIRS.items():
         write(directory / name, num_heads, num_layers, directory / "target")
-        torch.save(logits(name), directory / name / RESULTS_FILE)
+        torch.save(logits(name), directory / name / shared.RESULTS_FILE)
     return alike
 
 
@@ -97,7 +86,7 @@ def write(path: Path, num_heads: int, num_layers: int, target: Path) -> None:
     sizes = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "base_model_name_or_path": str(target.resolve())}
     model = MedusaModel(LlamaForCausalLM.from_pretrained(target), **sizes)
     torch.manual_seed(3)
-    randomise(model.medusa_head)
+    shared.randomise(model.medusa_head)
     MedusaConfig(**sizes).save_pretrained(path)
     torch.save(model.medusa_head.state_dict(), path / "medusa_lm_head.pt")
 
@@ -107,8 +96,8 @@ def import_theirs(directory: Path) -> bool:
     from outrider.models.export.registry import format_of
 
     assert all(format_of(directory / name).name == "medusa" for name in THEIRS)
-    return compare_imports(directory, THEIRS, our_logits)
+    return shared.compare_imports(directory, THEIRS, our_logits)
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})
+    shared.run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})

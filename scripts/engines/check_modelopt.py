@@ -18,18 +18,8 @@ above rounding errors.
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    NUM_TOKENS,
-    RESULTS_FILE,
-    VOCAB,
-    chained_logits,
-    compare_imports,
-    make_target,
-    make_tokens,
-    randomise,
-    run,
-)
 
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 LAYER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40}
@@ -45,7 +35,7 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 def make(directory: Path) -> bool:
     """Write the target."""
-    make_target(directory / "target", ROPE)
+    shared.make_target(directory / "target", ROPE)
     print(f"the target is in {directory / 'target'}")
     return True
 
@@ -69,15 +59,15 @@ def write(directory: Path) -> bool:
         }
         speculative.convert(model, [("eagle", settings)])
         torch.manual_seed(5)
-        randomise(model.eagle_module)
+        shared.randomise(model.eagle_module)
         # Its layer applies this norm to the features first, and then `hidden_norm`; engines apply
         # only the second. The results are equal if all weights of the first norm are equal.
         model.eagle_module.layers[0].input_layernorm.weight.data.fill_(1.3)
-        if (num_outputs := options.get("draft_vocab_size", VOCAB)) < VOCAB:
-            drafted = torch.randperm(VOCAB)[:num_outputs].sort().values
+        if (num_outputs := options.get("draft_vocab_size", shared.VOCAB)) < shared.VOCAB:
+            drafted = torch.randperm(shared.VOCAB)[:num_outputs].sort().values
             model.eagle_module.d2t.copy_(drafted - torch.arange(num_outputs))
         export_speculative_decoding(model.eval(), export_dir=directory / name)
-        torch.save(their_logits(model, make_tokens()), directory / name / RESULTS_FILE)
+        torch.save(their_logits(model, shared.make_tokens()), directory / name / shared.RESULTS_FILE)
     return True
 
 
@@ -88,15 +78,15 @@ def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
 
     drafter, embed = model.eagle_module, model.get_input_embeddings()
     head = getattr(drafter, "lm_head", model.lm_head)
-    model.model(tokens[:, :NUM_TOKENS])
+    model.model(tokens[:, : shared.NUM_TOKENS])
     hidden = drafter.fc(model.pop_and_gather_aux_hiddens())
     if not hasattr(drafter, "rotary_emb"):
         drafter._maybe_init_rope(hidden.device)
     cache = DynamicCache()
-    causal = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()[None, None]
-    read_tokens, logits, positions = tokens[:, 1 : NUM_TOKENS + 1], [], torch.arange(NUM_TOKENS)[None]
+    causal = torch.ones(shared.NUM_TOKENS, shared.NUM_TOKENS, dtype=torch.bool).tril()[None, None]
+    read_tokens, logits, positions = tokens[:, 1 : shared.NUM_TOKENS + 1], [], torch.arange(shared.NUM_TOKENS)[None]
     mask: torch.Tensor | None = causal
-    for token in (*tokens[:, NUM_TOKENS + 1 :].split(1, dim=1), None):
+    for token in (*tokens[:, shared.NUM_TOKENS + 1 :].split(1, dim=1), None):
         outputs, hidden, cache = drafter(
             hidden, embed(read_tokens), mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
@@ -110,8 +100,8 @@ def import_theirs(directory: Path) -> bool:
     from outrider.models.export.registry import format_of
 
     assert all(format_of(directory / name).name == "eagle3" for name in THEIRS)
-    return compare_imports(directory, THEIRS, lambda *pair: chained_logits(*pair, make_tokens()))
+    return shared.compare_imports(directory, THEIRS, lambda *pair: shared.chained_logits(*pair, shared.make_tokens()))
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "write": write, "import": import_theirs})
+    shared.run(__doc__, {"make": make, "write": write, "import": import_theirs})

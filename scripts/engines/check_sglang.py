@@ -19,36 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    NUM_TOKENS,
-    VOCAB,
-    chained_logits,
-    compare,
-    make_exports,
-    make_tokens,
-    read_results,
-    run,
-    usual_results,
-)
 
-EAGLE3: dict[str, dict[str, Any]] = {
-    "whole_vocabulary": {},
-    "reduced_vocabulary": {"draft_vocab_size": 50},
-    "eagle3_1": {"fc_norm": True, "norm_output": True},
-    "layer_of_its_own": {
-        "init": "random",
-        "layer": {
-            "model_type": "llama",
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "intermediate_size": 40,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-        },
-    },
-}
-"""Options of the drafter."""
+EAGLE3 = {**shared.EAGLE3_CASES, "eagle3_1": shared.EAGLE3_1}
 EAGLE1 = {"eagle1_without_bias": {"bias": False}, "eagle1_with_bias": {"bias": True}}
 
 
@@ -56,10 +30,11 @@ def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import eagle1, eagle3
 
-    cases = {name: {"kind": "eagle3", **options} for name, options in EAGLE3.items()}
-    cases |= {name: {"kind": "eagle", **options} for name, options in EAGLE1.items()}
+    cases = EAGLE3 | {name: {"kind": "eagle", **options} for name, options in EAGLE1.items()}
     formats = dict.fromkeys(EAGLE3, eagle3.FORMAT) | dict.fromkeys(EAGLE1, eagle1.SGLANG)
-    return make_exports(directory, cases, formats.__getitem__, lambda *pair: usual_results(*pair, chained_logits))
+    return shared.make_exports(
+        directory, cases, formats.__getitem__, lambda *pair: shared.usual_results(*pair, shared.chained_logits)
+    )
 
 
 def load(path: Path) -> Any:
@@ -90,8 +65,8 @@ def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> li
         forward_mode=SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False),
         spec_info=SimpleNamespace(hidden_states=features[0]),
     )
-    read_tokens, positions, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
-    for token in (*tokens[0, NUM_TOKENS + 1 :].split(1), None):
+    read_tokens, positions, logits = tokens[0, 1 : shared.NUM_TOKENS + 1], torch.arange(shared.NUM_TOKENS), []
+    for token in (*tokens[0, shared.NUM_TOKENS + 1 :].split(1), None):
         outputs, (hidden,) = model.model(read_tokens, positions, batch)
         logits.append(torch.nn.functional.linear(outputs, model.lm_head.weight)[None])
         batch.spec_info.hidden_states = hidden[-1:]
@@ -106,15 +81,15 @@ def compare_exports(directory: Path) -> bool:
         load(directory / name)
         print(f"{name}: all tensors loaded")
     for name in EAGLE3:
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         model = load(directory / name)
-        drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
+        drafted = torch.arange(shared.VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
         assert drafted.tolist() == results["drafted"].tolist()
         # SGLang shares the target's embeddings
         model.model.embed_tokens.weight.data = results["embeddings"]
-        alike &= compare(name, their_logits(model, results["features"], make_tokens()), results["logits"])
+        alike &= shared.compare(name, their_logits(model, results["features"], shared.make_tokens()), results["logits"])
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_exports})
+    shared.run(__doc__, {"make": make, "compare": compare_exports})

@@ -24,40 +24,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    DEPTHS,
-    HIDDEN,
-    NUM_TOKENS,
-    RESULTS_FILE,
-    VOCAB,
-    compare,
-    load_target,
-    make_exports,
-    make_tokens,
-    randomise,
-    read_results,
-    run,
-    unrolled_logits,
-    usual_results,
-)
 
-OURS: dict[str, dict[str, Any]] = {
-    "whole_vocabulary": {},
-    "reduced_vocabulary": {"draft_vocab_size": 50},
-    "layer_of_its_own": {
-        "init": "random",
-        "layer": {
-            "model_type": "llama",
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 40,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-        },
-    },
-}
-"""Options of the drafter."""
-THEIRS = {"of_sglangs_exporter": 50, "of_the_hubs_exporter": VOCAB}
+THEIRS = {"of_sglangs_exporter": 50, "of_the_hubs_exporter": shared.VOCAB}
 """Sizes of the draft vocabulary by case."""
 
 
@@ -65,8 +35,9 @@ def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.eagle3 import FORMAT
 
-    cases = {name: {"kind": "eagle3", **options} for name, options in OURS.items()}
-    return make_exports(directory, cases, lambda _: FORMAT, lambda *pair: usual_results(*pair, unrolled_logits))
+    return shared.make_exports(
+        directory, shared.EAGLE3_CASES, lambda _: FORMAT, lambda *pair: shared.usual_results(*pair, shared.unrolled_logits)
+    )
 
 
 def load(path: Path, target: Path) -> Any:
@@ -90,13 +61,13 @@ def load(path: Path, target: Path) -> Any:
 @torch.no_grad()
 def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Compute `unrolled_logits` with SpecForge, which reads tokens shifted by the depth."""
-    tokens = tokens[:, : NUM_TOKENS + 1]
-    hidden, positions = model.project_hidden_states(features), torch.arange(NUM_TOKENS)[None]
-    attended = torch.ones(1, NUM_TOKENS, dtype=torch.bool)
-    mask = model.prepare_decoder_attention_mask(attended, hidden, 1, NUM_TOKENS, 0)
+    tokens = tokens[:, : shared.NUM_TOKENS + 1]
+    hidden, positions = model.project_hidden_states(features), torch.arange(shared.NUM_TOKENS)[None]
+    attended = torch.ones(1, shared.NUM_TOKENS, dtype=torch.bool)
+    mask = model.prepare_decoder_attention_mask(attended, hidden, 1, shared.NUM_TOKENS, 0)
     cache: list[list[torch.Tensor]] = [[], []]
     read_tokens, logits = tokens[:, 1:], []
-    for depth in range(DEPTHS):
+    for depth in range(shared.DEPTHS):
         hidden = model.backbone(model.embed_input_ids(read_tokens), hidden, cache, mask, positions)
         logits.append(model.compute_logits(hidden))
         read_tokens = torch.cat([tokens[:, 2 + depth :], tokens.new_zeros(1, 1 + depth)], dim=1)
@@ -105,18 +76,18 @@ def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> li
 
 def compare_and_write(directory: Path) -> bool:
     """Load and compare each export, then write SpecForge's own drafters (SpecForge's Python)."""
-    alike, tokens, target = True, make_tokens(), directory / "target"
-    for name in OURS:
-        results = read_results(directory / name)
+    alike, tokens, target = True, shared.make_tokens(), directory / "target"
+    for name in shared.EAGLE3_CASES:
+        results = shared.read_results(directory / name)
         model = load(directory / name, target)
         assert (torch.arange(len(model.d2t)) + model.d2t).tolist() == results["drafted"].tolist()
         assert model.t2d.nonzero()[:, 0].tolist() == results["drafted"].tolist()
-        alike &= compare(name, their_logits(model, results["features"], tokens), results["logits"])
-    features = read_results(directory / "whole_vocabulary")["features"]
+        alike &= shared.compare(name, their_logits(model, results["features"], tokens), results["logits"])
+    features = shared.read_results(directory / "whole_vocabulary")["features"]
     for name, draft_vocab_size in THEIRS.items():
         drafted = write(directory / name, draft_vocab_size, target)
         results = {"logits": their_logits(load(directory / name, target), features, tokens), "drafted": drafted}
-        torch.save(results, directory / name / RESULTS_FILE)
+        torch.save(results, directory / name / shared.RESULTS_FILE)
     return alike
 
 
@@ -138,10 +109,10 @@ def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
         "eos_token_id": 2,
         "head_dim": 8,
         "hidden_act": "silu",
-        "hidden_size": HIDDEN,
+        "hidden_size": shared.HIDDEN,
         "initializer_range": 0.02,
         "intermediate_size": 40,
-        "max_position_embeddings": 2 * NUM_TOKENS,
+        "max_position_embeddings": 2 * shared.NUM_TOKENS,
         "max_window_layers": 64,
         "model_type": "llama",
         "num_attention_heads": 8,
@@ -156,20 +127,20 @@ def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
         "transformers_version": "4.51.0",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": VOCAB,
+        "vocab_size": shared.VOCAB,
         "draft_vocab_size": draft_vocab_size,
     }
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(4)
     model = AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(path / "config.json")))
-    randomise(model)
-    drafted = torch.randperm(VOCAB)[:draft_vocab_size].sort().values
+    shared.randomise(model)
+    drafted = torch.randperm(shared.VOCAB)[:draft_vocab_size].sort().values
     model.d2t.copy_(drafted - torch.arange(draft_vocab_size))
-    model.t2d.copy_(torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, drafted, True))
+    model.t2d.copy_(torch.zeros(shared.VOCAB, dtype=torch.bool).index_fill(0, drafted, True))
     weights = {name: tensor for name, tensor in model.state_dict().items() if "embed" not in name}
     state = path.with_name(f"{path.name}-training.pt")
     torch.save({"draft_state_dict": weights, "strategy": "eagle3"}, state)
-    if draft_vocab_size < VOCAB:
+    if draft_vocab_size < shared.VOCAB:
         export_to_sglang(str(state), str(path / "config.json"), str(path))
     else:
         export_to_hf(str(state), str(path / "config.json"), str(path), embedding_source=str(target))
@@ -180,16 +151,16 @@ def import_theirs(directory: Path) -> bool:
     """Import each drafter that SpecForge wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
-    alike, tokens, target = True, make_tokens(), load_target(directory / "target")
+    alike, tokens, target = True, shared.make_tokens(), shared.load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         drafter = import_drafter(directory / name, target).float()
-        tokens_of_outputs = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
+        tokens_of_outputs = torch.arange(shared.VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
         assert tokens_of_outputs.tolist() == results["drafted"].tolist()
-        alike &= compare(name, unrolled_logits(drafter, target, tokens), results["logits"])
+        alike &= shared.compare(name, shared.unrolled_logits(drafter, target, tokens), results["logits"])
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})
+    shared.run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})

@@ -18,30 +18,14 @@ above TOLERANCE.
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    DEPTHS,
-    NUM_TOKENS,
-    compare,
-    make_exports,
-    make_tokens,
-    point_to_target,
-    read_results,
-    run,
-    unrolled_logits,
-    usual_results,
-)
 
-CASES: dict[str, dict[str, Any]] = {
-    "whole_vocabulary": {},
-    "reduced_vocabulary": {"draft_vocab_size": 50},
-    "layer_of_its_own": {
-        "init": "random",
-        "layer": {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 40},
-        "feature_layers": [1, 4, 6],
-    },
-    "eagle3_1": {"fc_norm": True, "norm_output": True},
-    "one_norm_of_all_features": {"norm_before_fc": True, "norm_output": True},
+CASES = {
+    **shared.EAGLE3_CASES,
+    "other_layers_of_the_target": {"kind": "eagle3", "feature_layers": [1, 4, 6]},
+    "eagle3_1": shared.EAGLE3_1,
+    "one_norm_of_all_features": {"kind": "eagle3", "norm_before_fc": True, "norm_output": True},
 }
 
 
@@ -49,10 +33,11 @@ def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.speculators import FORMAT
 
-    cases = {name: {"kind": "eagle3", **options} for name, options in CASES.items()}
-    made = make_exports(directory, cases, lambda _: FORMAT, lambda *pair: usual_results(*pair, unrolled_logits))
+    made = shared.make_exports(
+        directory, CASES, lambda _: FORMAT, lambda *pair: shared.usual_results(*pair, shared.unrolled_logits)
+    )
     for name in CASES:
-        point_to_target(directory / name / "config.json", directory / "target")
+        shared.point_to_target(directory / name / "config.json", directory / "target")
     return made
 
 
@@ -63,21 +48,21 @@ def compare_exports(directory: Path) -> bool:
 
     alike = True
     for name in CASES:
-        results = read_results(directory / name)
+        results = shared.read_results(directory / name)
         model: Any = SpeculatorModel.from_pretrained(directory / name)
         model = model.float().eval()
         logits: list[torch.Tensor] = []
         model.lm_head.register_forward_hook(lambda module, inputs, output, logits=logits: logits.append(output))
         model(
             hidden_states=results["features"],
-            input_ids=make_tokens()[:, 1 : NUM_TOKENS + 1],
-            document_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.long),
-            ttt_steps=DEPTHS,
+            input_ids=shared.make_tokens()[:, 1 : shared.NUM_TOKENS + 1],
+            document_ids=torch.zeros(1, shared.NUM_TOKENS, dtype=torch.long),
+            ttt_steps=shared.DEPTHS,
         )
         # Tokens beyond the text are zeros in both programs.
-        alike &= compare(name, logits, results["logits"])
+        alike &= shared.compare(name, logits, results["logits"])
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_exports})
+    shared.run(__doc__, {"make": make, "compare": compare_exports})

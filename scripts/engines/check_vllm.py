@@ -20,37 +20,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import engine_targets as shared
 import torch
-from engine_targets import (
-    NUM_TOKENS,
-    VOCAB,
-    chained_logits,
-    compare,
-    make_exports,
-    make_tokens,
-    read_results,
-    run,
-    usual_results,
-)
 
-OWN_LAYER = {
-    "model_type": "llama",
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-}
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
-    "eagle3_layer_of_its_own": {"kind": "eagle3", "init": "random", "layer": OWN_LAYER},
-    "eagle3_1": {"kind": "eagle3", "fc_norm": True, "norm_output": True},
+    "eagle3_layer_of_its_own": {"kind": "eagle3", "init": "random", "layer": shared.OWN_LAYER},
+    "eagle3_1": shared.EAGLE3_1,
     "speculators_norm_before_fc": {"kind": "eagle3", "norm_before_fc": True, "norm_output": True},
     "speculators": {"kind": "eagle3"},
     "speculators_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
     "eagle1": {"kind": "eagle", "bias": False},
-    "eagle1_layer_of_its_own": {"kind": "eagle", "bias": False, "init": "random", "layer": OWN_LAYER},
+    "eagle1_layer_of_its_own": {"kind": "eagle", "bias": False, "init": "random", "layer": shared.OWN_LAYER},
 }
 """Options of the drafter."""
 CLASSES = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
@@ -62,8 +44,11 @@ def make(directory: Path) -> bool:
     from outrider.models.export import eagle1, eagle3, speculators
 
     formats = {"eagle1": eagle1.VLLM, "eagle3": eagle3.FORMAT, "speculators": speculators.FORMAT}
-    return make_exports(
-        directory, CASES, lambda name: formats[name.partition("_")[0]], lambda *pair: usual_results(*pair, chained_logits)
+    return shared.make_exports(
+        directory,
+        CASES,
+        lambda name: formats[name.partition("_")[0]],
+        lambda *pair: shared.usual_results(*pair, shared.chained_logits),
     )
 
 
@@ -88,7 +73,7 @@ def load(path: Path, kind: str) -> Any:
     from engine_models import VllmConfig, fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
 
-    vllm_config = VllmConfig.of(read_config(path), target_layers=TARGET_LAYERS, vocab_size=VOCAB)
+    vllm_config = VllmConfig.of(read_config(path), target_layers=TARGET_LAYERS, vocab_size=shared.VOCAB)
     (kind_of_model,) = (
         vars(module)[CLASSES[kind]] for module in own_modules("vllm.model_executor.models") if CLASSES[kind] in vars(module)
     )
@@ -106,8 +91,8 @@ def their_logits(model: Any, results: dict[str, Any], tokens: torch.Tensor, kind
     # vLLM shares the target's embeddings
     model.model.embed_tokens.weight.data = results["embeddings"]
     hidden = results["features"][0] if kind == "eagle" else model.combine_hidden_states(results["features"][0])
-    read_tokens, positions, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
-    for token in (*tokens[0, NUM_TOKENS + 1 :].split(1), None):
+    read_tokens, positions, logits = tokens[0, 1 : shared.NUM_TOKENS + 1], torch.arange(shared.NUM_TOKENS), []
+    for token in (*tokens[0, shared.NUM_TOKENS + 1 :].split(1), None):
         outputs, hidden = model(read_tokens, positions, hidden)
         if kind == "eagle":
             logits.append(torch.nn.functional.linear(outputs, results["head"])[None])
@@ -123,11 +108,11 @@ def compare_exports(directory: Path) -> bool:
     """Load each export, and compare (the Python with vLLM's files)."""
     alike = True
     for name, options in CASES.items():
-        results = read_results(directory / name)
-        logits = their_logits(load(directory / name, options["kind"]), results, make_tokens(), options["kind"])
-        alike &= compare(name, logits, results["logits"])
+        results = shared.read_results(directory / name)
+        logits = their_logits(load(directory / name, options["kind"]), results, shared.make_tokens(), options["kind"])
+        alike &= shared.compare(name, logits, results["logits"])
     return alike
 
 
 if __name__ == "__main__":
-    run(__doc__, {"make": make, "compare": compare_exports})
+    shared.run(__doc__, {"make": make, "compare": compare_exports})

@@ -25,6 +25,24 @@ SCALED_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+USUAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+"""The rotary embeddings of programs that read no base from the configuration."""
+OWN_LAYER = {
+    "model_type": "llama",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+}
+"""A decoder layer of another shape than the target's."""
+EAGLE3_CASES: dict[str, dict[str, Any]] = {
+    "whole_vocabulary": {"kind": "eagle3"},
+    "reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
+    "layer_of_its_own": {"kind": "eagle3", "init": "random", "layer": OWN_LAYER},
+}
+"""Options of drafters that every program for EAGLE-3 reads, by case."""
+EAGLE3_1 = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
 def make_target(directory: Path, rope: dict[str, Any]) -> Any:

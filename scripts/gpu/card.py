@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,11 @@ class Report:
 
     def __init__(self, output: Path, device: torch.device, **facts: Any) -> None:
         self.output, self.rows, self.failed = output, list[dict[str, Any]](), list[dict[str, Any]]()
-        self.facts = {**facts, "environment": dataclasses.asdict(describe_environment(device))}
+        self.facts = {
+            "command": shlex.join(["python", *sys.argv]),
+            **facts,
+            "environment": dataclasses.asdict(describe_environment(device)),
+        }
 
     def add(self, case: dict[str, Any], values: dict[str, Any] | Exception) -> None:
         """Add a case's values, or the error that ended it."""

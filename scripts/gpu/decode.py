@@ -7,8 +7,11 @@
 The first command needs no download: target and drafters have random weights of the sizes of a Llama
 of 8 billion parameters. Every step does all the work of a real one, but almost no draft token is
 accepted. So the milliseconds of a step count, and `break_even`: the tokens per step from which on
-a drafter is faster than the fastest plain decoding. With a real target and its drafters, the
-`speedup` over transformers' `generate` counts, too.
+a drafter is faster than the fastest plain decoding. A real target answers the held-out prompts of
+the suite `stdlib`; with its drafters the `speedup` counts, too.
+
+The fastest plain decoding is that of any measured form, or transformers' `generate`. `generate` runs
+several times, and the median counts.
 
 - `bandwidth_share`: the bytes of the target's weights over a step's time, as a share of the
   bandwidth that reading a large tensor reaches in the same run.
@@ -17,18 +20,22 @@ a drafter is faster than the fastest plain decoding. With a real target and its 
 A case that fails is listed with its error.
 """
 
+import argparse
 import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from card import FAILURES, SHAPES, Report, clock, dtype_on, free_memory, open_device, random_llama, target_of
+from ratios import GENERATE, PLAIN, add_ratios
 
+from outrider.data.chat import encode_prompt
+from outrider.data.suites import load_suite
+from outrider.data.types import Turn
 from outrider.eval.measure.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth, weight_bytes
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
@@ -46,36 +53,24 @@ FRESH: dict[str, dict[str, Any]] = {
     "block": {"kind": "block", "block": 7, "width": 16, "tree_nodes": 48},
 }
 """Drafters with random weights."""
-PLAIN, GENERATE = "plain", "transformers"
 ROOM = 8
-"""Tokens of a step for which the cache has room, so that it never moves."""
+"""Tokens of a step for which the cache has room, so that it never moves. An answer that is full begins anew."""
 COUNTED_STEPS = 4
+GENERATE_REPEATS = 3
 CPU_BYTES = 2**26
 
 
-def main(
-    shape: Annotated[str, typer.Option(help=f"Of a random target: {', '.join(SHAPES)}.")] = "llama8b",
-    target: Annotated[str | None, typer.Option(help="A real target, in place of a random one.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="A drafter of the real target. Repeatable.")] = None,
-    form: Annotated[list[str] | None, typer.Option(help=f"{', '.join(FORMS)}; all unless given. Repeatable.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Repeatable; 1 unless given.")] = None,
-    prompt_tokens: int = 512,
-    steps: int = 30,
-    warm_up: int = 8,
-    device: str | None = None,
-    output: Path = Path("decode.json"),
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure decode steps on a GPU."""
-    opened = open_device(device)
-    forms = form or [name for name in FORMS if opened.type == "cuda" or name == "eager"]
-    if unknown := {*forms} - FORMS.keys():
-        raise typer.BadParameter(f"--form {', '.join(unknown)}; it must be one of {', '.join(FORMS)}")
-    bench = Bench(opened, shape, target, drafter or [], steps, warm_up)
-    facts = {"target": target or shape, "dtype": str(bench.dtype), "prompt_tokens": prompt_tokens, "steps": steps}
-    report = Report(output, opened, **facts, gigabytes_per_second=bench.bandwidth)
-    for name, size in itertools.product(forms, batch or [1]):
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(5, bench.vocab_size, (size, prompt_tokens), generator=generator).to(opened)
+    options = read_options(arguments)
+    opened = open_device(options.device)
+    forms = options.form or [name for name in FORMS if opened.type == "cuda" or name == "eager"]
+    bench = Bench(opened, options.shape, options.target, options.drafter, options.steps, options.warm_up)
+    facts = {name: getattr(options, name) for name in ("prompt_tokens", "steps", "warm_up")}
+    facts |= {"target": options.target or options.shape, "dtype": str(bench.dtype)}
+    report = Report(options.output, opened, **facts, gigabytes_per_second=bench.bandwidth)
+    for name, size in itertools.product(forms, options.batch):
+        prompts = bench.prompts(size, options.prompt_tokens)
         for method in [*([GENERATE] if name == "eager" else []), PLAIN, *bench.drafters]:
             case = {"form": name, "batch": size, "method": method}
             try:
@@ -84,6 +79,22 @@ def main(
                 report.add(case, error)
     add_ratios(report.rows)
     report.print()
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Measure decode steps on a GPU.")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b", help="of a random target")
+    parser.add_argument("--target", help="a real target, in place of a random one")
+    parser.add_argument("--drafter", nargs="+", default=[], help="drafters of the real target")
+    parser.add_argument("--form", nargs="+", choices=FORMS, help="all unless given")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1], help="batch sizes")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=8)
+    parser.add_argument("--device")
+    parser.add_argument("--output", type=Path, default=Path("decode.json"))
+    return parser.parse_args(arguments)
 
 
 class Bench:
@@ -100,6 +111,21 @@ class Bench:
         self.vocab_size, self.num_bytes = target.vocab_size, weight_bytes(target.model)
         self.bandwidth = measure_bandwidth(CPU_BYTES if device.type == "cpu" else MAX_ACCELERATOR_BYTES, device)
 
+    def prompts(self, count: int, num_tokens: int) -> torch.Tensor:
+        """Return prompts [count, num_tokens]: held-out ones for a real target, random ids for a random one."""
+        if self.name is None:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randint(5, self.vocab_size, (count, num_tokens), generator=generator).to(self.device)
+        assert self.target is not None
+        texts = (prompt.turns[0] for prompt in load_suite("stdlib").prompts)
+        ids = (encode_prompt([Turn(role="user", content=text)], self.target.tokenizer)[0] for text in texts)
+        ends = list(itertools.islice((prompt[-num_tokens:] for prompt in ids if len(prompt) >= num_tokens), count))
+        if len(ends) < count:
+            raise ValueError(
+                f"{len(ends)} held-out prompts have {num_tokens} tokens; --batch is {count}: give fewer --prompt-tokens"
+            )
+        return torch.stack(ends).to(self.device)
+
     def target_in(self, form: str) -> HFTarget:
         """Return the target in a form; the one of another form is freed."""
         if self.form != form or self.target is None:
@@ -111,6 +137,7 @@ class Bench:
                 if self.model is None
                 else target_of(self.model, **FORMS[form])
             )
+            self.target.model.generation_config.eos_token_id = None  # all answers have the same length
         return self.target
 
     def drafter(self, method: str, target: HFTarget) -> Any:
@@ -134,21 +161,14 @@ class Bench:
         drafter, rule = self.drafter(method, target), rule_beside(target, GreedyAcceptance())
         # 1. Steps one by one: each ends when its tokens are read.
         room = ROOM * (1 + self.warm_up + self.steps + COUNTED_STEPS)
-        steps = generate(target, drafter, rule, prompts, max_new_tokens=room)
-        for _ in range(1 + self.warm_up):
-            next(steps)
-        seconds, num_new = [], 0
-        for _ in range(self.steps):
-            start = time.perf_counter()
-            step = next(steps)
-            seconds.append(time.perf_counter() - start)
-            num_new += sum(map(len, step.tokens))
+        steps = timed_steps(lambda: generate(target, drafter, rule, prompts, max_new_tokens=room), len(prompts))
+        measured = [next(steps) for _ in range(self.warm_up + self.steps)][self.warm_up :]
         # 2. What follows.
-        step_seconds = statistics.median(seconds)
+        step_seconds, num_new = statistics.median(seconds for seconds, _ in measured), sum(count for _, count in measured)
         return {
             "milliseconds": 1e3 * step_seconds,
             "tokens_per_step": num_new / self.steps / len(prompts),
-            "tokens_per_second": num_new / sum(seconds),
+            "tokens_per_second": num_new / sum(seconds for seconds, _ in measured),
             "bandwidth_share": self.num_bytes / step_seconds / 1e9 / self.bandwidth,
             "waits": count_waits(steps) if self.device.type == "cuda" else None,
         }
@@ -156,18 +176,37 @@ class Bench:
     def theirs(self, target: HFTarget, prompts: torch.Tensor) -> dict[str, Any]:
         """Measure transformers' `generate`, without its prefill: what more tokens take."""
         options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(prompts)}
-        seconds = []
-        for num_new in (2, 1, 1 + self.steps):  # the first one warms up
+
+        def seconds(num_new: int) -> float:
             start = clock(self.device)
             target.model.generate(prompts, max_new_tokens=num_new, **options)
-            seconds.append(clock(self.device) - start)
-        step_seconds = (seconds[2] - seconds[1]) / self.steps
+            return clock(self.device) - start
+
+        seconds(2)  # warms up
+        totals = [seconds(1 + self.steps) - seconds(1) for _ in range(GENERATE_REPEATS)]
+        step_seconds = statistics.median(totals) / self.steps
         return {
             "milliseconds": 1e3 * step_seconds,
             "tokens_per_step": 1.0,
             "tokens_per_second": len(prompts) / step_seconds,
             "bandwidth_share": self.num_bytes / step_seconds / 1e9 / self.bandwidth,
         }
+
+
+def timed_steps(answer: Callable[[], Iterator[Any]], batch: int) -> Iterator[tuple[float, int]]:
+    """Yield the seconds and the new tokens of steps over the whole batch, without end.
+
+    An answer begins anew where a row has ended. Prefills are not timed.
+    """
+    while True:
+        steps = answer()
+        next(steps)
+        start = time.perf_counter()
+        for step in steps:
+            if len(step.rows) < batch:
+                break
+            yield time.perf_counter() - start, sum(map(len, step.tokens))
+            start = time.perf_counter()
 
 
 def count_waits(steps: Iterator[Any]) -> float:
@@ -183,15 +222,5 @@ def count_waits(steps: Iterator[Any]) -> float:
     return sum("called a synchronizing" in str(warning.message) for warning in caught) / COUNTED_STEPS
 
 
-def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Add each row's break-even tokens per step, and its speedup over transformers, at the same batch size."""
-    for row in rows:
-        same = [other for other in rows if other["batch"] == row["batch"]]
-        plain = [other["milliseconds"] for other in same if other["method"] == PLAIN]
-        theirs = [other["tokens_per_second"] for other in same if other["method"] == GENERATE]
-        row["break_even"] = row["milliseconds"] / min(plain) if plain else None
-        row["speedup"] = row["tokens_per_second"] / theirs[0] if theirs else None
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -18,14 +18,14 @@ large matrix product in the same run. A case that fails, for example because it 
 memory, is listed with its error.
 """
 
+import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from card import FAILURES, SHAPES, Report, clock, free_memory, matrix_rate, open_device, random_llama, target_of
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -51,27 +51,18 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Loss and options of each kind, as in the recipes for such a target."""
 
 
-def main(
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "llama8b",
-    work: Annotated[list[str] | None, typer.Option(help=f"{LABELS}, {', '.join(TRAININGS)}. Repeatable.")] = None,
-    seq: Annotated[list[int] | None, typer.Option(help="Tokens of a text. Repeatable; 2048 unless given.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Texts at a time. Repeatable; 1 and 4 unless given.")] = None,
-    steps: int = 5,
-    warm_up: int = 2,
-    device: str | None = None,
-    output: Path = Path("train.json"),
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure labelling and training on a GPU."""
-    if unknown := {*(work or ())} - {LABELS, *TRAININGS}:
-        raise typer.BadParameter(f"--work {', '.join(unknown)}; it must be one of {LABELS}, {', '.join(TRAININGS)}")
-    opened = open_device(device)
-    rate, target = matrix_rate(opened), target_of(random_llama(shape, opened))
-    report = Report(output, opened, shape=shape, dtype=str(target.dtype), horizon=HORIZON, operations_per_second=rate)
-    for kind, length, size in itertools.product(work or [LABELS, *TRAININGS], seq or [2048], batch or [1, 4]):
+    options = read_options(arguments)
+    opened, steps = open_device(options.device), options.steps
+    rate, target = matrix_rate(opened), target_of(random_llama(options.shape, opened))
+    facts = {"shape": options.shape, "dtype": str(target.dtype), "horizon": HORIZON, "steps": steps, "warm_up": options.warm_up}
+    report = Report(options.output, opened, **facts, operations_per_second=rate)
+    for kind, length, size in itertools.product(options.work, options.seq, options.batch):
         case = {"work": kind, "seq": length, "batch": size}
         try:
             step, reading, num_positions = make_work(kind, target, length, size)
-            values = timed(step, opened, steps, warm_up)
+            values = timed(step, opened, steps, options.warm_up)
             values |= {
                 "tokens_per_second": length * size / values["seconds"],
                 "positions_per_second": num_positions / values["seconds"],
@@ -84,6 +75,21 @@ def main(
         step = reading = None
         free_memory(opened)
     report.print()
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    works = (LABELS, *TRAININGS)
+    parser = argparse.ArgumentParser(description="Measure labelling and training on a GPU.")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--work", nargs="+", choices=works, default=works, help="all unless given")
+    parser.add_argument("--seq", nargs="+", type=int, default=[2048], help="tokens of a text")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4], help="texts at a time")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--device")
+    parser.add_argument("--output", type=Path, default=Path("train.json"))
+    return parser.parse_args(arguments)
 
 
 def make_work(kind: str, target: HFTarget, seq: int, batch: int) -> tuple[Callable[[], Any], Callable[[], Any] | None, int]:
@@ -145,4 +151,4 @@ def operations(work: Callable[[], Any]) -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

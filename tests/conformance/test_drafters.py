@@ -46,7 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 4, "width": 3, "tree_nodes": 8},
     "block-lattice": {"kind": "block", "block": 4, "correction": "bilinear", "rank": 8, "tree_nodes": 8},
     "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "train_head": True, "width": 3, "tree_nodes": 8},
-    "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
@@ -57,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
+    "medusa-shared": {"kind": "medusa", "heads": "ffn", "share_head": True},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
 ROW_KINDS: dict[str, str] = {name: options.get("kind", name) for name, options in OPTIONS.items()}
@@ -84,12 +84,12 @@ GROWING = {"draft_confidence", "draft_expected"}
 VARIANTS = {
     "block-lattice",
     "block-one-slot",
-    "blockwise",
     "draft_model_drawn",
     "draft_tree",
     "eagle-static",
     "eagle3.1",
     "eagle3_drawn",
+    "medusa-shared",
 }
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5

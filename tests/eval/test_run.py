@@ -21,8 +21,8 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
 from outrider.eval.measure.plan import evenly_spaced
+from outrider.eval.measure.texts import answer_seed
 from outrider.eval.measure.timing import Generation
-from outrider.eval.measure.turns import answer_seed
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
@@ -125,9 +125,9 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(
 
 def test_profiled_answers_count_the_tokens_that_shared_prefixes_save(run_tiny: Evaluate, tmp_path: Path) -> None:
     """Two beams of three tokens. A shared first token, or two, is read once and not twice."""
-    rows = run_tiny(tmp_path, settings=[{}, {"share_prefixes": False}])
-    assert [row["lossless"] for row in rows] == [True] * 3
-    counted = {method: [] for method in ("baseline", "redrafter", "redrafter share_prefixes=False")}
+    rows = run_tiny(tmp_path, settings=[{}])
+    assert [row["lossless"] for row in rows] == [True] * 2
+    counted = {method: [] for method in ("baseline", "redrafter")}
     for record in read(tmp_path):
         assert (record.tree_tokens is not None) == record.profiled
         if record.tree_tokens is not None:
@@ -136,9 +136,7 @@ def test_profiled_answers_count_the_tokens_that_shared_prefixes_save(run_tiny: E
     assert set(counted["baseline"]) == {(0, 0)}
     assert {separate for separate, _ in counted["redrafter"]} == {6}
     assert {shared for _, shared in counted["redrafter"]} <= {4, 5, 6}
-    assert set(counted["redrafter share_prefixes=False"]) == {(6, 6)}
-    assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
-    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3, "read": [6.0] * 3}
+    assert [row["tree_tokens"] is None for row in rows] == [True, False]
 
 
 class Padded:

@@ -3,12 +3,15 @@
 import gzip
 import importlib
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -47,13 +50,28 @@ def test_decoding_measures_every_method_on_both_checkouts(
 
     def apart(checkout: Path, threads: int) -> Any:
         called.append(checkout)
-        return measured
+        # One answer of the first process of this checkout is ten times as slow as the others.
+        slow = checkout == decoding.ROOT and len(called) == 1
+        methods = {
+            name: {**method, "wall": [20.0 if slow else 2.0, 2.0, 2.0], "processor": [1.0] * 3}
+            for name, method in measured.items()
+        }
+        methods[decoding.GENERATE]["wall"] = [1.0] * 3
+        return {"git_hash": f"commit of {checkout.name}", "methods": methods}
 
     monkeypatch.setattr(decoding, "measured_apart", apart)
+    monkeypatch.setattr(sys, "argv", ["decoding.py", "--against", "an older one"])
     decoding.main(against=tmp_path, rounds=2, output=tmp_path / "decoding.json")
     assert called == [decoding.ROOT, tmp_path] * 2
-    rows = {row["method"]: row for row in rows_of(tmp_path / "decoding.json")}
-    assert rows["suffix"]["over_against"] == [1.0, 1.0, 1.0]
+    record = json.loads((tmp_path / "decoding.json").read_text())
+    assert record["command"] == "python decoding.py --against 'an older one'"
+    assert record["options"]["against"] == str(tmp_path)
+    assert record["options"]["rounds"] == 2
+    assert record["commits"]["against"] == f"commit of {tmp_path.name}"
+    assert record["fastest_plain"] == decoding.GENERATE
+    rows = {row["method"]: row for row in record["rows"]}
+    assert rows["suffix"]["over_against"] == [1.0, 1.0, 1.0], "the medians of the processes are compared"
+    assert rows["suffix"]["over_plain"][0] == 0.5, "the fastest plain decoding is the baseline"
     assert rows[decoding.PLAIN]["tokens_per_step"] == 1.0
     with pytest.raises(typer.BadParameter, match="no_such_method"):
         decoding.main(method=["no_such_method"])
@@ -68,7 +86,7 @@ def test_decoding_measures_this_checkout_as_another_one(
     command = [str(part) for pair in options.items() for part in pair]
     monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "bench" / "decoding.py"), *command])
     measured = decoding.measured_apart(decoding.ROOT, 1)
-    assert measured.keys() == {decoding.PLAIN, "suffix"}
+    assert measured["methods"].keys() == {decoding.PLAIN, "suffix"}
 
 
 def test_a_ratio_has_the_median_of_its_pairs_and_an_interval(script: Callable[[str], Any]) -> None:
@@ -76,6 +94,35 @@ def test_a_ratio_has_the_median_of_its_pairs_and_an_interval(script: Callable[[s
     assert ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0]) == [2.0, 2.0, 2.0]
     median, low, high = ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0])
     assert (median, low, high) == (2.0, 1.0, 9.0)
+
+
+def test_the_first_of_all_turns_is_not_counted(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    report, now = script("bench/report"), [0.0]
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now[0])
+    durations = {"a": iter([100.0, 1.0, 2.0]), "b": iter([200.0, 3.0, 4.0])}
+
+    def way(name: str) -> Callable[[], None]:
+        def call() -> None:
+            now[0] += next(durations[name])
+
+        return call
+
+    seconds = report.take_turns({name: way(name) for name in durations}, rounds=2)
+    assert {name: each.wall for name, each in seconds.items()} == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
+
+
+def test_weights_leave_the_page_cache(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offload, dropped = script("bench/offload"), []
+    files = [tmp_path / "first", tmp_path / "second"]
+    for file in files:
+        file.write_bytes(b"weights")
+
+    def advise(file: int, *advice: int) -> None:
+        dropped.append((Path(f"/proc/self/fd/{file}").readlink(), *advice))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    offload.drop_from_cache(files)
+    assert dropped == [(file, 0, 0, os.POSIX_FADV_DONTNEED) for file in files]
 
 
 @pytest.mark.slow
@@ -94,6 +141,26 @@ def test_labels_are_what_generate_continues_with(script: Callable[[str], Any], t
         labelling.main(target=str(tiny_target_dir), output=tmp_path / "labelling.json", **options)
     assert ended.value.exit_code == 0
     assert [row["positions"] for row in rows_of(tmp_path / "labelling.json")] == [30, 30, 5]
+
+
+def test_another_label_than_generates_is_found(
+    script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labelling = script("bench/labelling")
+    label = labelling.Bench.label
+
+    def label_wrongly(bench: Any) -> None:
+        label(bench)
+        row, position = bench.sample[2]
+        bench.labels[row, position, 1] += 1
+
+    monkeypatch.setattr(labelling.Bench, "label", label_wrongly)
+    options = {"texts": 2, "seq": 16, "sample": 5, "rounds": 1, "batch_size": 2, "horizon": 3}
+    with pytest.raises(typer.Exit) as ended:
+        labelling.main(target=str(tiny_target_dir), output=tmp_path / "labelling.json", **options)
+    assert ended.value.exit_code == 1
+    (difference,) = json.loads((tmp_path / "labelling.json").read_text())["differences"]
+    assert (difference["depth"], difference["ours"]) == (1, difference["theirs"] + 1)
 
 
 def test_schedules_answer_all_requests(script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -115,12 +182,74 @@ def test_schedules_answer_all_requests(script: Callable[[str], Any], tiny_target
 
 def test_decode_measures_every_drafter_and_generate(script: Callable[[str], Any], tmp_path: Path) -> None:
     decode = script("gpu/decode")
-    sizes = {"prompt_tokens": 8, "steps": 2, "warm_up": 0, "batch": [2]}
-    decode.main(shape="tiny", device="cpu", output=tmp_path / "decode.json", **sizes)
+    sizes = ["--prompt-tokens", "8", "--steps", "2", "--warm-up", "0", "--batch", "2"]
+    decode.main(["--shape", "tiny", "--device", "cpu", *sizes, "--output", str(tmp_path / "decode.json")])
     report = json.loads((tmp_path / "decode.json").read_text())
     assert report["failed"] == []
     assert [row["method"] for row in report["rows"]] == [decode.GENERATE, decode.PLAIN, *decode.FRESH]
     assert all(row["break_even"] > 0 and row["speedup"] > 0 for row in report["rows"])
+
+
+def test_a_real_target_answers_held_out_prompts_again_and_again(
+    script: Callable[[str], Any], demo_target_dir: Path, tmp_path: Path
+) -> None:
+    decode = script("gpu/decode")
+    decode.ROOM = 1  # so that an answer ends before all steps are measured
+    sizes = ["--prompt-tokens", "8", "--steps", "6", "--warm-up", "0", "--batch", "2"]
+    options = [
+        "--target",
+        str(demo_target_dir),
+        "--drafter",
+        "suffix",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "decode.json"),
+    ]
+    decode.main([*options, *sizes])
+    report = json.loads((tmp_path / "decode.json").read_text())
+    assert report["failed"] == []
+    assert [row["method"] for row in report["rows"]] == [decode.GENERATE, decode.PLAIN, "suffix"]
+    bench = decode.Bench(torch.device("cpu"), "", str(demo_target_dir), [], 1, 0)
+    texts = bench.target.tokenizer.batch_decode(bench.prompts(2, 40))
+    assert all("<|assistant|>" in text for text in texts), "prompts, and not random ids"
+    with pytest.raises(ValueError, match="give fewer --prompt-tokens"):
+        bench.prompts(2, 10**6)
+
+
+def test_generate_is_measured_by_a_median(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, now = script("gpu/decode"), [0.0]
+    seconds = iter([50.0, 12.0, 2.0, 92.0, 2.0, 13.0, 3.0])  # warms up; ten steps and one, three times
+
+    class Model:
+        def generate(self, *_: Any, **__: Any) -> None:
+            now[0] += next(seconds)
+
+    class Target:
+        model = Model()
+
+    monkeypatch.setattr(decode, "clock", lambda _: now[0])
+    bench = object.__new__(decode.Bench)
+    bench.device, bench.steps, bench.num_bytes, bench.bandwidth = torch.device("cpu"), 10, 1e9, 2.0
+    row = bench.theirs(Target(), torch.zeros(2, 3))
+    assert (row["milliseconds"], row["tokens_per_second"], row["bandwidth_share"]) == (1000.0, 2.0, 0.5)
+
+
+def test_the_baseline_is_the_fastest_plain_decoding_of_all_parts(script: Callable[[str], Any]) -> None:
+    def part(form: str, **milliseconds: float) -> dict[str, Any]:
+        rows = [
+            {"form": form, "batch": 1, "method": method, "milliseconds": value, "tokens_per_second": 1e3 / value * tokens}
+            for (method, value), tokens in zip(milliseconds.items(), (1, 1, 3), strict=False)
+        ]
+        return {"report": {"rows": rows}}
+
+    parts = {"tests": {"report": None}, "decode_eager": part("eager", transformers=8.0, plain=10.0, medusa=12.0)}
+    parts |= {"decode_graphs": part("graphs", plain=4.0), "train": {"report": {"rows": [{}]}}}
+    rows = script("gpu/check").decoding_rows(parts)
+    assert [row["break_even"] for row in rows] == [2.0, 2.5, 3.0, 1.0]
+    assert [row["speedup"] for row in rows] == [0.5, 0.4, 1.0, 1.0]
+    del parts["decode_graphs"]
+    assert [row["break_even"] for row in script("gpu/check").decoding_rows(parts)] == [1.0, 1.25, 1.5]
 
 
 def test_train_measures_labels_and_every_kind_and_lists_failures(
@@ -128,26 +257,58 @@ def test_train_measures_labels_and_every_kind_and_lists_failures(
 ) -> None:
     train = script("gpu/train")
     monkeypatch.setitem(train.TRAININGS, "block", ("no_such_loss", {}))
-    train.main(shape="tiny", device="cpu", seq=[16], batch=[2], steps=1, warm_up=0, output=tmp_path / "train.json")
+    sizes = ["--seq", "16", "--batch", "2", "--steps", "1", "--warm-up", "0"]
+    train.main(["--shape", "tiny", "--device", "cpu", *sizes, "--output", str(tmp_path / "train.json")])
     report = json.loads((tmp_path / "train.json").read_text())
     assert [row["work"] for row in report["rows"]] == ["labels", "redrafter", "eagle3"]
     assert all(row["matrix_share"] > 0 and row["positions_per_second"] > 0 for row in report["rows"])
     assert [case["work"] for case in report["failed"]] == ["block"]
 
 
+def test_training_is_timed_by_the_median_after_a_warm_up(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    train, now = script("gpu/train"), [0.0]
+    seconds = iter([100.0, 1.0, 9.0, 2.0])
+
+    def work() -> None:
+        now[0] += next(seconds)
+
+    monkeypatch.setattr(train, "clock", lambda _: now[0])
+    assert train.timed(work, torch.device("cpu"), 3, 1) == {"seconds": 2.0, "peak_gib": None}
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("print(1)", "ok"), ("exit(3)", "failed with exit status 3"), ("while True: pass", "stopped after 2 s")],
+    [
+        ("print(1)", "ok"),
+        ("exit(3)", "failed with exit status 3"),
+        # The process that it starts is stopped, too.
+        ("import subprocess as s; s.run(['sh', '-c', 'sleep 2; touch still_running'])", "stopped after 1 s"),
+    ],
 )
-def test_a_part_of_the_check_ends_in_time(script: Callable[[str], Any], tmp_path: Path, code: str, status: str) -> None:
+def test_a_part_of_the_check_ends_in_time(
+    script: Callable[[str], Any], tmp_path: Path, code: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = script("gpu/check")
     path = tmp_path / "part.py"
     path.write_text(code)
-    result = check.run_part("part", (str(path),), 2, tmp_path, {})
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    result = check.run_part("part", (str(path),), 1, tmp_path, {"PATH": os.environ["PATH"]})
     assert result["status"] == status
+    if "sleep" in code:
+        time.sleep(1.5)
+        assert not (tmp_path / "still_running").exists()
     assert result["report"] is None
 
 
-def test_all_parts_of_the_check_end_within_ten_minutes(script: Callable[[str], Any]) -> None:
+def test_all_parts_of_the_check_end_within_ten_minutes_and_a_failed_one_fails_it(
+    script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check = script("gpu/check")
     assert sum(limit for limit, _ in check.PARTS.values()) <= 600
+    monkeypatch.setenv("OUT", str(tmp_path))
+    statuses = dict.fromkeys(check.PARTS, "ok")
+    monkeypatch.setattr(check, "run_part", lambda name, *_: {"status": statuses[name], "seconds": 1.0, "report": None})
+    assert check.main([]) == 0
+    statuses["tests"] = "failed with exit status 1"
+    assert check.main([]) == 1
+    assert json.loads((tmp_path / "check.json").read_text())["parts"]["tests"]["status"] == statuses["tests"]

@@ -63,6 +63,11 @@ def test_figures_are_sums_over_answers(script: Any) -> None:
     assert (first["over plain"], first["identical"], first["tokens_per_step"]) == ([1, 1, 1], 2, 1)
     assert (second["seconds_per_token"], second["over plain"]) == (1, [3, 2, 4])
     assert (second["tokens_per_step"], second["identical"], second["answers"]) == (2, 1, 2)
+    # An answer that ended at its prefill has no speed.
+    ended = [answer(method, 2, 0.0, [1], 0) for method in ("plain", "drafted")]
+    assert script("turns").rows_of([*plain, *drafted, *ended], "plain", "plain") == [first, second]
+    with pytest.raises(ValueError, match="all answers ended at their prefill"):
+        script("turns").rows_of(ended, "plain", "plain")
 
 
 def allocate(limited: Any, num_bytes: int) -> int:

@@ -14,13 +14,13 @@ import pytest
 
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.records.labels import setting_words
+from outrider.eval.records.names import setting_words
 from outrider.eval.records.records import EvalRecord, TreeTokens
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo
 from outrider.eval.report.page import write_report
 from outrider.eval.report.page_tables import Value, column
 from outrider.eval.report.runs import read_groups
-from outrider.eval.results.finished import rows_of
+from outrider.eval.results.rows import rows_of
 from outrider.models.phases import PhaseSeconds
 
 from ...commands import invoke
@@ -317,7 +317,7 @@ def test_every_name_of_a_user_is_escaped(write_run: WriteRun, tmp_path: Path) ->
     nasty = "<img src=x onerror=alert(1)>"
     target = {"name": nasty, "revision": nasty, "weights_sha256": "5e1f", "vocab_size": 3, "dtype": "torch.float32"}
     target["quantization"] = nasty
-    methods = {f"redrafter {nasty}/{name} beam_width=4": {"beam_width": 4, "share_prefixes": True} for name in ("a", "b")}
+    methods = {f"redrafter {nasty}/{name} beam_width=4": {"beam_width": 4} for name in ("a", "b")}
     options: Changes = {"config": {"target": target}, "environment": {"cpu": nasty, "packages": {nasty: nasty}}}
     page = report(tmp_path / nasty, write_run("one", methods, record={"category": nasty}, **options))
     assert "<img" not in page.source

@@ -125,6 +125,48 @@ def test_a_root_without_numbers_ends_the_answer_with_an_error():
                 decode(schedule, DamagedTarget)
 
 
+class RecordingTarget(ToyTarget):
+    """A target that records what its last stage holds of each entry."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.states: set[int] = set()
+
+    def output(self, states: Sequence[int]) -> TargetOutput:
+        self.states.update(states)
+        return super().output(states)
+
+
+@cache
+def states_of_text(prompt: tuple[int, ...], num_stages: int, is_sampled: bool) -> set[int]:
+    """Return what the last stage holds of the entries of the text."""
+    target = RecordingTarget(num_stages, 0)
+    steps = generate(
+        target, NullDrafter(), prompts=torch.tensor([prompt]), max_new_tokens=2 * NUM_TOKENS, **options(is_sampled)
+    )
+    assert sum(len(step.tokens[0]) for step in steps) == 2 * NUM_TOKENS
+    return target.states
+
+
+def test_a_nan_off_the_accepted_path_changes_no_token():
+    num_holes = 0
+    for schedule in schedules(40):
+        text = states_of_text(schedule.prompt, schedule.num_stages, schedule.is_sampled)
+
+        class HoleTarget(ToyTarget):
+            def output(self, states: Sequence[int], text: set[int] = text) -> TargetOutput:
+                nonlocal num_holes
+                output = super().output(states)
+                holes = [row for row, state in enumerate(states) if state not in text]
+                output.logits[:, holes] = torch.nan
+                num_holes += len(holes)
+                return output
+
+        steps, _ = decode(schedule, HoleTarget)
+        assert tokens_of(steps) == expected(schedule), schedule
+    assert num_holes > 100
+
+
 # --- mutants: what the schedules must catch
 
 

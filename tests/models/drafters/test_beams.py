@@ -16,7 +16,6 @@ from outrider.models.drafters.beams import (
     beam_search,
     likeliest_successors,
     pack_likeliest,
-    pack_separately,
     pack_survivors,
 )
 from outrider.models.drafters.options import RedrafterConfig
@@ -173,27 +172,20 @@ def test_shared_prefixes_are_packed_once():
     tree = pack_survivors(actual).trimmed()
     assert tree.tokens.tolist() == [[1, 2, 5, 3, 4, 6]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
-    separate = pack_separately(actual)
-    assert separate.tokens.tolist() == [[1, 1, 1, 2, 2, 5, 3, 4, 6]]
-    assert separate.parents.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4, 5]]
     assert [count.item() for count in tree_tokens(tree.tokens, tree.parents)] == [6, 9]
-    assert [count.item() for count in tree_tokens(separate.tokens, separate.parents)] == [9, 9]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("width", "length"), SHAPES)
-def test_beams_of_any_search_can_be_written_out_and_counted(width: int, length: int, seed: int):
+def test_beams_of_any_search_can_be_counted(width: int, length: int, seed: int):
     actual = search(FadingDrafter(seed), width=width, length=length)
-    tree, separate = pack_survivors(actual), pack_separately(actual)
-    num_beams = actual.level_sizes[-1]
-    assert separate.num_nodes == num_beams * length
+    tree, num_beams = pack_survivors(actual), actual.level_sizes[-1]
     shared, written_out = tree_tokens(tree.tokens, tree.parents)
     assert written_out.tolist() == [num_beams * length] * 2
     for row in range(2):
         nodes = row_paths(tree, row)
         assert shared[row] == len(nodes)
-        ends = separate.lineage[row, -num_beams:].flip(-1)  # [beam, depth]
-        assert {tuple(beam) for beam in separate.tokens[row][ends].tolist()} == {path for path in nodes if len(path) == length}
+        assert len([path for path in nodes if len(path) == length]) == num_beams
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 9, 11, 100])

@@ -23,7 +23,7 @@ from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import FeatureDrafter
 from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
 from outrider.models.drafters.labels import Labels
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LOSS_DECAY, Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 
@@ -211,14 +211,14 @@ def test_training_outputs_equal_those_of_one_branch_at_a_time(form, family):
 
 @torch.no_grad()
 def test_the_loss_of_eagle3_decays_with_depth_and_has_no_part_for_features(llama):
-    drafter = make("eagle3", llama, loss_decay=0.5)
+    drafter = make("eagle3", llama)
     batch = make_batch(llama, drafter.feature_layers)
     sums = [0.0] * 3
     for row, column in batch.positions.nonzero().tolist():
         known = [token for token in batch.continuations[row, column].tolist() if token != UNKNOWN]
         log_probs = slow_log_probs(drafter, llama, batch.input_ids[row, : column + 1].tolist(), known[:-1])
         for depth, label in enumerate(known[1:]):
-            sums[depth] -= float(log_probs[depth, label]) * 0.5**depth
+            sums[depth] -= float(log_probs[depth, label]) * LOSS_DECAY**depth
     loss = drafter.loss(batch, Objective())
     assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
     assert loss.counts.tolist() == [4, 4, 3]
@@ -228,11 +228,10 @@ def test_the_loss_of_eagle3_decays_with_depth_and_has_no_part_for_features(llama
 def test_eagle_regresses_the_next_feature_while_the_continuation_repeats_the_text(llama):
     batch = make_batch(llama)
     losses = [
-        make("eagle", llama, unroll=2, regression_weight=weights[0], classification_weight=weights[1]).loss(batch, Objective())
-        for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, 0.1))
+        make("eagle", llama, unroll=2, classification_weight=weight).loss(batch, Objective()) for weight in (0.0, 1.0, 0.1)
     ]
-    regression, classification, both = (loss.sums for loss in losses)
-    assert torch.allclose(both, regression + 0.1 * classification)
+    regression, one, tenth = (loss.sums for loss in losses)
+    assert torch.allclose(tenth, regression + 0.1 * (one - regression))
     drafter, labels = make("eagle", llama), Labels.of(batch)
     outputs = drafter.unroll(batch, labels, drafter.read_text(batch, batch.hidden_states))
     expected, num_checked = [0.0] * 3, 0
@@ -594,10 +593,8 @@ def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
         ("eagle", {"unroll": 0}, "drafter.unroll=0: must be above 0"),
         ("eagle", {"feature_noise": -0.1}, "feature_noise=-0.1: must be at least 0"),
         ("eagle", {"feature_noise": math.nan}, "feature_noise=NaN: must be a"),
-        ("eagle", {"regression_weight": 0.0, "classification_weight": 0.0}, "nothing would be learned"),
         ("eagle3", {"top_k": 0}, "top_k=0: must be above 0"),
         ("eagle3", {"top_k": 1000}, "is a mistake"),
-        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay=0.0: must be above 0"),
         ("eagle", {"init": "mine"}, "must be one of random, target"),
         ("eagle3", {"init": "mine"}, "must be one of random, target"),
         ("eagle3", {"draft_vocab_size": 91}, "more than the target's 90 tokens"),

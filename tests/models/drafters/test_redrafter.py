@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.samples import g_test
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
@@ -179,7 +179,6 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
         ({"beam_width": 2.5}, "beam_width=2.5: must be a whole number"),
         ({"rnn": "off"}, 'rnn="off": must be true or false'),
         ({"num_blocks": -1}, "num_blocks=-1: must be at least 0"),
-        ({"share_prefixes": False, "tree_nodes": 5}, "set tree_nodes to null"),
     ],
 )
 def test_a_typo_or_an_impossible_option_of_redrafter_is_named(target, options, message):
@@ -263,14 +262,11 @@ def distilled_to_tiny(tiny) -> Redrafter:
     return drafter.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("tree_nodes", "share_prefixes"),
-    [pytest.param(None, True, marks=pytest.mark.slow), (4, True), pytest.param(None, False, marks=pytest.mark.slow)],
-)
-def test_answers_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
+@pytest.mark.parametrize("tree_nodes", [pytest.param(None, marks=pytest.mark.slow), 4])
+def test_answers_drafted_by_beams_are_samples_of_the_target(target, tree_nodes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)
-    drafter.config.tree_nodes, drafter.config.share_prefixes = tree_nodes, share_prefixes
+    drafter.config.tree_nodes = tree_nodes
     counts, accepted = sampled_counts(tiny, drafter, num_texts=6000, length=4)
     assert accepted == {0, 1, 2, 3}
     assert g_test(counts, joint(tiny.model, 4)) > 1e-6
