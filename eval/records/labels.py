@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
+from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
 
 TITLES = {
     "block": "Block",

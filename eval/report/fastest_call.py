@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from ...data.drafter_names import TRAINING_FREE_NAMES
+from ...data.paths import TRAINING_FREE_NAMES
 from ..results.markdown import Markdown
 from ..results.rows import Row, is_broken, is_lossy
 from .card_options import require_plain_options
