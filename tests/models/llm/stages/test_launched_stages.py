@@ -64,6 +64,7 @@ def launched(whole: HFTarget, draft_model: str, folder: Path, target: Path, coun
     return results
 
 
+@pytest.mark.slow
 def test_a_launch_answers_like_the_target_in_memory(
     whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path
 ) -> None:
