@@ -126,7 +126,7 @@ def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
         "conf=demo",
         f"output_dir={tmp_path / 'run'}",
         f"target.name_or_path={tiny_target_dir}",
-        "data={limit: 4, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
+        "data={limit: 4, max_length: 96, prompt_chars: [20, 40]}",
         "distill={horizon: 3}",
         "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
         "train={steps: 1, warmup_steps: 0, batch_size: 2, max_positions: 32, validation_texts: 0}",
