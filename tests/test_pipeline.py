@@ -65,7 +65,7 @@ def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
         "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
         "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32, validation_texts: 2, validation_tokens: 8}",
         f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 12, profile_prompts: 1, memory_bandwidth_gbs: 10.0}",
+        "eval={max_new_tokens: 12, profile_prompts: 1}",
         "eval.settings=[{beam_width: 2, beam_length: 3}]",
     ]
 

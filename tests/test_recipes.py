@@ -39,7 +39,6 @@ SMALL_RUN = [
     "train.max_positions=16",
     "eval.max_new_tokens=8",
     "eval.profile_prompts=0",
-    "eval.memory_bandwidth_gbs=10.0",
 ]
 SMALL_DRAFTERS = {
     "block": ["drafter.num_layers=2"],

@@ -131,7 +131,7 @@ def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
         "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
         "train={steps: 1, warmup_steps: 0, batch_size: 2, max_positions: 32, validation_texts: 0}",
         f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 8, profile_prompts: 0, memory_bandwidth_gbs: 10.0}",
+        "eval={max_new_tokens: 8, profile_prompts: 0}",
         "eval.settings=[{beam_width: 2, beam_length: 2}]",
         "stages=[distill,train,eval]",
     ]
