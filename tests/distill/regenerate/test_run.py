@@ -122,21 +122,14 @@ def test_statistics_account_for_every_turn(target: HFTarget, data: DataConfig, t
     assert statistics["num_turns"] == sum(len(conversation.turns) // 2 for conversation in conversations)
     assert statistics["num_turns"] == statistics["num_answers"] + sum(statistics["dropped_turns"].values())
     assert statistics["dropped_turns"]["after a cut answer"] > 0
-    assert statistics["num_examples"] == len(examples) > 8
+    assert statistics["num_examples"] == len(examples) == len({example.id for example in examples}) > 8
+    assert {example.id.rsplit("#", 1)[0] for example in examples} <= {f"chat-{index}" for index in range(8)}
     assert statistics["num_tokens"] == sum(int(example.loss_mask.sum()) for example in examples)
     assert statistics["cut_share"] == pytest.approx(statistics["num_cut"] / statistics["num_answers"])
     assert 0 < statistics["num_cut"] < statistics["num_answers"]
     assert statistics["tokens_per_process_second"] > 0
     assert f"regenerated {statistics['num_answers']} answers of 8 conversations" in caplog.text
     assert "old answer" not in target.tokenizer.decode(torch.cat([example.input_ids for example in examples]))
-
-
-def test_ids_are_unique_and_name_their_conversation(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    examples = run(CONFIG, data, target, tmp_path / "answers")
-    ids = [example.id for example in examples]
-    assert len(set(ids)) == len(ids)
-    assert {id.rsplit("#", 1)[0] for id in ids} <= {f"chat-{index}" for index in range(8)}
-    assert any(id.endswith("#1") for id in ids)
 
 
 def test_answers_do_not_depend_on_the_other_conversations(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:

@@ -6,23 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 
 pytest.importorskip("openai")  # pip install 'outrider[openai]'
 
-from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import openai
 from outrider.distill.regenerate.engines.registry import open_engine
-from outrider.distill.regenerate.run import regenerate
 from outrider.models.llm.hf_target import HFTarget
-
-from .test_openai import Server
 
 MOST_SECONDS = 20.0
 GOOD = {"finish_reason": "stop", "token_ids": [5, 6, 3], "stop_reason": 3}
@@ -191,44 +185,3 @@ def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
     assert hostile.num_asked == 0
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
-
-
-def test_answers_before_an_attack_are_kept_and_the_same_command_completes(
-    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server answers a shard, then disconnects for ever; a second run against a sound server asks for the rest."""
-    monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(openai, "MAX_RETRIES", 0)
-    lines = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "x"}]} for n in range(6)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = DataConfig(source="messages", path=str(tmp_path / "chats.jsonl"), max_length=120)
-
-    def run(server: Server, folder: Path) -> dict[str, bytes]:
-        config = DistillConfig(
-            mode="regenerate", engine="openai", base_url=server.url, shard_examples=2, max_new_tokens=8, horizon=3,
-            decode_batch_size=1,
-        )  # fmt: skip
-        regenerate(config, data, target, folder, Accelerator(cpu=True))
-        return {path.name: path.read_bytes() for path in folder.iterdir() if "stats" not in path.name}
-
-    with Server(target) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        # 1. Uninterrupted.
-        expected = run(server, tmp_path / "whole")
-        num_whole = len(server.bodies)
-        # 2. Attacked after the third answer, then resumed.
-        good = server.complete
-
-        def attacked(body: dict[str, Any]) -> dict[str, Any]:
-            if len(server.bodies) > num_whole + 3:
-                raise ConnectionError("the server disconnects")
-            return good(body)
-
-        monkeypatch.setattr(server, "complete", attacked)
-        with pytest.raises(ConnectionError, match="finished shards are kept"):
-            run(server, tmp_path / "attacked")
-        monkeypatch.setattr(server, "complete", good)
-        num_before = len(server.bodies)
-        assert run(server, tmp_path / "attacked") == expected
-        assert len(server.bodies) - num_before == 4, "the finished shard isn't asked for again"
-        server.shutdown()

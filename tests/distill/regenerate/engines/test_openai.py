@@ -284,7 +284,7 @@ def test_an_invalid_reply_is_an_error_that_names_the_field(
         ask()
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+@pytest.mark.parametrize("usage", [None, {}])
 def test_a_reply_without_token_counts_is_accepted(
     ask: Callable[..., Found],
     server: Server,
@@ -297,7 +297,7 @@ def test_a_reply_without_token_counts_is_accepted(
     assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize("stop_reason", [True, 4.0, "</s>", ["a"]])
+@pytest.mark.parametrize("stop_reason", [True, "</s>"])
 def test_a_stop_reason_that_is_no_token_id_is_ignored(
     ask: Callable[..., Found], server: Server, target: HFTarget, stop_reason: Any
 ) -> None:
@@ -344,25 +344,6 @@ def ends_at_once() -> Iterator[None]:
             thread.join(timeout=max(0.0, start + 2 - time.monotonic()))
             assert not thread.is_alive(), "a thread still waits for the server"
     assert time.monotonic() - start < 2
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_of_the_caller_does_not_wait_for_requests_in_flight(
-    server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
-) -> None:
-    server.num_quick = 2
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
-
-    def consume() -> None:
-        with open_engine(config, target, limits) as engine:
-            for num_answers, _ in enumerate(engine.answer(requests), 1):
-                if num_answers == 2:
-                    until(lambda: server.num_inside == 4)
-                    raise error("stop")
-
-    # The traceback refers to the generator, so the generator is never closed.
-    with ends_at_once(), pytest.raises(error, match="stop"):
-        consume()
 
 
 def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
