@@ -101,7 +101,7 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
 
 
 def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:
-    """Yield the folders in the name of a drafter (see `drafter_names`)."""
+    """Yield the folders in the name of a drafter (see `data.paths`)."""
     for part in folders_of(name):
         expected = f"{ANY_DRAFTER}{nearest_name(part)}"
         yield NamedPath(option=option, value=part, expected=expected, is_local="/" not in part)

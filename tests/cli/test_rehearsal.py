@@ -157,16 +157,13 @@ def test_a_drafter_that_cannot_train_or_draft_is_refused_before_the_distillation
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "words", "plan"),
     [
-        (
-            "eval.max_new_tokens=1020",
-            "no prompt of mt_bench fits the context window of 1024 tokens",
-        ),
-        ("train={validation_texts: 1, validation_tokens: 1024}", "train.validation_tokens is 1024"),
+        ("eval.max_new_tokens=1020", "no prompt of mt_bench fits the context window of 1024 tokens", "plan=false"),
+        ("eval.max_new_tokens=1020", "no prompt of mt_bench fits the context window of 1024 tokens", "plan=true"),
+        ("train={validation_texts: 1, validation_tokens: 1024}", "train.validation_tokens is 1024", "plan=false"),
     ],
 )
-@pytest.mark.parametrize("plan", ["plan=false", "plan=true"])
 def test_answers_beyond_the_context_are_refused_before_the_distillation(override, words, plan, options, tmp_path):
     with pytest.raises(ValueError, match=words):
         run_here(*options, override, plan)

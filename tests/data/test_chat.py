@@ -285,12 +285,6 @@ def test_batches_of_conversations_keep_their_order(
         assert [tiny_tokenizer.decode(run) for run in runs(example)] == [f"Answer {index}<|end|>"]
 
 
-def test_a_prompt_ends_where_the_assistants_answer_starts(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = conversation("Hi", "Yes.", "And?").turns
-    prompt = encode_prompt(turns, tiny_tokenizer)
-    assert tiny_tokenizer.decode(prompt[0]) == "<|user|>Hi<|assistant|>Yes.<|end|><|user|>And?<|assistant|>"
-
-
 def test_a_conversation_of_very_many_turns_is_dropped_at_once(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Each answer renders the text before it: 50,000 answers took hours."""
     tokenizer = with_template(tiny_tokenizer, CHATML)

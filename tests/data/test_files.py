@@ -238,13 +238,9 @@ def test_a_dataclass_is_parsed_through_all_its_levels() -> None:
     ("change", "problem"),
     [
         ({"extra": 1}, "f.json: extra: there is no such key.* another version"),
-        ({"inner": {"size": 1, "colour": 2}}, "inner.colour: there is no such key"),
         ({"inner": {}}, "inner.size: is missing"),
-        ({"name": 3}, "name=3: must be a text"),
         ({"kept": 1}, "kept=1: must be true or false"),
         ({"many": [{"size": True}]}, r"many\[0\].size=true: must be a whole number"),
-        ({"many": {"size": 1}}, "many=.*: must be a list"),
-        ({"revision": 5}, "revision=5: must be a text"),
         ({"name": 3, "inner": {"size": 1.5}}, "name=3: .*; inner.size=1.5: must be a whole number"),
     ],
 )

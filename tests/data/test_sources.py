@@ -165,13 +165,9 @@ def test_a_data_set_of_another_form_is_an_error_with_the_reasons(tmp_path: Path)
     ("name", "content", "problem"),
     [
         ("a.jsonl", b"", "a.jsonl holds no record"),
-        ("a.jsonl", b"\n \n", "a.jsonl holds no record"),
         ("a.json", b"[]", "a.json holds no record"),
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2, column .*not JSON.*one JSON object per line.*cut"),
-        ("a.json", b'[{"a": 1},\n{"a": 2}', "a.json, line 2, column .*not JSON"),
-        ("a.jsonl", b"\xff\xfe{}", "a.jsonl is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz is not a complete gzip file"),
-        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a complete gzip file"),
         ("a.parquet", b"PAR1 nonsense", "a.parquet is not a complete Parquet file"),
         ("a.csv", b"a,b\n", "a.csv: unknown kind of data file '.csv'; use one of .json, .jsonl"),
     ],

@@ -167,10 +167,8 @@ def test_a_lost_shard_with_all_states_is_rewritten_with_equal_bytes(target: HFTa
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"features_dtype": "int8"}, "features_dtype .was 'bfloat16', is 'int8'"),
         ({"feature_layers": [1]}, r"feature_layers .was \[0, 1\], is \[1\]"),
         ({"top_logprobs": None}, "top_logprobs .was 6, is None"),
-        ({"features": "none"}, "features .was 'last_hidden', is 'none'"),
     ],
 )
 def test_shards_that_store_something_else_are_not_mixed_in(
@@ -245,18 +243,6 @@ def test_nan_in_hidden_states_is_an_error_that_names_the_text(damaged: str, targ
     features = replace(features, **{damaged: bad if damaged == "hidden_states" else {0: broken, 1: bad}})
     with pytest.raises(ValueError, match=f"example '{example.id}': the target's hidden states are not all numbers"):
         start_storing(ALL, [example], continuations, features)()
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"features_dtype": "int8"}, "features_dtype is int8, and nothing is stored in it"),
-        ({"features_dtype": "int4", "features": "last_hidden"}, "features_dtype\n *must be one of bfloat16, float8"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        DistillConfig(**options)
 
 
 def test_tensors_of_a_cpu_are_returned_as_they_are() -> None:

@@ -6,23 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 
 pytest.importorskip("openai")  # pip install 'outrider[openai]'
 
-from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import openai
 from outrider.distill.regenerate.engines.registry import open_engine
-from outrider.distill.regenerate.run import regenerate
 from outrider.models.llm.hf_target import HFTarget
-
-from .test_openai import Server
 
 MOST_SECONDS = 20.0
 GOOD = {"finish_reason": "stop", "token_ids": [5, 6, 3], "stop_reason": 3}
@@ -97,8 +91,8 @@ class HostileServer(ThreadingHTTPServer):
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
     monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
     monkeypatch.setattr(openai, "MAX_RETRIES", 1)
-    monkeypatch.setattr(openai, "ANSWER_SECONDS", 2.0)
-    monkeypatch.setattr(openai, "LIST_SECONDS", 1.0)
+    monkeypatch.setattr(openai, "ANSWER_SECONDS", 0.8)
+    monkeypatch.setattr(openai, "LIST_SECONDS", 0.4)
     monkeypatch.setattr(openai, "MOST_REPLY_BYTES", 100_000)
     with HostileServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -127,9 +121,8 @@ def ask(hostile: HostileServer, target: HFTarget, limits: Limits, requests: list
 
 SOON = {"Retry_After": "0.01"}
 COMPLETIONS = {
-    "a slow drip": (endless(b" ", 0.05), ConnectionError, "no complete reply within 2 s"),
+    "a slow drip": (endless(b" ", 0.05), ConnectionError, "no complete reply within"),
     "an endless stream": (endless(b"x" * 10_000, 0.0), ValueError, "answers with more than 100,000 bytes"),
-    "a huge reply": (sends(b" " * 200_000), ValueError, "answers with more than 100,000 bytes"),
     "a bomb of gzip": (
         sends(gzip.compress(bytes(10**6)), Content_Encoding="gzip"),
         ValueError,
@@ -143,16 +136,14 @@ COMPLETIONS = {
         ValueError,
         "isn't a reply of this protocol",
     ),
-    "a storm of 500": (sends({"error": "oops"}, 500, **SOON), ConnectionError, "failed 2 times; at last it answers 500"),
     "a storm of 429": (sends({"error": "slow"}, 429, **SOON), ConnectionError, "failed 2 times; at last it answers 429"),
-    "429 for a minute": (sends({"error": "slow"}, 429, Retry_After="59"), ConnectionError, "no complete reply within 2 s"),
+    "429 for a minute": (sends({"error": "slow"}, 429, Retry_After="59"), ConnectionError, "no complete reply within"),
     "a refusal with escapes": (sends(b"\x1b[2Jgone", 400), ValueError, r"answers 400:  \[2Jgone"),
     "ids beyond the vocabulary": (
         sends({"choices": [{**GOOD, "token_ids": [10**15]}]}),
         ValueError,
         "tokens that the target doesn't have",
     ),
-    "ids below zero": (sends({"choices": [{**GOOD, "token_ids": [-1]}]}), ValueError, "tokens that the target doesn't have"),
     "a number of 400 digits": (
         sends(b'{"choices": [{"finish_reason": "stop", "token_ids": [' + b"9" * 400 + b"]}]}"),
         ValueError,
@@ -176,11 +167,9 @@ def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
 @pytest.mark.parametrize(
     ("models", "error", "message"),
     [
-        (endless(b" ", 0.05), ConnectionError, "no complete reply within 1 s"),
+        (endless(b" ", 0.05), ConnectionError, "no complete reply within"),
         (sends({"data": [{"id": "m" * 50_000}, {"id": "n"}]}), ValueError, "set distill.served_model"),
         (sends({"data": [{"id": "\x1b[2Ja"}, {"id": "b"}]}), ValueError, r"serves  \[2Ja, b"),
-        (sends({"data": 7}), ValueError, "data: Input should be a valid"),
-        (cut, ConnectionError, "failed 2 times"),
     ],
 )
 def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
@@ -196,52 +185,3 @@ def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
     assert hostile.num_asked == 0
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
-
-
-def test_ids_of_another_text_are_an_error(ask: Callable[[], list[list[int]]], hostile: HostileServer, target: HFTarget) -> None:
-    hostile.completions = sends({"choices": [{**GOOD, "text": target.tokenizer.decode([5, 6])}]})
-    assert ask() == [[5, 6, 3]] * 2
-    hostile.completions = sends({"choices": [{**GOOD, "text": "another text"}]})
-    with pytest.raises(ValueError, match="answers with the text 'another text', which isn't that of its token ids"):
-        ask()
-
-
-def test_answers_before_an_attack_are_kept_and_the_same_command_completes(
-    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server answers a shard, then disconnects for ever; a second run against a sound server asks for the rest."""
-    monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(openai, "MAX_RETRIES", 0)
-    lines = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "x"}]} for n in range(6)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = DataConfig(source="messages", path=str(tmp_path / "chats.jsonl"), max_length=120)
-
-    def run(server: Server, folder: Path) -> dict[str, bytes]:
-        config = DistillConfig(
-            mode="regenerate", engine="openai", base_url=server.url, shard_examples=2, max_new_tokens=8, horizon=3,
-            decode_batch_size=1,
-        )  # fmt: skip
-        regenerate(config, data, target, folder, Accelerator(cpu=True))
-        return {path.name: path.read_bytes() for path in folder.iterdir() if "stats" not in path.name}
-
-    with Server(target) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        # 1. Uninterrupted.
-        expected = run(server, tmp_path / "whole")
-        num_whole = len(server.bodies)
-        # 2. Attacked after the third answer, then resumed.
-        good = server.complete
-
-        def attacked(body: dict[str, Any]) -> dict[str, Any]:
-            if len(server.bodies) > num_whole + 3:
-                raise ConnectionError("the server disconnects")
-            return good(body)
-
-        monkeypatch.setattr(server, "complete", attacked)
-        with pytest.raises(ConnectionError, match="finished shards are kept"):
-            run(server, tmp_path / "attacked")
-        monkeypatch.setattr(server, "complete", good)
-        num_before = len(server.bodies)
-        assert run(server, tmp_path / "attacked") == expected
-        assert len(server.bodies) - num_before == 4, "the finished shard isn't asked for again"
-        server.shutdown()

@@ -232,21 +232,12 @@ def test_an_authentication_error_is_raised_at_once_without_the_key(
     assert "sk-very-secret" not in str(error.value) + caplog.text
 
 
-@pytest.mark.parametrize("location", ["/v1/completions", "ftp://elsewhere/v1/completions"])
-def test_a_redirect_is_an_error_at_once_with_the_address_to_set(
-    ask: Callable[..., Found], server: Server, location: str
-) -> None:
+def test_a_redirect_is_an_error_at_once_with_the_address(ask: Callable[..., Found], server: Server) -> None:
     """A client that follows redirects would retry loops and unknown protocols for minutes."""
-    server.faults = [(307, {"Location": location}, b"")] * 100
-    with pytest.raises(ValueError, match=f"answers 307, a redirect to {location}.*set distill.base_url"):
+    server.faults = [(307, {"Location": "/v1/completions"}, b"")] * 100
+    with pytest.raises(ValueError, match="answers 307: /v1/completions. Check distill.base_url"):
         ask(decode_batch_size=1)
     assert len(server.faults) > 90
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "ftp://x", "nonsense"])
-def test_an_invalid_address_is_an_error_before_a_connection(url: str) -> None:
-    with pytest.raises(ValueError, match="distill.base_url is not an address"), openai.open_server(url):
-        pass
 
 
 def test_text_without_token_ids_is_tokenized_again_with_one_warning(
@@ -275,19 +266,8 @@ def test_text_without_token_ids_is_tokenized_again_with_one_warning(
             "finish_reason: Input should be 'stop' or 'length'",
         ),
         (lambda reply: reply.clear(), "choices: Field required"),
-        (lambda reply: reply.update(choices=["?"]), r"choices.0: Input should be"),
-        (lambda reply: reply.update(choices={"0": {}}), "choices: Input should be a valid"),
-        (lambda reply: reply.update(choices=[]), "choices.0: Field required"),
-        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids.1: Input should be a valid integer"),
-        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids.0: Input should be a valid integer"),
         (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids.0: Input should be a valid integer"),
-        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids: Input should be a valid"),
-        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text: Input should be a valid string"),
         (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
-        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason: Input should be"),
-        (lambda reply: reply["choices"][0].pop("finish_reason"), "finish_reason: Field required"),
-        (lambda reply: reply.update(usage=[1]), "usage: Input should be"),
-        (lambda reply: reply["usage"].update(prompt_tokens="5"), "usage.prompt_tokens: Input should be a valid integer"),
         (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens, more than max_tokens="),
     ],
 )
@@ -304,7 +284,7 @@ def test_an_invalid_reply_is_an_error_that_names_the_field(
         ask()
 
 
-@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+@pytest.mark.parametrize("usage", [None, {}])
 def test_a_reply_without_token_counts_is_accepted(
     ask: Callable[..., Found],
     server: Server,
@@ -317,7 +297,7 @@ def test_a_reply_without_token_counts_is_accepted(
     assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize("stop_reason", [True, 4.0, "</s>", ["a"]])
+@pytest.mark.parametrize("stop_reason", [True, "</s>"])
 def test_a_stop_reason_that_is_no_token_id_is_ignored(
     ask: Callable[..., Found], server: Server, target: HFTarget, stop_reason: Any
 ) -> None:
@@ -345,12 +325,6 @@ def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], 
     assert caplog.text.count("such answers are cut there") == 1
 
 
-def test_a_web_page_in_place_of_an_api_is_an_error(ask: Callable[..., Found], server: Server) -> None:
-    server.faults = [(200, {}, b"<html>hello</html>")] * 100
-    with pytest.raises(ValueError, match=r"answers <html>hello</html>.*Invalid JSON"):
-        ask()
-
-
 def test_requests_in_flight_never_exceed_decode_batch_size(ask: Callable[..., Found], server: Server) -> None:
     server.delay_seconds = 0.05
     ask(decode_batch_size=3)
@@ -370,25 +344,6 @@ def ends_at_once() -> Iterator[None]:
             thread.join(timeout=max(0.0, start + 2 - time.monotonic()))
             assert not thread.is_alive(), "a thread still waits for the server"
     assert time.monotonic() - start < 2
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_of_the_caller_does_not_wait_for_requests_in_flight(
-    server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
-) -> None:
-    server.num_quick = 2
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
-
-    def consume() -> None:
-        with open_engine(config, target, limits) as engine:
-            for num_answers, _ in enumerate(engine.answer(requests), 1):
-                if num_answers == 2:
-                    until(lambda: server.num_inside == 4)
-                    raise error("stop")
-
-    # The traceback refers to the generator, so the generator is never closed.
-    with ends_at_once(), pytest.raises(error, match="stop"):
-        consume()
 
 
 def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
