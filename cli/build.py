@@ -32,13 +32,8 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     """
     described: type = cls  # for mypy, a type[T] has no hash
     values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
-    known, text = _names(described), json.dumps(values)
     # 1. Each field alone.
-    report = list(problems)
-    try:
-        _fields_of(described).model_validate_json(text)
-    except ValidationError as error:
-        report += problems_of(error, known=known)
+    report = [*problems, *field_problems(described, values)]
     messages = [problem_report(report)] if report else []
     try:
         require_paths(paths_of(values))
@@ -49,9 +44,43 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
 
     # 2. The whole.
     try:
-        return TypeAdapter(cls).validate_json(text)
+        return TypeAdapter(cls).validate_json(_json(values))
     except ValidationError as error:
-        raise ValueError(problem_report(problems_of(error, known=known))) from None
+        raise ValueError(problem_report(problems_of(error, known=_names(described)))) from None
+
+
+def field_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each unknown key, and each wrong or missing value, of a configuration's fields."""
+    return _problems(cls, _fields_of(cls), values)
+
+
+def partial_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each unknown key and each wrong value in a part of a configuration's values."""
+    return _problems(cls, _parts_of(cls), values)
+
+
+def _problems(cls: type, model: type[BaseModel], values: Mapping[str, Any]) -> list[str]:
+    try:
+        model.model_validate_json(_json(values))
+    except ValidationError as error:
+        return problems_of(error, known=_names(cls))
+    return []
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, default=str)  # YAML has types that JSON lacks
+
+
+@cache
+def _parts_of(cls: type) -> type[BaseModel]:
+    """Return a model with the fields of a configuration and its sections, which may all be missing."""
+    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+    parts: dict[str, Any] = {}
+    for name, hint in hints.items():
+        section: Any = hint  # mypy takes it for an instance after the check
+        parts[name] = _parts_of(section) if dataclasses.is_dataclass(hint) else hint
+    definitions: Any = {field.name: (parts[field.name], None) for field in dataclasses.fields(cls)}
+    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
 
 
 @cache

@@ -12,10 +12,15 @@ from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import Drafters, load_chosen_target, with_limit
+from .options import Drafters, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
-    from ..eval.certify.certificate import CertificateLine
+    from ..models.drafters.saved.parts import DrafterParts
+    from ..models.export.certificate_file import CertificateLine
+    from ..models.llm.hf_target import HFTarget
+
+USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "micro_batch", "seed", "num_threads"})
+"""Options of the section `eval` that a certificate depends on."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -40,6 +45,9 @@ class CertifyOptions:
         "eval": {"suites": ["stdlib"], "max_new_tokens": 64},
     }
     USUAL: ClassVar = ("target.name_or_path", "target.dtype", "target.device", "eval.suites", "eval.max_new_tokens")
+
+    def __post_init__(self) -> None:
+        require_used(self.eval, USED, "certify")
 
 
 def certify_command(options: CertifyOptions, line: CommandLine) -> None:
@@ -76,39 +84,49 @@ def _certify(
     Returns the certificate's lines, and the description of what they certify. Until all are there,
     the file `unfinished` keeps the lines.
     """
-    from ..eval.certify.certificate import decoding_checks, run_checks
-    from ..eval.measure.environment import describe_environment
-    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
-    from ..eval.measure.pipelined import recorded_stages
-    from ..eval.run import check_inputs, load_suites
+    from ..eval.run import check_inputs, cpu_threads
     from ..models.drafters.saved.parts import parse_drafter_name
 
-    # 1. Load the target after all inputs are checked.
+    # 1. Check the inputs.
     all_parts = [parse_drafter_name(name) for name in options.drafter]
     kinds = {part.name for parts in all_parts for part in parts.parts}
     raise_problems(stage_problems(config, options.target.stage_layers, kinds))
     check_inputs(config, all_parts)
     launch_stages("certify", line, options.target)
-    target = load_chosen_target(options.target)
+    with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
+        return _decode(config, all_parts, load_chosen_target(options.target), unfinished)
 
-    # 2. Name each method as the tables of an evaluation do, and decode with it.
-    specs = method_specs(config, all_parts)
-    (methods,) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
+
+def _decode(
+    config: EvalConfig, drafters: "list[DrafterParts]", target: "HFTarget", unfinished: Path
+) -> "tuple[list[CertificateLine], dict[str, Any]]":
+    """Run the checks of a loaded target."""
+    from ..eval.certify.certificate import decoding_checks, run_checks
+    from ..eval.measure.environment import describe_environment, recorded_stages
+    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
+    from ..eval.run import load_suites
+    from ..models.drafters.saved.loading import trained_parts
+
+    # 1. Load the drafters, and name each method as the tables of an evaluation do.
+    specs = method_specs(config, drafters)
+    loaded = load_drafters(specs, target)
+    target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
+    (methods,) = methods_by_place(config, specs, loaded, target).values()
     named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
     checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
-    # 3. Describe what is certified (the target, its form, and the drafters' weights), and run the checks.
+    # 2. Describe what is certified (the target, its form, and the drafters' weights), and run the checks.
     subject = {
         "target": target.identity.name,
         "weights_sha256": target.identity.weights_sha256,
-        "suite": config.suites[0].name,
+        "suites": {suite.name: suite.revision for suite in suites},
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.identity.quantization,
         "form": target.form,
         **recorded_stages(target),
         "drafters": {spec.label: spec.parts.weights for spec in specs.values()},
-        "environment": asdict(describe_environment(target.device)),
+        "environment": asdict(describe_environment(target.device, target.linears)),
     }
-    prompts = {"suite_revision": suites[0].revision, "max_new_tokens": config.max_new_tokens}
-    return run_checks(checks, unfinished, {**subject, **prompts, "methods": recorded_methods(specs)}), subject
+    request = {**subject, "max_new_tokens": config.max_new_tokens, "methods": recorded_methods(specs)}
+    return run_checks(checks, unfinished, request), subject

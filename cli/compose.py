@@ -3,6 +3,7 @@
 This module doesn't import torch, so a mistyped option gets an answer at once.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..models.drafters.losses import MIXTURE_EXAMPLE
-from .build import build, problem_report
+from ..models.drafters.options import DRAFTER_OPTIONS
+from ..models.drafters.shared_options import START_FROM
+from .build import build, field_problems, merged, partial_problems, problem_report
 from .command_line import CommandLine, read_command_line
 from .config import RunConfig, RunOptions
-from .describe import GROUPS, choices, run_sections, sections_of
+from .describe import GROUPS, choices, chosen_by, kind_of_choice, run_sections, sections_of
 from .errors import user_errors
 from .help import command_help
 from .inputs import recipe_paths
@@ -43,16 +44,17 @@ def run_command(arguments: Sequence[str]) -> None:
     """Compose a recipe, and run it, in processes of accelerate if `--launch` is given."""
     # 1. Compose the recipe, and print it if that is asked for.
     line = read_run_line(arguments)
-    composed = compose(line)
-    if line.values.get("show"):
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
-        return
     if not line.values["conf"]:
         raise ValueError(
             f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
             "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
         )
-    config = to_run_config(composed, line.problems)  # checked before torch is imported
+    composed = compose(line)
+    if line.values.get("show"):
+        print(OmegaConf.to_yaml(OmegaConf.create(composed.values)), end="")
+        composed.require_options()
+        return
+    config = composed.config()  # checked before torch is imported
 
     # 2. Run it.
     from .run import require_inputs, run  # imports torch, transformers and all stages
@@ -65,8 +67,16 @@ def run_command(arguments: Sequence[str]) -> None:
 
 
 def read_run_line(arguments: Sequence[str]) -> CommandLine:
-    """Sort the arguments of `outrider run`. Words are recipes: `demo` is conf=demo."""
-    line = read_command_line(arguments, run_sections(), launches=True)
+    """Sort the arguments of `outrider run`. Words are recipes: `demo` is conf=demo.
+
+    Raises ValueError for wrong values of the command's own options.
+    """
+    line = read_command_line(arguments, run_sections(), launches=True, groups=GROUPS[:-1])
+    own = {
+        option.name: line.values[option.name] for option in sections_of(RunOptions)[""].options if option.name in line.values
+    }
+    if problems := field_problems(RunOptions, own):
+        raise ValueError(problem_report([*line.problems, *problems]))
     words = [word for text in line.words for word in text.strip("[]").split(",")]
     line.values["conf"] = [*line.values.get("conf", []), *words]
     return line
@@ -74,36 +84,78 @@ def read_run_line(arguments: Sequence[str]) -> CommandLine:
 
 def load_recipe(*arguments: str) -> RunConfig:
     """Return the configuration that `outrider run` would run with these arguments."""
-    line = read_run_line(arguments)
-    return to_run_config(compose(line), line.problems)
+    return compose(read_run_line(arguments)).config()
 
 
-def compose(line: CommandLine) -> DictConfig:
-    """Compose a recipe. Problems of its choices and files go to the command line's problems."""
+@dataclass(frozen=True)
+class Composed:
+    """A composed recipe."""
+
+    values: dict[str, Any]
+    """Its options, of which some may be wrong or missing."""
+    mistakes: list[str]
+    """Problems of the user's own files and arguments."""
+
+    def config(self) -> RunConfig:
+        """Return the configuration. Raises one ValueError with all problems, each under its option's full name."""
+        return build(RunConfig, self.values, recipe_paths, self.mistakes or self.missing())
+
+    def require_options(self) -> None:
+        """Raise the ValueError of `config` without what needs torch, or files of this machine."""
+        # Where a recipe doesn't exist, its options would be reported as missing.
+        if problems := self.mistakes or [*self.missing(), *field_problems(RunConfig, self.values)]:
+            raise ValueError(problem_report(problems))
+
+    def missing(self) -> list[str]:
+        """Return a line for each option that a packaged file leaves to the user (`???`)."""
+        return [f"{name} is missing; give {name}=VALUE" for name in sorted(OmegaConf.missing_keys(self.values))]
+
+
+def compose(line: CommandLine) -> Composed:
+    """Compose a recipe.
+
+    Mistakes in the user's own files and arguments raise a ValueError before Hydra is imported, which
+    takes as long as all else, unless the options are to be shown.
+    """
     # 1. Sort the layers: packaged recipes and choices for Hydra, then files, then the command line.
-    chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
     own = [option.name for option in sections_of(RunOptions)[""].options]
-    line.problems += [
+    layers = Layers(problems=list(line.problems))
+    for recipe in line.values["conf"]:
+        layers.add_recipe(recipe)
+    chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
+    layers.add(dict(chosen))
+    layers.add(line.nested(without=[*chosen, *own]))
+    layers.problems += [
         f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
         for name in line.values
         if name.startswith("train.loss.")
     ]
-    layers = Layers()
-    for recipe in line.values["conf"]:
-        layers.add_recipe(recipe)
-    layers.add(chosen)
-    layers.add(line.nested(without=[*chosen, *own]))
+    mistakes = [*layers.problems, *layers.mistakes()]
+    if mistakes and not line.values.get("show"):
+        raise ValueError(problem_report(mistakes))
 
     # 2. Put them on top of each other.
-    register()
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        overrides = [f"{group}={name}" for group, name in layers.chosen.items()]
-        composed = hydra_compose("config", overrides=[*overrides, f"conf=[{','.join(layers.packaged)}]"])
-    OmegaConf.set_struct(composed, False)
+    values = packaged(layers)
     for layer in layers.values:
-        composed = on_top(composed, layer)
-    line.problems += layers.problems
-    return composed
+        values = on_top(values, layer)
+    try:
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation without a value, maybe because of another problem
+        text = f"{error.full_key}: {str(error.msg or error).splitlines()[0]}"
+        raise ValueError(problem_report(mistakes or [text])) from None
+    return Composed(resolved, mistakes)
+
+
+def packaged(layers: "Layers") -> dict[str, Any]:
+    """Compose the packaged recipes and choices by Hydra."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)
+    overrides = [*(f"{group}={name}" for group, name in layers.chosen.items()), f"conf=[{','.join(layers.packaged)}]"]
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        values: Any = OmegaConf.to_container(hydra_compose("config", overrides=overrides))
+    return dict(values)
 
 
 @dataclass
@@ -137,9 +189,14 @@ class Layers:
         self.files.append(path)
         values = read_recipe_file(path)
         base = values.pop("base", None)
-        for below in [base] if isinstance(base, str) else base or []:
+        for below in [] if base is None else base if isinstance(base, list) else [base]:
             group, is_choice, choice = str(below).partition("=")
-            if is_choice:
+            if not isinstance(below, str) or (is_choice and group not in GROUPS[:-1]):
+                self.problems.append(
+                    f"{path}: base={json.dumps(below, default=str)}: must be a recipe, a file, or a choice of "
+                    f"{', '.join(GROUPS[:-1])} (drafter=eagle3), or a list of them; other options stand beside base"
+                )
+            elif is_choice:
                 self.add({group: choice})
             else:
                 self.add_recipe(group)
@@ -156,37 +213,54 @@ class Layers:
                     self.chosen[group] = name
         self.values.append(values)
 
+    def mistakes(self) -> list[str]:
+        """Return a line for each unknown option and wrong value of the user, without the packaged files.
 
-def on_top(below: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+        An interpolation has no value without them: then they are found later.
+        """
+        values: dict[str, Any] = {}
+        for layer in self.values:
+            values = on_top(values, layer)
+        if "${" in json.dumps(values, default=str):
+            return []
+        variants = values.pop("variants", None)
+        problems = self._mistakes_in(values)
+        for name, variant in variants.items() if isinstance(variants, Mapping) else ():
+            changes = (
+                {key: variant[key] for key in ("train", "drafter") if key in variant} if isinstance(variant, Mapping) else {}
+            )
+            problems += [f"variants.{name}.{line}" for line in self._mistakes_in(changes)]
+        return problems
+
+    def _mistakes_in(self, values: Mapping[str, Any]) -> list[str]:
+        """Return a line for each mistake in a part of a run's options. A drafter's options are those of its kind."""
+        if not isinstance(drafter := values.get("drafter"), Mapping):
+            return partial_problems(RunConfig, values)
+        chosen = [self.chosen.get("drafter"), *(chosen_by(name)["drafter"] for name in reversed(self.packaged))]
+        name = next(filter(None, chosen), None)
+        kind = drafter.get("kind") or (None if name is None else kind_of_choice(name))
+        lines = []
+        if isinstance(kind, str) and kind in DRAFTER_OPTIONS:
+            own = {name: value for name, value in drafter.items() if name not in ("kind", START_FROM)}
+            lines = partial_problems(DRAFTER_OPTIONS[kind], own)
+        others = partial_problems(RunConfig, {name: value for name, value in values.items() if name != "drafter"})
+        return [*others, *(f"drafter.{line}".replace("no such option", f"no such option of the kind {kind}") for line in lines)]
+
+
+def on_top(below: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Put values on top of a configuration.
 
     A drafter of another kind inherits no options of the one below, and a mixture of losses replaces
     the loss below.
     """
+    below = dict(below)
     drafter, train = values.get("drafter"), values.get("train")
     kind = drafter.get("kind") if isinstance(drafter, Mapping) else None
-    if kind is not None and kind != OmegaConf.select(below, "drafter.kind"):
-        below.drafter = {}
-    if isinstance(train, Mapping) and isinstance(train.get("loss"), Mapping):
-        OmegaConf.update(below, "train.loss", None)
-    merged = OmegaConf.merge(below, values)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def to_run_config(composed: DictConfig, problems: Sequence[str] = ()) -> RunConfig:
-    """Convert a composed configuration to a RunConfig.
-
-    Raises one ValueError with `problems` and all others, each under its option's full name.
-    """
-    try:
-        missing = [f"{name} is missing; give {name}=VALUE" for name in sorted(OmegaConf.missing_keys(composed))]
-        values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException as error:  # an interpolation without a value, maybe because of another problem
-        line = f"{error.full_key}: {str(error.msg or error).splitlines()[0]}"
-        raise ValueError(problem_report(list(problems) or [line])) from None
-    problems = [*problems, *missing]
-    return build(RunConfig, values, recipe_paths, problems)
+    if kind is not None and isinstance(below.get("drafter"), Mapping) and kind != below["drafter"].get("kind"):
+        below["drafter"] = {}
+    if isinstance(train, Mapping) and isinstance(train.get("loss"), Mapping) and isinstance(below.get("train"), Mapping):
+        below["train"] = {**below["train"], "loss": None}
+    return merged(below, values)
 
 
 def find_recipe_file(name: str) -> Path | None:
@@ -201,7 +275,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError, OSError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ValueError(f"{path}{f', line {mark.line + 1}' if mark else ''}: this is not YAML: {problem}") from error
     if not isinstance(values, dict) or not values:
         raise ValueError(f"{path} is not a recipe; it must be a mapping of options, such as `train: {{steps: 20}}`")

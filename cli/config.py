@@ -87,22 +87,23 @@ TRAIN_OPTIONS = [f"train.{field.name}" for field in dataclasses.fields(TrainConf
 VARIANT_OPTIONS = tuple(field.name for field in dataclasses.fields(Variant))
 
 
-def checked_variants(variants: dict[str, Variant], info: Any) -> dict[str, Variant]:
-    """Return the variants. Raises ValueError for those that don't fit the run's drafter and training.
+def checked_variant(variant: Variant, info: Any) -> Variant:
+    """Return a variant. Raises ValueError if it doesn't fit the run's drafter and training.
 
     `info` is pydantic's ValidationInfo, which beartype can't check.
     """
-    problems = []
-    for name, variant in variants.items():
-        try:
-            variant.train_config(info.data.get("train"))
-            if "drafter" in info.data or variant.drafter.get("kind"):  # otherwise the run's own options are wrong
-                checked_drafter(variant.drafter_options(info.data.get("drafter", {})))
-        except ValueError as error:
-            is_own = str(error).startswith("train.")
-            problems += [f"{name}.{line if is_own else f'drafter.{line}'}" for line in str(error).splitlines()]
+    problems, drafter = [], info.data.get("drafter")
+    try:
+        variant.train_config(info.data.get("train"))
+    except ValueError as error:
+        problems += str(error).splitlines()
+    try:
+        if drafter is not None or variant.drafter.get("kind"):  # otherwise the run's own options are wrong
+            checked_drafter(variant.drafter_options(drafter or {}))
+    except ValueError as error:
+        problems += [f"drafter.{line}" for line in str(error).splitlines()]
     raise_problems(problems)
-    return variants
+    return variant
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -135,7 +136,7 @@ class RunConfig:
     train: TrainConfig
     eval: EvalConfig
     export: ExportConfig = field(default_factory=ExportConfig)
-    variants: Annotated[dict[str, Variant], AfterValidator(checked_variants)] = field(default_factory=dict)
+    variants: dict[str, Annotated[Variant, AfterValidator(checked_variant)]] = field(default_factory=dict)
     """Several drafters from one distillation, compared in one table. Each has a name, and its changes
     to `train` or `drafter`.
 

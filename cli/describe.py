@@ -313,26 +313,40 @@ def recipes() -> dict[str, Recipe]:
     """Describe the recipes that ship with outrider, by name."""
     described = {}
     for name, choice in choices("conf").items():
-        chosen = dict.fromkeys(GROUPS, "") | _chosen(choice.path)
+        chosen = chosen_by(name)
         described[name] = Recipe(
             name=name,
             summary=choice.summary,
             comment=choice.meaning,
-            **{group: chosen[group] for group in ("target", "data", "drafter", "eval")},
+            **chosen,
             path=choice.path,
         )
     return described
 
 
-def _chosen(path: Path) -> dict[str, str]:
-    """Return the choices in a recipe's defaults list, and in the recipes that it builds on."""
-    chosen: dict[str, str] = {}
-    for entry in yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []):
+@cache
+def chosen_by(recipe: str) -> dict[str, str]:
+    """Return the choice of each group in a recipe's defaults list, and in the recipes that it builds on; "" for none."""
+    chosen = dict.fromkeys(GROUPS[:-1], "")
+    for entry in _content(choices("conf")[recipe].path).get("defaults", []):
         if isinstance(entry, dict):
             chosen |= {key.removeprefix("override ").lstrip("/"): str(value) for key, value in entry.items()}
         elif entry in choices("conf"):
-            chosen |= _chosen(choices("conf")[entry].path)
+            chosen |= {group: name for group, name in chosen_by(entry).items() if name}
     return chosen
+
+
+def kind_of_choice(name: str) -> str | None:
+    """Return the kind of a packaged drafter, or of the one that it builds on; None for a trained drafter."""
+    content = _content(choices("drafter")[name].path)
+    below = [entry.partition("@")[0] for entry in content.get("defaults", []) if entry != "_self_"]
+    kind: str | None = content.get("kind") or next(map(kind_of_choice, below), None)
+    return kind
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def _head_comment(path: Path) -> str:

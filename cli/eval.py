@@ -94,7 +94,7 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     Returns whether all methods are lossless.
     """
     from ..eval.results.rows import is_broken, is_unproven, method_name
-    from ..eval.results.terminal import print_table
+    from ..eval.results.tables import print_table
 
     console = Console()
     print_table(rows, console)

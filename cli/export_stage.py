@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..data.files import TEMPORARY, finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
-from ..eval.report.card import model_card, rows_of
+from ..eval.report.card import model_card
+from ..eval.report.card_figures import rows_of
 from ..eval.report.card_options import CardOptions
 from ..eval.results.rows import is_broken, method_name
 from ..models.drafters.saved.build import DrafterSpec

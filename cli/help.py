@@ -70,13 +70,18 @@ def flag(option: Option) -> str:
 
 def option_lines(option: Option) -> Iterator[str]:
     """Yield the lines of an option: its flag, its type and default, and its meaning."""
-    facts = option.type + (f": {' | '.join(option.choices)}" if option.choices else "")
-    facts += (
-        "; required" if option.required else "" if option.default in (None, [], {}) else f"; default {shown(option.default)}"
-    )
-    yield wrapped(f"{flag(option)}{f'  {option.name}' if '.' in option.name else ''}  ({facts})", 2)
+    name = f"{flag(option)}{f'  {option.name}' if '.' in option.name else ''}"
+    yield wrapped(f"{name}  ({facts(option, with_empty=False)})", 2)
     if option.meaning:
         yield wrapped(option.meaning, 6)
+
+
+def facts(option: Option, *, with_empty: bool = True) -> str:
+    """Return an option's type, choices and default. `with_empty` includes the defaults null, [] and {}."""
+    text = option.type + (f": {' | '.join(option.choices)}" if option.choices else "")
+    if option.required:
+        return f"{text}; required"
+    return f"{text}; default {shown(option.default)}" if with_empty or option.default not in (None, [], {}) else text
 
 
 def shown(value: object) -> str:

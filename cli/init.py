@@ -107,7 +107,7 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
     steps = max(100, -(-EPOCHS.get(drafter, 4) * num_texts // batch))
 
     # 2. What follows from the target, the data and the machine.
-    reason = f"without a GPU; null: all {data.num_records}" if limit else f"null: all {_count(data.num_records, 'record')}"
+    reason = f"{'without a GPU; ' if limit else ''}null: the whole data, {_count(data.num_records, 'record')}"
     values = {
         "target": target.name_or_path,
         "recipe": shlex.quote(recipe.name),

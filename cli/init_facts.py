@@ -1,5 +1,6 @@
 """Facts on a target and on data, read for `outrider init` without importing torch."""
 
+import codecs
 import json
 import re
 import shutil
@@ -23,6 +24,8 @@ MAX_LENGTH = 2048
 """Maximum number of tokens of an example, as in the published recipes."""
 NUM_CHECKED = 32
 """Number of first records that are checked. One of them must be usable."""
+CHECKED_BYTES = 1 << 16
+"""Bytes of a text file that are checked to be text."""
 LENGTH_MARGIN = 16
 """Positions that are kept free for the labels after a text."""
 
@@ -235,12 +238,21 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
 
 
 def _require_text(path: Path) -> None:
-    """Raise ValueError for a file of JSON records whose suffix is that of a text."""
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            begins_as_json = re.match(r'\s*\[?\s*\{\s*"', file.read(1000))
-        if begins_as_json:
-            raise ValueError(f"data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
+    """Raise ValueError for a file that holds no text, or JSON records under the suffix of a text."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        beginning = file.read(CHECKED_BYTES)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last character may be cut
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(
+            f"data is {path}, which is not UTF-8 text; give conversations ({', '.join(SUFFIXES)}) or text files, or convert it"
+        )
+    if re.match(r'\s*\[?\s*\{\s*"', text):
+        raise ValueError(f"data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
 
 
 def _source_of(records: list[Any], path: Path) -> str:

@@ -10,7 +10,9 @@ from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from ..models.drafters.losses import MISSED_BY
 from .config import STAGES
 
-DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
+DATA = "an existing file, a folder of texts, or a data set id of the Hub (owner/name)"
+SUITE_FILE = "an existing file of prompts, or the name of a suite, such as mt_bench"
+SUITE_PATH = "an existing file of prompts, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
 DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
 ANY_DRAFTER = (
@@ -37,7 +39,10 @@ def command_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     for name in _list(values, "eval", "baselines"):
         yield from named_models("eval.baselines", str(name))
     for name in _texts(values, "drafter"):
-        yield from named_folders("drafter", name)
+        if "to" in values:  # an export, which is of one trained drafter
+            yield NamedPath(option="drafter", value=name, expected=DRAFTER, is_local="/" not in name)
+        else:
+            yield from named_folders("drafter", name)
     for name in _texts(values, "folder"):
         is_local = "/" not in name
         yield NamedPath(option="folder", value=name, expected="a folder, or its name on the Hub (user/name)", is_local=is_local)
@@ -59,7 +64,8 @@ def _suite_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     for index, suite in enumerate(_list(values, "eval", "suites")):
         path = suite.get("path") if isinstance(suite, Mapping) else suite
         if isinstance(path, str) and (isinstance(suite, Mapping) or path.endswith(FILE_SUFFIXES)):
-            yield NamedPath(option=f"eval.suites[{index}]", value=path, expected=DATA_FILE)
+            expected = SUITE_PATH if isinstance(suite, Mapping) else SUITE_FILE
+            yield NamedPath(option=f"eval.suites[{index}]", value=path, expected=expected)
 
 
 def _texts(values: Mapping[str, Any], name: str) -> list[str]:
@@ -78,7 +84,7 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     if _get(values, "data", "chat_template") not in (templates := built_in_templates()):
         yield from _path(values, "data", "chat_template", f"a .jinja file, or one of {', '.join(templates)}", is_local=True)
     if "distill" in stages:
-        yield from _path(values, "data", "path", DATA_FILE)
+        yield from _path(values, "data", "path", DATA)
         if isinstance(drafter := _get(values, "distill", "drafter"), str):
             yield from named_folders("distill.drafter", drafter)
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):

@@ -1,7 +1,8 @@
 """What several commands do with their options before their work."""
 
 import sys
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -21,6 +22,14 @@ BY_MACHINE = {"dtype": None}
 def with_limit(config: "EvalConfig", limit: int | None) -> "EvalConfig":
     """Return the evaluation with this limit for each suite that has none."""
     return replace(config, suites=[suite if suite.limit else replace(suite, limit=limit) for suite in config.suites])
+
+
+def require_used(config: "EvalConfig", used: Collection[str], command: str) -> None:
+    """Raise ValueError for options of the section `eval` that are set, and that a command doesn't use."""
+    unset = type(config)(**{name: getattr(config, name) for name in used})
+    names = [field.name for field in fields(config)]
+    if unused := [f"eval.{name}" for name in names if getattr(config, name) != getattr(unset, name)]:
+        raise ValueError(f"{', '.join(unused)}: `outrider {command}` doesn't use this; leave it out")
 
 
 def load_chosen_target(config: "TargetConfig", chat_template: str | None = None, *, needs_tokenizer: bool = True) -> "HFTarget":

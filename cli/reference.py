@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, closest
 from .describe import GROUPS, Choice, Option, Section, choices, drafter_sections, recipes, sections
-from .help import shown, wrapped
+from .help import facts, wrapped
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -118,9 +118,7 @@ def _section_lines(section: Section) -> Iterator[str]:
 
 def _option_lines(option: Option, where: str = "") -> Iterator[str]:
     yield f"  {option.name} {where}".rstrip()
-    facts = option.type + (f": {' | '.join(option.choices)}" if option.choices else "")
-    facts += "; required" if option.required else f"; default {shown(option.default)}"
-    yield wrapped(facts + ("; may be set in eval.settings" if option.at_run_time else ""), 6)
+    yield wrapped(facts(option) + ("; may be set in eval.settings" if option.at_run_time else ""), 6)
     yield wrapped(option.meaning, 6) + "\n"
 
 

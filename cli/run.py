@@ -28,12 +28,12 @@ from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
-from ..eval.measure.turns import require_room
+from ..eval.measure.texts import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
 from ..eval.results.rows import Row, is_broken
-from ..eval.results.terminal import print_table
+from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.losses import needs_teacher

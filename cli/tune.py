@@ -14,13 +14,15 @@ from ..data.fields import OPTIONS, PositiveInt
 from ..eval.config import EvalConfig
 from ..models.llm.config import TargetConfig
 from .errors import starts_again
-from .options import BY_MACHINE, load_chosen_target, with_limit
+from .options import BY_MACHINE, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..eval.tune.halving import Speed
     from ..eval.tune.run import Tuning
     from ..models.drafters.saved.parts import DrafterParts
 
+USED = frozenset({"suites", "settings", "max_new_tokens", "temperatures", "batch_sizes", "seed", "num_threads"})
+"""Options of the section `eval` that tuning depends on."""
 NameOf = Callable[[dict[str, Any] | None], str]
 """A function that names a setting in words; None is plain decoding."""
 
@@ -50,6 +52,7 @@ class TuneOptions:
     )
 
     def __post_init__(self) -> None:
+        require_used(self.eval, USED, "tune")
         if self.eval.max_new_tokens < 2:
             raise ValueError(
                 f"eval.max_new_tokens is {self.eval.max_new_tokens}; it must be at least 2: the prefill yields the first token"
@@ -103,7 +106,7 @@ def tune_command(options: TuneOptions) -> None:
 
 def setting_namer(drafter: "Path | DrafterParts") -> NameOf:
     """Return a function that names settings of this drafter in words."""
-    from ..eval.records.labels import PLAIN_DECODING, setting_words
+    from ..eval.records.names import PLAIN_DECODING, setting_words
     from ..models.drafters.saved.parts import parse_drafter_name
 
     parts = parse_drafter_name(drafter)

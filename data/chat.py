@@ -44,6 +44,8 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 """Errors of a template, which is a program with expressions of Python."""
+_RENDERING = threading.RLock()
+"""Held while a template is rendered: the limit of the process's memory is saved, lowered and restored."""
 
 Span = tuple[int, int]
 """Index of the first character of a piece of text, and of the character after its last."""
@@ -186,15 +188,16 @@ def _bounded(num_turns: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[Non
 
     Chat templates come with models of strangers. transformers' sandbox keeps them from files and
     attributes, but their loops, macros and operators have no bound. The memory that the whole
-    process may have is lowered for the moment. Only the main thread of a process has signals:
-    elsewhere the time has no bound.
+    process may have is lowered for the moment, so one thread at a time renders: a second one would
+    take the lowered limit for the process's own, and restore it. Only the main thread of a process
+    has signals: elsewhere the time has no bound.
     """
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise _OutOfTimeError
 
     try:
-        with ExitStack() as stack:
+        with _RENDERING, ExitStack() as stack:
             with suppress(ImportError, OSError):  # Windows has no such module, and only Linux has the file
                 import resource
 

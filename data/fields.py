@@ -60,6 +60,7 @@ RULES = {
     "list_type": "must be a list",
     "dict_type": "must be a mapping",
     "dataclass_type": "must be a mapping",
+    "model_type": "must be a mapping",
 }
 """Messages by pydantic's types of errors; other errors keep pydantic's message."""
 
@@ -124,11 +125,20 @@ def problems_of(error: ValidationError, section: str = "", known: Collection[str
 
 
 def closest(name: str, known: Collection[str]) -> str | None:
-    """Return the known option whose last word is most similar, one of the same section first."""
+    """Return the known options that a mistyped one probably means: "distill.top_k or drafter.top_k".
+
+    Options of its own section are searched first. None if no option is similar.
+    """
     section, _, last = re.sub(r"\[\d+\]", "[]", name).rpartition(".")
-    words = {option.rpartition(".")[2]: option for option in sorted(known, key=lambda o: o.rpartition(".")[0] == section)}
-    close = get_close_matches(last, list(words), 1)
-    return words[close[0]] if close else None
+    split = [option.rpartition(".") for option in dict.fromkeys(known)]
+    for parts in ([part for part in split if part[0] == section], split):
+        close = get_close_matches(last, list(dict.fromkeys(word for _, _, word in parts)), 1)
+        parts = [part for part in parts if part[2] in close]
+        if near := get_close_matches(section, [above for above, _, _ in parts], 1):
+            parts = [part for part in parts if part[0] == near[0]]
+        if parts:
+            return " or ".join(map("".join, parts))
+    return None
 
 
 def _plain(value: Any) -> str:

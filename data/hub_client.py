@@ -2,13 +2,14 @@
 
 huggingface_hub's own timeouts (HF_HUB_DOWNLOAD_TIMEOUT, HF_HUB_ETAG_TIMEOUT) are those of one read
 from a socket, and its API has none. So it waits without end for a reply whose bytes trickle. It also
-sleeps as long as a server orders.
+sleeps as long as a server orders, and repeats a failed request five times.
 """
 
 import contextvars
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -29,8 +30,10 @@ RESUMED_BYTES = 1 << 20
 """Bytes after which huggingface_hub resumes a download that stalls or breaks off."""
 WRITE_SECONDS = 60.0
 """Longest wait without a byte during an upload, and for the reply to it."""
-ORDERED_SECONDS = 60
-"""Longest wait that a server may order before a retry."""
+MAX_FAILURES = 3
+"""Failures of one request that the server asks to repeat: statuses 408, 429 and 5xx."""
+UNASKED_PATH = "/api/agent-harnesses"
+"""What huggingface_hub asks on its own, to name the program that uses it."""
 
 
 def bound_requests() -> None:
@@ -45,6 +48,11 @@ class BoundedClient(httpx.Client):
     It then raises the error of the offline mode: the libraries read their caches, and don't retry.
     """
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_failures = Counter[tuple[str, str]]()
+        """Failures so far, by method and path."""
+
     def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
         """Send a request within the bounds. Raises OfflineModeIsEnabled."""
         is_upload = request.method not in ("GET", "HEAD") and "/paths-info/" not in request.url.path
@@ -54,13 +62,22 @@ class BoundedClient(httpx.Client):
         if is_upload:
             return super().send(request, stream=stream, **options)
         request.headers["Accept-Encoding"] = "identity"  # or a small reply could become gigabytes
+        if request.url.path == UNASKED_PATH:
+            return httpx.Response(404, request=request)
         response = self._within_deadline(request, stream, options)
+        if response.status_code in (408, 429) or response.status_code >= 500:
+            self._count_failure(request, response)
+        return response
+
+    def _count_failure(self, request: httpx.Request, response: httpx.Response) -> None:
+        """Give up after MAX_FAILURES, or where the server orders a wait of more than REPLY_SECONDS."""
         orders = f"t={response.headers.get('Retry-After', '')};{response.headers.get('RateLimit', '')}"
         seconds = max((int(number) for number in re.findall(r"\bt=(\d{1,18})", orders)), default=0)
-        if seconds > ORDERED_SECONDS:
+        self.num_failures[key := (request.method, request.url.path)] += 1
+        if seconds > REPLY_SECONDS or self.num_failures[key] >= MAX_FAILURES:
             response.close()
-            raise _give_up(request, f"it answers with HTTP {response.status_code} and orders a wait of {seconds} s")
-        return response
+            order = f" and orders a wait of {seconds} s" if seconds > REPLY_SECONDS else f", {MAX_FAILURES} times"
+            raise _give_up(request, f"it answers with HTTP {response.status_code}{order}")
 
     def _within_deadline(self, request: httpx.Request, stream: bool, options: dict[str, Any]) -> httpx.Response:
         """Open the reply in a thread, which is left alone after REPLY_SECONDS.

@@ -22,9 +22,7 @@ from ..models.llm.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
 from .measure.bench import Bench
-from .measure.budget import budget_facts, recorded_budget
-from .measure.environment import describe_environment
-from .measure.memory import within_memory
+from .measure.environment import budget_facts, describe_environment, recorded_budget, recorded_stages, within_memory
 from .measure.methods import (
     Drafters,
     MethodSpec,
@@ -37,19 +35,16 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.pipelined import recorded_stages
-from .measure.plan import Plan
+from .measure.plan import Method, Plan
 from .measure.roofline import measure_roofline
-from .measure.texts import Texts
-from .measure.turns import Method, answer_seed, no_prompt_fits
+from .measure.texts import Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, digest_of, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
-from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
 from .results.plots import plot_comparison, plot_suite
-from .results.rows import Row
+from .results.rows import Row, complete, rows_of
 from .results.tables import csv_table, markdown
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
 from .resume import resume
-from .setup import set_up
+from .setup import Training, set_up
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,15 @@ def train(
                 best=training.best,
                 metrics=training.meter.latest,
             )
-            logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
-            if config.on_policy_every is not None:
-                logger.info("train.on_policy_every=%d took %.0f s", config.on_policy_every, training.meter.on_policy_seconds)
-            if training.other is not None:
-                logger.info("train.label_weights=%s took %.0f s of it", config.label_weights, training.other.seconds)
+            _log_seconds(config, training, drafter_dir)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
+
+
+def _log_seconds(config: TrainConfig, training: Training, drafter_dir: Path) -> None:
+    """Log what the training took."""
+    logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
+    if config.on_policy_every is not None:
+        logger.info("train.on_policy_every=%d took %.0f s", config.on_policy_every, training.meter.on_policy_seconds)
+    if training.other is not None:
+        logger.info("train.label_weights=%s took %.0f s of it", config.label_weights, training.other.seconds)

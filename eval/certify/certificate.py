@@ -2,10 +2,9 @@
 
 import json
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,28 @@ from ...data.differences import differences
 from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
 from ...data.types import Turn
-from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ...models.decoding.acceptance import GreedyAcceptance
 from ...models.decoding.loop import generate
 from ...models.decoding.pipelined import generate_pipelined
-from ...models.decoding.protocols import AcceptanceRule, Drafter
-from ...models.decoding.sampling import RowSeeds, Sampling, warp
-from ...models.decoding.types import Step
+from ...models.decoding.protocols import AcceptanceRule
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
 from ...models.export.certificate_file import CertificateLine
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit
-from ..measure.pipelined import recorded_stages
-from ..measure.timing import Loop
-from ..measure.turns import Method
+from ..measure.environment import recorded_stages
+from ..measure.plan import Method
+from ..measure.timing import Loop, answers_of
+from ..records.run_files import Audit
 from ..results.lossless import is_exact
-from .gtest import g_test
+from .samples import SAMPLED_TOKENS, certify_sampling
 
 logger = logging.getLogger(__name__)
 
 Check = Callable[[], CertificateLine]
 """A comparison, which returns its line of the certificate."""
 
-FALSE_ALARM_RATE = 1e-6
-"""Probability that one G-test rejects a sound sampler."""
-NUM_TEXTS, TEXTS_PER_PROMPT, SAMPLED_TOKENS = 1024, 512, 4
-"""Extent of the sampling test of a target with each drafter. Few prompts have fewer texts."""
-SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 64, 4
-SAMPLED_PROMPT_TOKENS = 16
-"""Last tokens of a prompt that are read in the sampling test, where hundreds of rows repeat them."""
-TEXTS_PER_CELL = 16
-"""Sampled texts for each cell of the G-tests."""
 BATCH_SIZE = 4
 
 
@@ -125,136 +114,112 @@ def decoding_checks(
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
 
     # 2. The checks of the target, then those of each method.
-    most_rows = 1 if recorded_stages(target) else BATCH_SIZE
-    checks: list[Check] = [partial(_certify_oracle, target, prompts, max_new_tokens, most_rows)]
+    plain = PlainAnswers(target=target, prompts=prompts, max_new_tokens=max_new_tokens)
+    most_rows = 1 if recorded_stages(target) else min(BATCH_SIZE, len(prompts))
+    checks: list[Check] = [partial(_certify_oracle, plain, most_rows)]
     if recorded_stages(target):
-        checks.append(partial(_certify_pipelined_oracle, target, prompts, max_new_tokens))
+        checks.append(partial(_certify_pipelined_oracle, plain))
     for method in methods:
         label = f"{method.name}, {_decoded_in(target)}"
-        checks += [
-            partial(_certify_greedy, label, target, method, prompts, max_new_tokens, batch_size)
-            for batch_size in sorted({1, most_rows})
-        ]
-        checks.append(partial(_certify_sampling, label, target, method, prompts[:NUM_SAMPLED_PROMPTS]))
+        checks += [partial(_certify_greedy, label, plain, method, batch_size) for batch_size in sorted({1, most_rows})]
+        checks.append(partial(certify_sampling, label, target, method, prompts))
     return checks
 
 
-def _certify_greedy(
-    label: str,
-    target: HFTarget,
-    method: Method,
-    prompts: Sequence[torch.Tensor],
-    max_new_tokens: int,
-    batch_size: int,
-) -> CertificateLine:
-    num_accepted, answers, rule = 0, [], rule_beside(target, GreedyAcceptance())
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        steps = list(_greedy(target, method.drafter, batch, max_new_tokens, rule=rule, loop=method.loop))
-        num_accepted += sum(step.num_drafted for step in steps)
-        answers += _answers(steps, len(batch))
-    return _compare(f"{label}, greedy{_together(batch_size)}", target, prompts, answers, num_accepted, max_new_tokens)
+@dataclass(frozen=True, kw_only=True)
+class PlainAnswers:
+    """Prompts, and plain decoding's answers to them, which all checks share."""
+
+    target: HFTarget
+    prompts: Sequence[torch.Tensor]
+    max_new_tokens: int
+    _audits: dict[tuple[int, tuple[int, ...]], Audit] = field(default_factory=dict)
+    """Audits by prompt and answer: most methods give the same answer."""
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """Plain decoding's answers, one for each prompt; decoded when they are first read."""
+        return [answer for index in range(len(self.prompts)) for answer in self.decode(NullDrafter(), index, 1)[0]]
+
+    def decode(
+        self,
+        drafter: Any,
+        start: int,
+        num_rows: int,
+        *,
+        rule: AcceptanceRule | None = None,
+        loop: Loop = generate,
+    ) -> tuple[list[list[int]], int]:
+        """Decode some prompts together, greedily; return the answers and the number of accepted drafts."""
+        rows = [prompt[0] for prompt in self.prompts[start : start + num_rows]]
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop_ids": self.target.stop_ids}
+        steps = list(loop(self.target, drafter, rule or GreedyAcceptance(), rows, **options))
+        return answers_of(steps), sum(step.num_drafted for step in steps)
+
+    def audit(self, index: int, answer: list[int]) -> Audit:
+        """Audit an answer to a prompt (see `audit`), once for equal answers."""
+        key = (index, tuple(answer))
+        if key not in self._audits:
+            self._audits[key] = audit(self.target, self.prompts[index], answer, max_new_tokens=self.max_new_tokens)
+        return self._audits[key]
+
+    def compare(self, label: str, answers: Sequence[list[int]], num_accepted: int) -> CertificateLine:
+        """Compare answers with plain decoding's."""
+        exact = is_exact(str(self.target.dtype))
+        num_bad, worst = 0, 0.0
+        for index, answer in enumerate(answers):
+            if exact:
+                num_bad += answer != self.answers[index]
+            else:
+                margin = self.audit(index, answer)
+                num_bad += not margin.within_noise
+                worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
+        beyond = f"{num_bad} answers beyond the noise; worst deficit {worst:.2g} of it"
+        return CertificateLine(
+            subject=f"{label}: {sum(map(len, answers))} tokens, {num_accepted} of them accepted drafts",
+            method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
+            num_cases=len(self.prompts),
+            result=f"{num_bad} answers differ" if exact else beyond,
+            passed=not num_bad,
+        )
 
 
-def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int) -> CertificateLine:
+def _certify_greedy(label: str, plain: PlainAnswers, method: Method, batch_size: int) -> CertificateLine:
+    num_accepted, rule = 0, rule_beside(plain.target, GreedyAcceptance())
+    answers: list[list[int]] = []
+    for start in range(0, len(plain.prompts), batch_size):
+        decoded, accepted = plain.decode(method.drafter, start, batch_size, rule=rule, loop=method.loop)
+        answers, num_accepted = answers + decoded, num_accepted + accepted
+    return plain.compare(f"{label}, greedy{_together(batch_size)}", answers, num_accepted)
+
+
+def _certify_oracle(plain: PlainAnswers, batch_size: int) -> CertificateLine:
     """Certify trees that contain the right answer, in batches.
 
     Their accepted paths are long, however good the real drafters are.
     """
-    num_accepted, answers, rule = 0, [], rule_beside(target, GreedyAcceptance())
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
+    target = plain.target
+    num_accepted, rule = 0, rule_beside(target, GreedyAcceptance())
+    answers: list[list[int]] = []
+    for start in range(0, len(plain.prompts), batch_size):
+        texts = plain.answers[start : start + batch_size]
         # Each row's drafts are right up to a different depth.
-        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(batch))]
-        oracle = OracleDrafter(plain, depths, target.vocab_size)
-        steps = list(_greedy(target, oracle, batch, max_new_tokens, rule=rule))
-        num_accepted += sum(step.num_drafted for step in steps)
-        answers += _answers(steps, len(batch))
+        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(texts))]
+        decoded, accepted = plain.decode(OracleDrafter(texts, depths, target.vocab_size), start, batch_size, rule=rule)
+        answers, num_accepted = answers + decoded, num_accepted + accepted
     label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy{_together(batch_size)}"
-    return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
+    return plain.compare(label, answers, num_accepted)
 
 
-def _certify_pipelined_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
+def _certify_pipelined_oracle(plain: PlainAnswers) -> CertificateLine:
     """Certify adoptions, mismatches and cancellations, however good the real drafters are."""
-    num_accepted, answers = 0, []
-    for index, prompt in enumerate(prompts):
-        (plain,) = _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)
-        oracle = StreamingOracle(plain, 1 + index % StreamingOracle.MAX_DEPTH, target.vocab_size)
-        steps = list(_greedy(target, oracle, [prompt], max_new_tokens, loop=generate_pipelined))
-        num_accepted += sum(step.num_drafted for step in steps)
-        answers += _answers(steps, 1)
-    label = f"an oracle drafter, pipelined, {_decoded_in(target)}, greedy"
-    return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
-
-
-def _compare(
-    label: str,
-    target: HFTarget,
-    prompts: Sequence[torch.Tensor],
-    answers: Sequence[list[int]],
-    num_accepted: int,
-    max_new_tokens: int,
-) -> CertificateLine:
-    exact = is_exact(str(target.dtype))
-    num_bad, worst = 0, 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if exact:
-            num_bad += answer != _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0]
-        else:
-            margin = audit(target, prompt, answer, max_new_tokens=max_new_tokens)
-            num_bad += not margin.within_noise
-            worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
-    return CertificateLine(
-        subject=f"{label}: {sum(map(len, answers))} tokens, {num_accepted} of them accepted drafts",
-        method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
-        num_cases=len(prompts),
-        result=f"{num_bad} answers differ" if exact else f"{num_bad} answers beyond the noise; worst deficit {worst:.2g} of it",
-        passed=not num_bad,
-    )
-
-
-def _certify_sampling(label: str, target: HFTarget, method: Method, prompts: Sequence[torch.Tensor]) -> CertificateLine:
-    """Test the first tokens of many samples against the target's probabilities.
-
-    The probabilities come from one plain forward pass. A token's quantile is the sum of all
-    probabilities greater than its own, plus a random share of its own. If the tokens are sampled
-    from the target's distributions, then their quantiles are uniform and independent for any texts
-    (Rosenblatt's transform). Each pair of neighbouring tokens has a G-test over all texts.
-    """
-    # 1. Sample texts, and compute the quantile of each token.
-    sampling, generator = Sampling(), torch.Generator().manual_seed(0)
-    rule = rule_beside(target, SpeculativeSampling(sampling=sampling))
-    prompts = [prompt[:, -SAMPLED_PROMPT_TOKENS:] for prompt in prompts]
-    num_texts = min(NUM_TEXTS, TEXTS_PER_PROMPT * len(prompts))
-    quantiles, num_accepted, size = [], 0, _batch_size(target, method.drafter, prompts)
-    for first_seed in tqdm(range(0, num_texts, size), desc="certify samples", unit="batch", leave=False):
-        texts = prompts[first_seed // size % len(prompts)].expand(size, -1)
-        seeds = RowSeeds(range(first_seed, first_seed + size))
-        steps = list(method.loop(target, method.drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
-        num_accepted += sum(step.num_drafted for step in steps)
-        tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
-        both = torch.cat([texts, tokens], dim=1)
-        probs = warp(target.plain_logits(both, SAMPLED_TOKENS + 1)[:, :-1], sampling).cpu()
-        of_tokens = probs.gather(2, tokens[..., None].cpu())
-        share = torch.rand(tokens.shape, generator=generator)
-        greater, equal = probs * (probs > of_tokens), probs * (probs == of_tokens)
-        quantiles.append(greater.sum(-1) + share * equal.sum(-1))
-
-    # 2. Test each pair of neighbours.
-    num_places = math.isqrt(num_texts // TEXTS_PER_CELL)  # of one token; a pair has the square
-    cell = (torch.cat(quantiles) * num_places).long().clamp(max=num_places - 1)  # [text, token]
-    pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
-    even = torch.full((num_places**2,), num_places**-2, dtype=torch.float64)
-    values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
-    return CertificateLine(
-        subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
-        method=f"G-tests of {len(cell)} texts",
-        num_cases=len(values),
-        result=f"p at least {min(values):.2g}",
-        passed=all(value > FALSE_ALARM_RATE for value in values),
-        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
-    )
+    num_accepted = 0
+    answers: list[list[int]] = []
+    for index, text in enumerate(plain.answers):
+        oracle = StreamingOracle(text, 1 + index % StreamingOracle.MAX_DEPTH, plain.target.vocab_size)
+        decoded, accepted = plain.decode(oracle, index, 1, loop=generate_pipelined)
+        answers, num_accepted = answers + decoded, num_accepted + accepted
+    return plain.compare(f"an oracle drafter, pipelined, {_decoded_in(plain.target)}, greedy", answers, num_accepted)
 
 
 def passes(lines: Sequence[CertificateLine]) -> bool:
@@ -296,37 +261,3 @@ def _decoded_in(target: HFTarget) -> str:
 
 def _together(batch_size: int) -> str:
     return "" if batch_size == 1 else f", {batch_size} prompts at a time"
-
-
-def _greedy(
-    target: HFTarget,
-    drafter: Any,
-    prompts: Sequence[torch.Tensor],
-    max_new_tokens: int,
-    *,
-    rule: AcceptanceRule | None = None,
-    loop: Loop = generate,
-) -> Iterator[Step]:
-    rows = [prompt[0] for prompt in prompts]
-    return loop(target, drafter, rule or GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
-
-
-def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
-    """Return the rows of sampled batches: a power of two for which a memory budget has room.
-
-    A target in stages decodes one row.
-    """
-    size = 1 if recorded_stages(target) else SAMPLED_BATCH_SIZE
-    if target.budget_tokens is not None:
-        tokens = max(prompt.shape[1] for prompt in prompts) + SAMPLED_TOKENS + 1 + drafter.max_nodes
-        while size > 1 and size * tokens > target.budget_tokens:
-            size //= 2
-    return size
-
-
-def _answers(steps: Iterable[Step], num_rows: int) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in range(num_rows)]
-    for step in steps:
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ...data.chat import encode_prompt
 from ...data.differences import differences
-from ...data.suites import PromptSet
+from ...data.suites import Prompt, PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule
 from ...models.llm.hf_target import HFTarget
@@ -22,12 +22,11 @@ from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory
 from ..results.repeats import is_slow
-from .memory import within_memory
-from .pipelined import recorded_stages
-from .plan import Job, Plan
-from .texts import Texts
-from .timing import Generation, time_generation
-from .turns import answer_seed, count_by_source
+from .audit import audit
+from .environment import recorded_stages, within_memory
+from .plan import Job, Plan, count_by_source
+from .texts import PromptTurn, Texts, answer_seed
+from .timing import Generation, attempts_without_graphs, time_generation
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ WARMUP_PROMPTS, WARMUP_TOKENS = 2, 32
 """Prompts of a warm-up (rounded up to whole batches), and new tokens of each answer."""
 STREAMED_WARMUP_TOKENS = 3
 """New tokens of an answer where a pass may take seconds."""
-MAX_ATTEMPTS = 4
-"""Times that an answer is decoded, at most, until no graph is made meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +103,41 @@ class Bench:
     def _decode(self, job: Job) -> Generation:
         """Decode a batch. Decode it again if its time isn't that of decoding alone.
 
-        While graphs are recorded or compiled, a time says nothing. And a slow answer is decoded once
-        more; the faster one counts.
+        An attempt that made graphs doesn't count, if another one made none. And a slow answer is
+        decoded once more, if memory allows; the faster attempt counts. If the attempts have different
+        tokens, the one that is farthest from plain decoding counts. So a wrong token is recorded, and
+        the comparison of all answers sees it.
         """
         decode = partial(self._time, job, self.config.max_new_tokens, timed=job.profiled)
-        attempts = [decode()]
-        while attempts[-1].num_graphs and len(attempts) < MAX_ATTEMPTS:
-            attempts.append(decode())
+        attempts = attempts_without_graphs(decode)
         records = self.file.records
         others = [records[key].seconds for repeat in range(job.repeat) for key in job.keys_of(repeat)[:1] if key in records]
         if is_slow(attempts[-1].seconds, attempts[-1].processor_seconds if self.computes else None, others):
-            attempts.append(decode())
-        return min(attempts, key=lambda attempt: (attempt.num_graphs, attempt.seconds))
+            again = within_memory(decode, self.target)
+            attempts += [] if again is None else [again]
+        fastest = min(attempts, key=lambda attempt: (attempt.num_graphs, attempt.seconds))
+        if all(attempt.token_ids == fastest.token_ids for attempt in attempts):
+            return fastest
+        logger.warning("%s's answers on %s differ from attempt to attempt", job.method.name, job.place)
+        return max(attempts, key=partial(self._distance, job))
+
+    def _distance(self, job: Job, attempt: Generation) -> tuple[bool, float]:
+        """Compute how far an attempt is from plain decoding: whether a row ends wrongly, and its deficit."""
+        audits = [
+            audit(
+                self.target,
+                input_ids[None],
+                token_ids,
+                max_new_tokens=self.config.max_new_tokens,
+                temperature=turn.temperature,
+                seed=self._seed(turn),
+            )
+            for turn, input_ids, token_ids in zip(job.batch.turns, job.batch.input_ids, attempt.token_ids, strict=True)
+        ]
+        return any(not row.ends_rightly for row in audits), max(row.deficit for row in audits)
+
+    def _seed(self, turn: PromptTurn) -> int:
+        return answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn)
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:
         turns = job.batch.turns
@@ -128,23 +148,23 @@ class Bench:
             job.batch.input_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self.target.stop_ids,
-            seeds=[answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn) for turn in turns],
+            seeds=[self._seed(turn) for turn in turns],
             timed=timed,
             loop=job.method.loop,
         )
 
     def _warm_up(self) -> None:
-        """Let every method answer the longest prompts briefly, at each temperature and batch size.
+        """Let every method answer the longest prompts that fit, at each temperature and batch size.
 
         So memory is allocated and code is loaded before the first measurement. Memory may run out
         here: the measurement then finds the same.
         """
         most = WARMUP_TOKENS if self.target.stream is None else STREAMED_WARMUP_TOKENS
         num_tokens = min(self.config.max_new_tokens, most)
-        suite = max(self.plan.suites, key=_longest)
-        prompts = sorted(suite.prompts, key=lambda prompt: -len(prompt.turns[0]))
+        fitting = [(suite, sorted(self.texts.fitting(suite, suite.prompts), key=_length)) for suite in self.plan.suites]
+        suite, prompts = max(fitting, key=lambda choice: max(map(_length, choice[1]), default=0))
         for (temperature, size), methods in self.plan.methods.items():
-            groups = self.texts.groups(suite, prompts, size)
+            groups = self.texts.groups(suite, prompts[::-1], size)
             for index, group in enumerate(islice(groups, math.ceil(WARMUP_PROMPTS / size))):
                 batch = next(self.texts.batches(suite, group, index, temperature, size))
                 for method in methods:
@@ -230,8 +250,8 @@ class Bench:
         ]
 
 
-def _longest(suite: PromptSet) -> int:
-    return max(len(prompt.turns[0]) for prompt in suite.prompts)
+def _length(prompt: Prompt) -> int:
+    return len(prompt.turns[0])
 
 
 def record_of(

@@ -5,8 +5,9 @@ A method is a drafter in one setting, under the name that the tables show.
 
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -14,22 +15,26 @@ from typing import Any
 
 from ...data.files import read_dataclass
 from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
+from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.decoding.sampling import Sampling
+from ...models.decoding.speculation import ExpectedSpeculation
+from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
 from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
+from ...models.drafters.registry import DRAFTERS
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
+from ...models.drafters.streaming import REASONS, streaming_drafter
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
-from ..records.labels import PLAIN_DECODING, SHAPE_OPTIONS, setting_words, title_of
-from ..records.names import BASELINE, PIPELINED
+from ..records.names import BASELINE, PIPELINED, PLAIN_DECODING, SHAPE_OPTIONS, setting_words, title_of
 from ..records.run_files import Place
-from .pipelined import pipelined_loop, require_streaming
-from .turns import Method
+from .plan import Method
+from .timing import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -318,3 +323,31 @@ def methods_by_place(
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]
         for place in product(config.temperatures, config.batch_sizes)
     }
+
+
+def require_streaming(parts: DrafterParts) -> None:
+    """Raise ValueError for kinds of drafters that can't draft while the target reads.
+
+    `streaming_drafter` raises it too, after the weights are loaded.
+    """
+    for part in parts.parts:
+        drafter_class = DRAFTERS.get(re.sub(r"_\d+$", "", part.name))  # a second part of a kind has a number
+        if drafter_class in REASONS:
+            raise ValueError(
+                f"{REASONS[drafter_class]}: it can't draft while the target reads. Choose a draft model, a ReDrafter, "
+                "training-free drafters or a merge of these, or decode=synchronous"
+            )
+
+
+def pipelined_loop(drafter: Drafter[Any, Any], micro_batch: int) -> Loop:
+    """Build the loop in which a drafter drafts while the target's stages read.
+
+    What it learns about the costs holds for all texts. Raises ValueError for a drafter that can't
+    draft while the target reads.
+    """
+    streaming, speculation = streaming_drafter(drafter), ExpectedSpeculation(micro_batch=micro_batch)
+
+    def decode(target: Any, _: Any, rule: Any, prompts: Any, **options: Any) -> Iterator[Step]:
+        return generate_pipelined(target, streaming, rule, prompts, speculation=speculation, **options)
+
+    return decode

@@ -3,16 +3,70 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...data.suites import Prompt, PromptSet
+from ...models.decoding.loop import generate
+from ...models.decoding.protocols import Drafter
+from ...models.drafters.draft_model import DraftModel
+from ...models.drafters.merged import MergedDrafter
 from ..config import EvalConfig
 from ..records.records import RecordKey
 from ..records.run_files import OutOfMemory, Place
-from .texts import Texts
-from .turns import Method, TurnBatch
+from .texts import Texts, TurnBatch
+from .timing import Loop
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A drafter in one setting.
+
+    The baseline's drafter proposes nothing.
+    """
+
+    name: str
+    label: str
+    """The name for readers (`EvalRecord.label`)."""
+    drafter: Drafter[Any, Any]
+    loop: Loop = generate
+    """The decode loop: the pipelined one, or the one that waits for the target."""
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether drafting, verifying and accepting take turns, so that each can be timed."""
+        return self.loop is generate
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The drafter's sources; empty unless it is merged, and in a pipelined loop."""
+        return tuple(self.drafter.sources) if isinstance(self.drafter, MergedDrafter) and self.loop is generate else ()
+
+    @property
+    def pace(self) -> str | None:
+        """The drafter's pace; None unless it is merged or grows one tree, and the loop waits."""
+        if self.loop is not generate:
+            return None
+        if isinstance(self.drafter, MergedDrafter):
+            return self.drafter.config.pace
+        config = self.drafter.config if isinstance(self.drafter, DraftModel) else None
+        return config.pace if config is not None and config.pace != "fixed" else None
+
+
+def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:
+    """Count accepted draft tokens by source, or by the sources that proposed the token together.
+
+    The names of several sources are joined by "+". A source whose drafts were never accepted alone
+    counts 0. Returns None for a drafter that isn't merged. All drafts of a merge of one source are
+    that source's.
+    """
+    if not sources:
+        return None
+    if len(sources) == 1:
+        return {sources[0]: num_accepted}
+    counts = {1 << bit: 0 for bit in range(len(sources))} | dict(sorted(origins.items()))
+    return {"+".join(name for bit, name in enumerate(sources) if origin >> bit & 1): count for origin, count in counts.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

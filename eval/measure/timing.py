@@ -1,8 +1,8 @@
 """One run of the decode loop, with its wall time and its processor time."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..records.records import Runs, Streaming, TreeTokens
 
 Loop = Callable[..., Iterator[Step]]
 """A decode loop, with the parameters of `generate`."""
+MAX_ATTEMPTS = 4
+"""Times that an answer is decoded, at most, until no graph is made meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,11 @@ class Generation:
     def seconds(self) -> float:
         """Seconds of the whole decoding, prefill included."""
         return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Tokens of each row's answer."""
+        return answers_of(self.steps)
 
     def answer(self, row: int) -> "TimedAnswer":
         """Extract one row's answer from the batch."""
@@ -94,6 +101,15 @@ class TimedAnswer:
     def num_accepted(self) -> int:
         """Accepted draft tokens, including those cut off at the answer's end."""
         return sum(length * count for length, count in enumerate(self.accepted_histogram))
+
+
+def answers_of(steps: Iterable[Step]) -> list[list[int]]:
+    """Collect the tokens of each row's answer. The first step must be the prefill of all rows."""
+    answers: dict[int, list[int]] = defaultdict(list)
+    for step in steps:
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return list(answers.values())
 
 
 def _tree_tokens(row_steps: Sequence[tuple[Step, int]]) -> TreeTokens:
@@ -153,6 +169,17 @@ def time_generation(
         streaming=None if source is None or before is None else _streaming(source.stats - before),
         runs=None if counts is None or counts_before is None else Runs(**asdict(counts - counts_before)),
     )
+
+
+def attempts_without_graphs(decode: Callable[[], Generation]) -> list[Generation]:
+    """Decode until no graph is recorded or compiled meanwhile; return all attempts.
+
+    There are MAX_ATTEMPTS at most. The time of an attempt that made a graph isn't that of decoding.
+    """
+    attempts = [decode()]
+    while attempts[-1].num_graphs and len(attempts) < MAX_ATTEMPTS:
+        attempts.append(decode())
+    return attempts
 
 
 def _streaming(counts: StreamStats) -> Streaming:

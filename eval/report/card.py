@@ -6,18 +6,17 @@ without a file are left out, or reported as unknown.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ...data.fields import OPTIONS, PositiveInt, problems_of
-from ...data.files import read_dataclass, read_json, sha256_file
+from ...data.files import read_dataclass, sha256_file
 from ...data.label_stats import STATS_FILE, LabelTotals
 from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
@@ -27,18 +26,13 @@ from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_draf
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import packaged_folder
-from ..records.labels import TITLES, title_of
-from ..records.names import BASELINE, FACTS_FILE, SUMMARY_FILE
-from ..results.markdown import Markdown, code_span
-from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
-from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken
+from ..records.names import TITLES, title_of
+from ..results.markdown import Markdown, code_span, render
+from ..results.rows import is_broken
 from ..results.tables import markdown_table
-from .card_code import recorded_quantization, render_card
-from .card_options import TAGS, CardOptions, code_names, require_plain_options
-from .card_settings import describe_setting
-from .fastest_call import fastest_call
-from .runs import Run, cell_of, read_run
-from .training_free_card import training_free_card
+from .card_figures import fastest_call, hub_results, measurement, require_rows, unchanged
+from .card_options import TAGS, CardOptions, code_names, recorded_quantization, require_plain_options
+from .runs import read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 """Valid name of a target that isn't on the Hub."""
@@ -69,7 +63,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
     if drafter is None:
-        return training_free_card(parts, options)
+        return _training_free_card(parts, options)
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
     if saved.kind not in TITLES:
         raise ValueError(f"{drafter} holds a drafter of the kind {saved.kind!r}; there are: {', '.join(TITLES)}")
@@ -84,12 +78,12 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     title = f"{title_of(parts.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
     folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
-    runs = [_unchanged(read_run(path, path.name)) for path in folders.values()]
-    figures = {run.directory: _require_rows(run, weights) for run in runs}
+    runs = [unchanged(read_run(path, path.name)) for path in folders.values()]
+    figures = {run.directory: require_rows(run, weights) for run in runs}
     merged_with = [part.name for part in parts.parts if part.folder is None]
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
-    results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
+    results = [result for run in runs for row in figures[run.directory] for result in hub_results(row, run, saved)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
     run_data = None if options.run is None else _run_sections(options.run / "config.yaml", "")[0]
     # 3. Write the page, and the metadata that the Hub reads.
@@ -102,7 +96,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         model_name=(options.repo or title) if results else None,
         eval_results=results or None,
     )
-    return render_card(
+    return _render(
         "card.md.jinja",
         data,
         title=title,
@@ -113,7 +107,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         merged_with=merged_with,
         fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
         has_own_template=run_data is not None and run_data.chat_template is None,
-        measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
+        measurements=[measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
         saved=saved,
@@ -125,126 +119,34 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     )
 
 
-# --- figures
+def _training_free_card(parts: DrafterParts, options: CardOptions) -> str:
+    """Write the card of a package without weights. Raises ValueError for facts about weights."""
+    sources = {"an evaluation": options.evaluations, "a run": options.run, "a certificate": options.certificate}
+    if given := [name for name, value in sources.items() if value]:
+        raise ValueError(f"{parts.name} has no weights that {', '.join(given)} could belong to; package it without")
+    data = ModelCardData(
+        base_model=options.base_model,
+        license=options.licence,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[*TAGS, *(part.name.replace("_", "-") for part in parts.parts)],
+    )
+    return _render(
+        "training_free_card.md.jinja",
+        data,
+        title=title_of(parts.kind),
+        name=parts.name,
+        licence=options.licence,
+        **code_names(options, options.base_model, "", options.quantization),
+    )
 
 
-def _unchanged(run: Run) -> Run:
-    """Return the run. Raises ValueError if its summary was changed after the evaluation ended."""
-    facts = read_json(run.directory / FACTS_FILE) if (run.directory / FACTS_FILE).is_file() else None
-    if not isinstance(facts, dict) or facts.get("summary_sha256") != sha256_file(run.directory / SUMMARY_FILE):
-        raise ValueError(
-            f"{SUMMARY_FILE} in {run.directory} isn't the one that its evaluation wrote ({FACTS_FILE} has another digest, or "
-            "none), so the card can't show its figures. Run the evaluation's command again, which writes it from the records"
-        )
-    return run
+def _render(template: str, metadata: ModelCardData, **values: Any) -> str:
+    """Render a card with its metadata; every text among the values is escaped (`markdown.render`)."""
+    return f"{ModelCard(render(template, card_data=Markdown(metadata.to_yaml()), **values))}\n"
 
 
-def _require_rows(run: Run, weights: str) -> list[Row]:
-    """Select the rows of one evaluation that were measured with these weights.
-
-    Raises ValueError if there are none.
-    """
-    rows, methods = _rows_of(run, weights), run.info.config["methods"]
-    if not rows and weights in (method["weights"] for method in methods.values()):
-        raise ValueError(
-            f"this drafter ran out of memory everywhere in {run.directory}, so it has no figures there; omit this evaluation"
-        )
-    if not rows:
-        raise ValueError(
-            f"{run.directory} measured other weights ({', '.join(methods) or 'no drafter'}); give an evaluation of this "
-            "drafter with its present weights"
-        )
-    return rows
-
-
-def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
-    """Read the rows of an evaluation that were measured with this drafter's weights."""
-    return _rows_of(read_run(evaluation, evaluation.name), sha256_file(drafter / WEIGHTS_FILE))
-
-
-def _rows_of(run: Run, weights: str) -> list[Row]:
-    """Select rows with figures of these weights; rows that ran out of memory have none."""
-    methods = run.info.config["methods"]
-    return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
-
-
-def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
-    """Collect the figures of one evaluation, and the environment of the measurement."""
-    environment, config = run.info.environment, run.info.config
-    threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
-    return {
-        "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")),
-        "device": f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device,
-        "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
-        "dtype": run.info.dtype,
-        "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",
-        "max_new_tokens": config["max_new_tokens"],
-        "notes": " ".join([*([PACE_NOTE] if any(map(depends_on_clock, rows)) else []), *stages_notes(rows)]),
-        "noise": NOISY_NOTE if any(row["noisy"] for row in rows) else "",
-        "python": environment.python,
-        "packages": ", ".join(f"{name} {number}" for name, number in environment.packages.items()),
-    }
-
-
-def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
-    (plain,) = [
-        other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
-    ]  # every group of rows has one
-    return {
-        "Prompts": f"{row['suite']} ({row['num_prompts']})",
-        "Decoding": decoding_name(row),
-        "Setting": describe_setting(row, run, saved),
-        "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
-        "Speedup": _speedup(row),
-        "Median (faster on)": _median(row),
-        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
-        "Identical": row["lossless_label"],
-    }
-
-
-def _speedup(row: Row) -> str:
-    if is_broken(row):
-        return f"none: {fault(row)}"
-    return _with_interval(row["speedup"], row["speedup_ci95"], "x") + ", noisy" * row["noisy"]
-
-
-def _median(row: Row) -> str:
-    compared, median = row["num_compared"], row["median_speedup"]
-    if median is None or is_broken(row):
-        return "-"
-    return f"{median:.2f}x ({row['num_faster']} of {compared})"
-
-
-def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
-    """Convert a row's figures to the Hub's format.
-
-    The list is empty if the answers weren't the target's. A noisy speedup is left out, since the
-    Hub would show it without this mark.
-    """
-    if is_broken(row):
-        return []
-    dataset, _, revision = (row["prompt_set_source"] or row["suite"]).partition("@")
-    figures = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over plain decoding"}
-    values: dict[str, Any] = {**row}
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=dataset,
-            dataset_name=row["suite"],
-            dataset_revision=revision or None,
-            metric_type=name,
-            metric_name=f"{title}, {decoding_name(row)}, {describe_setting(row, run, saved)}",
-            metric_value=round(values[name], 2),
-        )
-        for name, title in figures.items()
-        if values[name] is not None and not (name == "speedup" and row["noisy"])
-    ]
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.2f}{unit}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+# --- the certificate
 
 
 def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
@@ -265,9 +167,11 @@ def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Ce
 
 
 def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
-    verdicts = {True: "pass", False: "FAIL", None: "none claimed"}
-    texts = [(line.subject, line.method, str(line.num_cases), line.result, verdicts[line.passed]) for line in certificate.lines]
-    return [dict(zip(CERTIFICATE_HEADS, line, strict=True)) for line in texts]
+    return [
+        dict(zip(CERTIFICATE_HEADS, (line.subject, line.method, str(line.num_cases), line.result, verdict), strict=True))
+        for line in certificate.lines
+        for verdict in ["pass" if line.passed else "FAIL"]
+    ]
 
 
 # --- the drafter, its data and its cost

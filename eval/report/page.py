@@ -12,8 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ...data.files import atomic_write_text
 from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
-from ..results.headline import headline
-from ..results.notes import FEW_UNITS
+from ..results.notes import FEW_UNITS, headline
 from ..results.rows import Row
 from .page_tables import Section, Table
 from .runs import Group, decoding, read_groups

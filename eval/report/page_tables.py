@@ -23,7 +23,7 @@ class Value:
     note: str = ""
     """Small print beside the text."""
     mark: str = ""
-    """Reason why the number is uncertain, such as `disturbed`, on a line of its own."""
+    """Reason why the number is uncertain, such as `noisy`, on a line of its own."""
     tone: str = ""
     """`bad` for a cell that reports an error or a wrong result."""
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...data.differences import differences
-from ..records.labels import PLAIN_DECODING
-from ..records.names import BASELINE, RUN_FILE
+from ..records.names import BASELINE, PLAIN_DECODING, RUN_FILE
 from ..records.run_files import RunInfo, read_info
-from ..results.finished import read_rows
-from ..results.rows import Row
+from ..results.rows import Row, read_rows
 
 VARIES_WITHIN_A_TABLE = frozenset(
     {

@@ -1,35 +1,39 @@
-"""Notes of an evaluation's results: what went wrong, and how to read the numbers.
+"""The result of an evaluation in words: its headline, and its notes.
 
-The table in the terminal, the file of the table, the report and the card take their notes from here.
-A note is one line of plain text.
+Notes describe what went wrong, and how to read the numbers. The table in the terminal, the file of
+the table, the report and the card take their notes from here. A note is one line of plain text.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ..records.names import BASELINE, OOM
+from ..records.names import BASELINE, OOM, title_of
 from .lossless import LOSSY
 from .repeats import NOISY_SHARE, SLOW
 from .rows import (
     Row,
     depends_on_clock,
+    fault,
     group_name,
     is_broken,
+    is_lossy,
     is_unproven,
     loop_share,
     num_units,
     row_name,
     units,
 )
-from .sources import BONUS, SEVERAL, merged_rows, shares_text
 
 FEW_UNITS = 8
 """Number of prompts or batches below which a bootstrap interval means little."""
 LOOP_SHARE = 0.1
 """Smallest share of answers with loops at which a note warns about them."""
+NOT_DISTINGUISHABLE = "not distinguishable from plain decoding"
 NOISY_NOTE = (
-    f"noisy: more than {NOISY_SHARE:.0%} of the time is of answers, plain decoding's or the method's, that took over {SLOW:g} "
-    "times their processor time, or their fastest repeat, also when they were decoded again. Measure again while the machine "
-    "is quiet."
+    f"noisy: more than {NOISY_SHARE:.0%} of the time, the method's or plain decoding's, is of slow answers. An answer is slow "
+    f"if it took more than {SLOW:g} times its processor time (on a CPU), or the time of its fastest repeat. Measure again into "
+    "another folder, while the machine is quiet."
 )
 BY_RULE_NOTE = (
     "by rule: the method samples its draft tokens at random, so its answers differ from those of plain decoding. Its "
@@ -47,10 +51,76 @@ PIPELINED_NOTE = (
     "pipelined: the drafter drafts while the stages read earlier drafts. Several passes are under way at a time, so tokens per "
     "step bound no speedup, and there is no ceiling. Steps and passes depend on the clock, the answers don't."
 )
+SEVERAL, BONUS = "several", "bonus"
+"""Names of the shares of draft tokens that several sources proposed, and of bonus tokens."""
 SOURCES_NOTE = (
     "Sources: shares of the tokens that the steps emitted. A draft token counts for the source that proposed it, or as "
     f"{SEVERAL}. The {BONUS} token of a step is the target's; a step without accepted drafts emits only this one."
 )
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Name the row with the highest speedup of a lossless method; count the rows without a valid one."""
+    drafted = [row for row in rows if row["method"] != BASELINE]
+    valid = [row for row in drafted if row["speedup"] is not None and not is_lossy(row)]
+    if not valid:
+        return f"No setting has a valid speedup.{_without_speed(drafted)}"
+    best = max(valid, key=lambda row: row["speedup"] or 0.0)
+    facts = [_verdict(best), _by_unit(best), f"{_number(best['tokens_per_step'])} tokens per step", _answers(best)]
+    return f"{'; '.join(facts)} ({group_name(best)}).{_without_speed(drafted)}"
+
+
+def includes_one(row: Row) -> bool:
+    """Check whether the interval of a row's speedup includes 1, as printed."""
+    low, high = row["speedup_ci95"] or (None, None)
+    return low is not None and high is not None and round(low, 2) <= 1 <= round(high, 2)
+
+
+def _verdict(row: Row) -> str:
+    """Describe the speedup with its interval, and the setting that has it."""
+    # 1. The setting in brackets, unless the label has some already.
+    drafter, separator, setting = row["label"].partition(", ")
+    name = f"{drafter} ({setting})" if separator and "(" not in row["label"] else row["label"]
+    # 2. The speedup, and whether it differs from plain decoding's.
+    interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
+    speed = f"{row['speedup']:.2f}x {interval}" + ", noisy" * row["noisy"]
+    doubt = f", {NOT_DISTINGUISHABLE}" if includes_one(row) else ""
+    if (row["speedup"] or 0.0) > 1:
+        return f"Fastest: {speed} by {name}{doubt}"
+    return f"Not faster than plain decoding: {speed} by {name} at best{doubt}"
+
+
+def _by_unit(row: Row) -> str:
+    """Describe the median and the number of prompts, or batches, in which the method is faster."""
+    return f"median {_number(row['median_speedup'])}x, faster on {row['num_faster']} of {row['num_compared']} {units(row)}"
+
+
+def _answers(row: Row) -> str:
+    """Describe how the answers compare with plain decoding's."""
+    if differing := row["num_mismatched_prompts"]:
+        return f"answers to {differing} prompts differ within rounding noise"
+    return "lossless by its rule" if row["lossless"] is None else "all answers identical"
+
+
+def _without_speed(rows: Sequence[Row]) -> str:
+    """Count the rows without a valid speed, by reason."""
+    reasons = Counter(reason for row in rows if (reason := _reason(row)) is not None)
+    if not reasons:
+        return ""
+    number = sum(reasons.values())
+    listing = ", ".join(reasons if len(reasons) == 1 else (f"{count} {reason}" for reason, count in reasons.items()))
+    return f" Without a valid speed: {number} row{'s' if number > 1 else ''} ({listing})."
+
+
+def _reason(row: Row) -> str | None:
+    """Return the reason why a row has no valid speedup; None if it has one."""
+    if row["out_of_memory"]:
+        return "out of memory"
+    return fault(row) if is_broken(row) else "not lossless" if is_lossy(row) else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -135,8 +205,8 @@ def speed_note(rows: Sequence[Row]) -> str:
     repeats = "" if number == 1 else f" Of the {number} repeats of an answer, the one with the median time counts."
     return (
         "Tok/s: tokens of all answers over the time of all answers, prefill included. Speedup: Tok/s over plain decoding's "
-        f"Tok/s in the same group, which has the same answers.{repeats} The headline is the highest speedup of the table. The "
-        f"interval is a bootstrap over {'/'.join(dict.fromkeys(map(units, rows)))}."
+        f"Tok/s in the same group, which has the same answers.{repeats} The headline is the highest speedup of a lossless "
+        f"method. The interval is a bootstrap over {'/'.join(dict.fromkeys(map(units, rows)))}."
     )
 
 
@@ -239,3 +309,35 @@ def runs_note(row: Row) -> str:
         f"{row_name(row)}: {runs['num_runs']:,} passes of {mean:.1f} tokens on average; {cancelled:.0%} of these tokens were "
         "cancelled."
     )
+
+
+def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
+    """Compute the shares of the emitted tokens by source, for a row or for one of its categories.
+
+    The keys are the names of the sources, then SEVERAL, then BONUS. Tokens that an answer's end cut
+    off count too. Returns None for a drafter that isn't merged, and if there was no step.
+    """
+    counts = values["accepted_by"]
+    if counts is None or not (num_steps := _num_steps(values)):
+        return None
+    total = sum(counts.values()) + num_steps
+    alone = {name: count / total for name, count in counts.items() if "+" not in name}
+    together = sum(count for name, count in counts.items() if "+" in name)
+    shared = {SEVERAL: together / total} if len(alone) > 1 else {}
+    return {**alone, **shared, BONUS: num_steps / total}
+
+
+def shares_text(row: Row) -> str:
+    """Format the shares of a row: `ReDrafter 31 %, suffix 20 %, several 9 %, bonus 40 %`."""
+    shares = source_shares(row) or {}
+    return ", ".join(f"{title_of(name)} {100 * share:.0f} %" for name, share in shares.items())
+
+
+def merged_rows(rows: Sequence[Row]) -> list[Row]:
+    """Select the rows of merged drafters whose records have the sources."""
+    return [row for row in rows if source_shares(row) is not None]
+
+
+def _num_steps(values: Mapping[str, Any]) -> int:
+    """Count the verify steps of a row, or of a category."""
+    return int(values["num_steps"]) if "num_steps" in values else sum(values["accepted_histogram"])

@@ -1,8 +1,9 @@
 """Repeats of an answer: which one counts, and whether its time can be trusted.
 
-A machine that stalls changes one timing, and not the speed of a method. So of an answer's repeats
-the one with the median time counts. And an answer is slow if it took far longer than it computed, or
-than another repeat of it.
+A stall of the machine changes one timing, but not the speed of a method. So of an answer's repeats
+the one with the median time counts. An answer is slow if it took more than SLOW times its processor
+seconds, or the seconds of its fastest repeat. A speed is noisy if slow answers take more than
+NOISY_SHARE of the time that counts.
 """
 
 from collections import defaultdict
@@ -11,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from ..records.records import EvalRecord
 
 SLOW = 1.5
-"""An answer is slow above this ratio of its seconds to its processor seconds, or to another
-repeat's."""
+"""Largest ratio of an answer's seconds to its processor seconds, or to those of its fastest repeat;
+above it the answer is slow."""
 NOISY_SHARE = 0.05
-"""Largest share of slow answers in the seconds that count."""
+"""Largest share of slow answers in the seconds that count; above it the speed is noisy."""
 
 AnswerKey = tuple[str | int, int]
 """Unit and turn: identifies an answer, or a batch of answers, of a method within a group."""

@@ -1,13 +1,20 @@
-"""Table of an evaluation: one frame of texts, as Markdown and for the terminal, and its numbers as CSV."""
+"""Tables of an evaluation: one frame of texts, as Markdown and for the terminal, and its numbers as CSV."""
 
+import re
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from ..records.names import OOM
-from .headline import headline
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..records.names import OOM, TABLE_FILE
 from .markdown import Markdown, escape_markdown
-from .notes import notes
-from .rows import Row
+from .notes import headline, measured_notes, notes, problems
+from .rows import Row, group_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
 READ_COLUMN = "GB/tok"
@@ -25,6 +32,17 @@ CSV_COLUMNS = (
     *("max_new_tokens", "pace", "pipelined", "prompt_set_revision", "prompt_set_source", "out_of_memory"),
 )
 """Fields of a row under their names; those of `_spread` follow them."""
+MAX_WIDTH, MAX_NOTE_LINES = 80, 10
+TERMINAL_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Identical", READ_COLUMN)
+"""Columns of the frame that have room; the file of the table has all."""
+WIDTHS = {"Speedup [95 %]": (21, 21), "Identical": (9, 10)}
+"""Smallest and largest width of columns with words, in characters; longer texts take several
+lines."""
+METHOD_WIDTH = 25
+"""Width of a method's name beside the widest figures, in characters; longer names take several
+lines."""
+READ_WIDTH = 8
+"""Width that the column of bytes read takes from it."""
 
 
 def frame(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -129,3 +147,51 @@ def _count(number: int) -> str:
 
 def _number(value: float | None, spec: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{spec}}{unit}"
+
+
+def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Print the headline, the results and a few notes.
+
+    A method that should be lossless but isn't is red, and so is a noisy speedup.
+    """
+    console = console or Console()
+    console.print(Text(headline(rows), style="bold"))
+    # A narrower terminal wraps the lines, but loses no column.
+    is_narrow = console.width < MAX_WIDTH
+    width = MAX_WIDTH if is_narrow else None
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True, width=width)
+    lines = frame(rows)
+    columns = [column for column in TERMINAL_COLUMNS if column in lines[0]]
+    method_width = METHOD_WIDTH - READ_WIDTH * (READ_COLUMN in columns)
+    table.add_column("Method", min_width=method_width, overflow="fold")
+    for column in columns:
+        narrow, wide = WIDTHS.get(column, (None, None))
+        table.add_column(column, justify="right", no_wrap=wide is None, min_width=narrow, max_width=wide, overflow="fold")
+    for group, members in groupby(zip(rows, lines, strict=True), key=lambda member: group_name(member[0])):
+        table.add_row(Text(group), style="bold")
+        for row, line in members:
+            shown = (_in_lines(row["label"], method_width), *(line[column].replace("], ", "]\n") for column in columns))
+            table.add_row(*map(Text, shown), style="red" if is_broken(row) or row["noisy"] else None)
+        table.add_section()
+    console.print(table, crop=not is_narrow)
+    for text in note_lines(rows, min(console.width, MAX_WIDTH)):
+        console.print(Text(text), style="dim", soft_wrap=True)
+
+
+def note_lines(rows: Sequence[Row], width: int) -> list[str]:
+    """Return the lines of the notes that have room, the most important first.
+
+    The file of the table has all notes; the last line names it.
+    """
+    lines: list[str] = []
+    for note in [*problems(rows), *measured_notes(rows)]:
+        wrapped = textwrap.wrap(note, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        if len(lines) + len(wrapped) >= MAX_NOTE_LINES:
+            break
+        lines += wrapped
+    return [*lines, f"  {TABLE_FILE} has all notes, the ceilings and what each step costs."]
+
+
+def _in_lines(name: str, width: int) -> str:
+    """Put the setting of a long name on a line of its own."""
+    return name if len(name) <= width else re.sub(r", (?![^(]*\))", ",\n", name, count=1)

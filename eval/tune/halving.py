@@ -1,12 +1,14 @@
 """Successive halving: many settings decode a few prompts, and the faster ones decode more.
 
-A round splits its settings into heats. The settings of a heat and plain decoding decode the same
-prompts in turns, so a slow minute of the machine slows all of them. The faster half of a round, by
-the speedup over plain decoding, is in the next round, which has twice as many prompts. At most
-FINALISTS settings are in the last round, with all prompts.
+A round deals its settings into heats of nearly equal size. All heats decode the same prompts. The
+settings of a heat and plain decoding take turns, so a slow minute of the machine slows all of them.
+The faster half of a round, by the speedup over plain decoding, is in the next round, which has twice
+as many prompts. At most FINALISTS settings are in the last round, with all prompts; it follows as
+soon as a round had all prompts.
 """
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,9 +24,9 @@ from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.llm.hf_target import HFTarget
-from ..measure.memory import within_memory
+from ..measure.environment import within_memory
 from ..measure.methods import proposer
-from ..measure.timing import Generation, time_generation
+from ..measure.timing import Generation, attempts_without_graphs, time_generation
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +100,15 @@ def halve(trial: Trial, settings: Sequence[Setting]) -> list[Speed]:
     """
     remaining, num_batches = list(settings), FIRST_BATCHES
     while len(remaining) > FINALISTS:
-        heats = [remaining[start : start + FINALISTS] for start in range(0, len(remaining), FINALISTS)]
+        # 1. Deal the settings evenly, so that no heat has more than one setting less than another.
+        num_heats = math.ceil(len(remaining) / FINALISTS)
+        heats = [remaining[index::num_heats] for index in range(num_heats)]
         speeds = [speed for heat in heats for speed in measure(trial, heat, min(num_batches, len(trial.batches)))]
+        # 2. Keep the faster half; after all batches, another round would measure nothing new.
         drafting = sorted((speed for speed in speeds if speed.setting is not None), key=lambda speed: -speed.speedup)
-        remaining, num_batches = [speed.setting for speed in drafting[: (len(remaining) + 1) // 2]], 2 * num_batches
+        half = (len(remaining) + 1) // 2
+        num_kept = half if num_batches < len(trial.batches) else min(half, FINALISTS)
+        remaining, num_batches = [speed.setting for speed in drafting[:num_kept]], 2 * num_batches
     return measure(trial, remaining, len(trial.batches), repeats=FINAL_REPEATS)
 
 
@@ -143,10 +150,10 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], num_batches: in
         for step in range(len(drafters)):
             index = (turn + turn // num_batches + step) % len(drafters)
             decode = partial(trial.decode, drafters[index], batch, trial.max_new_tokens)
-            if (run := within_memory(decode, trial.target)) is None:
+            if (attempts := within_memory(partial(attempts_without_graphs, decode), trial.target)) is None:
                 return index
-            runs[index, batch] = run
-            seconds[index, batch].append(run.prefill_seconds + run.decode_seconds)
+            runs[index, batch] = attempts[-1]
+            seconds[index, batch].append(attempts[-1].seconds)
     trial.target.release_cache()
 
     # 3. The speeds.

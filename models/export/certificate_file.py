@@ -20,8 +20,7 @@ class CertificateLine:
     method: str
     num_cases: int
     result: str
-    passed: bool | None
-    """None if the line makes no claim, so that it can't fail."""
+    passed: bool
     false_alarm_rate: float = 0.0
     """Bound on the probability that this line fails although everything is sound."""
 
@@ -39,7 +38,8 @@ class Certificate:
     lines: Annotated[list[CertificateLine], Field(min_length=1)]
     target: str | None = None
     weights_sha256: str | None = None
-    suite: str | None = None
+    suites: dict[str, str] = field(default_factory=dict)
+    """Digest of the prompts of each suite, by its name."""
     dtype: str | None = None
     quantization: str | None = None
     """Quantisation of the target at load time; empty without."""
@@ -48,7 +48,7 @@ class Certificate:
     """Digest of each drafter's weights, by the drafter's name."""
 
     def __post_init__(self) -> None:
-        if self.passed != all(line.passed is not False for line in self.lines):
+        if self.passed != all(line.passed for line in self.lines):
             raise ValueError("passed: the verdict contradicts the lines, so the file was altered; run `outrider certify` again")
 
 

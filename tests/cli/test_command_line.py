@@ -67,6 +67,7 @@ def message(*arguments: str) -> str:
         ["--max_new_tokens", "64"],
         ["--eval.max-new-tokens", "64"],
         ["eval.max_new_tokens=64"],
+        ["max_new_tokens=64"],
         ["+eval.max_new_tokens=64"],
     ],
 )
@@ -80,6 +81,11 @@ def test_a_flag_and_a_configurations_name_are_the_same_option(form: list[str]) -
     ("arguments", "values"),
     [
         ("--target X", {"target.name_or_path": "X"}),
+        ("target=X", {"target.name_or_path": "X"}),
+        ("target={name_or_path: X}", {"target": {"name_or_path": "X"}}),
+        ("suites=a", {"eval.suites": ["a"]}),
+        ("--fast-linears false --compiled true", {"target.fast_linears": False, "target.compiled": True}),
+        ("--limit -3", {"limit": -3}),
         ("--drafter a --drafter b,c", {"drafter": ["a", "b", "c"]}),
         ("--suite a --suites b", {"eval.suites": ["a", "b"]}),
         ("--suite [a,{name: b, path: c}]", {"eval.suites": ["a", {"name": "b", "path": "c"}]}),
@@ -112,10 +118,19 @@ def test_values_are_read_by_the_type_of_their_field(arguments: str, values: dict
 
 
 def test_a_name_of_two_sections_is_asked_for_with_its_section() -> None:
-    with pytest.raises(ValueError, match=r"give --distill\.max-new-tokens or --eval\.max-new-tokens"):
-        read_run_line(["demo", "--max-new-tokens", "3"])
+    line = read_run_line(["--max-new-tokens", "3", "max_new_tokens=3", "demo", "--plann"])
+    assert line.values["conf"] == ["demo"]
+    flag, name, other = line.problems
+    assert flag.endswith("several sections; give --distill.max-new-tokens or --eval.max-new-tokens")
+    assert name.endswith("several sections; give distill.max_new_tokens or eval.max_new_tokens")
+    assert "did you mean --plan?" in other
     assert read_run_line(["demo", "--seed", "3"]).values == {"seed": 3, "conf": ["demo"]}
     assert read_run_line(["demo", "--drafter.beam-width", "3"]).values["drafter.beam_width"] == 3
+
+
+def test_a_sections_name_chooses_packaged_settings_of_a_run() -> None:
+    line = read_run_line(["demo", "--target", "vicuna_7b", "drafter=medusa", "train={steps: 3}"])
+    assert (line.values["target"], line.values["drafter"], line.values["train"]) == ("vicuna_7b", "medusa", {"steps": 3})
 
 
 def test_a_commands_options_are_built_by_the_configurations_classes() -> None:
@@ -163,10 +178,17 @@ def test_one_error_names_all_mistakes() -> None:
         ("eval.settings=[{a: 1]", "which can't be read; close each bracket and quote"),
         ("eval.settings={depth:5}", "'depth:5' is one word; put a space after the colon"),
         ("--limit", "--limit needs a value: whole number above 0"),
+        ("--launch", "--launch needs a value: a launch file"),
+        ("--drafter --limit 3", "--drafter needs a value: list of texts"),
+        ("--drafter eval.seed=3", "--drafter needs a value: list of texts"),
+        ("-steps 3", "there is no option -steps; did you mean"),
+        ("---limit 3", "there is no option ---limit; did you mean --limit?"),
+        ("--launch cpu --num_procesess 3", "there is no option --num_procesess; did you mean --num_processes?"),
+        ("--launch cpu --limt 3", "there is no option --limt; did you mean --limit?"),
     ],
 )
 def test_a_value_that_cant_be_read_is_named(argument: str, wrong: str) -> None:
-    assert wrong in message("word", argument)
+    assert wrong in message("word", *([argument] if "{" in argument else argument.split()))
 
 
 MISSING = {
@@ -183,7 +205,7 @@ MISSING = {
         "suites[0]",
     ],
     "certify --target ./no/target --drafter ./d --suite": ["target.name_or_path", "drafter", "suites[0]"],
-    "export ./d --target ./no/target --to vllm --output out": ["target.name_or_path", "drafter"],
+    "export d --target ./no/target --to vllm --output out": ["target.name_or_path", "drafter"],
     "import ./d/e --target ./no/target --output out": ["target.name_or_path", "folder"],
     "package ./d --output out --records r --run run --certificate c.json": ["drafter", "records", "run", "certificate"],
     "report a b": ["directories", "directories"],
@@ -208,6 +230,7 @@ def test_all_missing_paths_of_a_command_are_one_error(command: str, tmp_path: Pa
     [
         ("--launch one_node --num_processes 4 a.yaml train.steps=1", ["--num_processes", "4"], ["a.yaml", "train.steps=1"]),
         ("demo --launch=cpu --multi_gpu train.steps=1 --plan", ["--multi_gpu"], ["demo", "train.steps=1", "--plan"]),
+        ("demo launch=cpu --num-processes 2", ["--num-processes", "2"], ["demo"]),
         ("--launch cpu --num_machines=2 demo --train.steps 3", ["--num_machines=2"], ["demo", "--train.steps", "3"]),
     ],
 )

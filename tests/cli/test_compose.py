@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from outrider.cli.compose import compose, load_recipe, main, read_run_line, to_run_config
+from outrider.cli.compose import compose, load_recipe, main, read_run_line, run_command
 from outrider.cli.describe import drafter_sections
 
 
 def composed(*arguments: str) -> DictConfig:
-    line = read_run_line(arguments)
-    config = compose(line)
-    assert line.problems == []
-    return config
+    return OmegaConf.create(compose(read_run_line(arguments)).values)
 
 
 def problems(*arguments: str) -> str:
@@ -32,7 +29,11 @@ def problems(*arguments: str) -> str:
     ("override", "wrong", "meant"),
     [
         ("train.learning_rat=1e-3", "train.learning_rat", "train.learning_rate"),
-        ("steps=3", "steps", "train.steps"),
+        ("stepz=3", "stepz", "train.steps"),
+        ("train.warmup=3", "train.warmup", "train.warmup_steps"),
+        ("data.steps=3", "data.steps", "train.steps"),
+        ("eval.max_new_tokns=3", "eval.max_new_tokns", "eval.max_new_tokens"),
+        ("max_new_tokns=3", "max_new_tokns", "distill.max_new_tokens or eval.max_new_tokens"),
         ("data.pth=x", "data.pth", "data.path"),
         ("sede=3", "sede", "seed"),
         ("drafter.beam_widht=3", "drafter.beam_widht", "beam_width"),
@@ -60,7 +61,7 @@ def test_one_error_names_all_mistakes_of_a_command_line() -> None:
     assert message.startswith("7 problem(s)")
     for text in ("train.lrn", 'seed="x"', 'train.steps="many"', "drafter=eagel3", "data.pth", "kl_acceptance", "data.limit=-3"):
         assert text in message
-    assert "drafter.start_from is missing" in problems("adapt", "train.lrn=3")
+    assert "drafter.start_from is missing" in problems("adapt")
 
 
 def test_all_missing_values_are_named_at_once(tmp_path: Path) -> None:
@@ -85,6 +86,12 @@ def test_a_drafter_kind_that_is_not_text_is_an_error(kind: str) -> None:
         ("stages=null", "stages=null: must be a list"),
         ("data.path=${nothing}", "nothing"),
         ("train.loss.tv=0.5", "train.loss.tv is a part of a mixture; give the whole"),
+        ("conf=null", "conf=null: must be a list"),
+        ("conf=[{a: 1}]", 'conf[0]={"a": 1}: must be a text'),
+        ("drafter=[a]", 'drafter=["a"]: must be a mapping'),
+        ("train=[1]", "train=[1]: must be a mapping"),
+        ("eval.suites.0.limit=3", 'eval.suites={"0": {"limit": 3}}: must be a list'),
+        ("show=3", "show=3: must be true or false"),
     ],
 )
 def test_a_wrong_structure_is_an_error(argument: str, message: str) -> None:
@@ -111,6 +118,13 @@ def test_a_mistake_is_reported_before_a_launch(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(SystemExit):
         main()
     assert "train.steps" in capsys.readouterr().err
+
+
+def test_show_prints_the_recipe_and_its_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"train\.lrn") as error:
+        run_command(["demo", "--show", "train.lrn=1", "train.steps=many", "--plann"])
+    assert "3 problem(s)" in str(error.value)
+    assert "steps: many" in capsys.readouterr().out
 
 
 # --- layers
@@ -186,7 +200,7 @@ def test_a_runs_own_configuration_is_a_recipe(tmp_path: Path) -> None:
     config = composed("demo", "drafter=medusa_demo", f"output_dir={tmp_path}")
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     again = composed(str(tmp_path / "config.yaml"))
-    assert to_run_config(again) == to_run_config(config)
+    assert again == config
 
 
 def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
@@ -196,6 +210,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
         "drafter: medusa_dmeo\nsede: 3\n"
     )
     message = problems(str(path))
+    assert "is missing" not in message, "what the mistyped base has"
     for text in (
         "conf=dmeo: there is no such choice; did you mean conf=demo?",
         "drafter=medusa_dmeo: there is no such choice; did you mean drafter=medusa_demo?",
@@ -215,6 +230,11 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path) -> None:
         ("- a\n", "is not a recipe"),
         ("", "is not a recipe"),
         ("train: " + "[" * 3000 + "]" * 3000, "is not YAML"),
+        ("base: 5", "base=5: must be a recipe, a file, or a choice of target, data, drafter, eval"),
+        ("base: true", "base=true: must be a recipe"),
+        ("base: {target: demo}", 'base={"target": "demo"}: must be a recipe'),
+        ("base: [demo, train.steps=3]", 'base="train.steps=3": must be a recipe'),
+        ("base: demo\ntrain: [1]", "train=[1]: must be a mapping"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_an_error(tmp_path: Path, text: str, message: str) -> None:

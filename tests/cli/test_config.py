@@ -1,6 +1,5 @@
 """Recipes, and the errors for mistakes in them."""
 
-import copy
 import re
 import shlex
 from collections import Counter
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
 from outrider.cli.commands import COMMANDS
-from outrider.cli.compose import DEMO_TARGET, compose, read_run_line, to_run_config
+from outrider.cli.compose import DEMO_TARGET, Composed, compose, read_run_line
 from outrider.cli.config import RunConfig
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
@@ -38,19 +37,18 @@ DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if pat
 
 
 @cache
-def composed_once(*overrides: str) -> tuple[DictConfig, list[str]]:
+def composed_once(*overrides: str) -> Composed:
     is_recipe = any(override.startswith("conf=") for override in overrides)
-    line = read_run_line([*([] if is_recipe else ["demo"]), *overrides])
-    return compose(line), line.problems
+    return compose(read_run_line([*([] if is_recipe else ["demo"]), *overrides]))
 
 
 def composed(*overrides: str) -> DictConfig:
     """Compose a configuration. Many tests compare with the same recipe, so each one is composed once."""
-    return copy.deepcopy(composed_once(*overrides)[0])
+    return OmegaConf.create(composed_once(*overrides).values)
 
 
 def run_config(*overrides: str) -> RunConfig:
-    return to_run_config(composed(*overrides), composed_once(*overrides)[1])
+    return composed_once(*overrides).config()
 
 
 @contextmanager
@@ -99,8 +97,7 @@ def test_every_recipe_composes_and_names_its_folder(recipe: str, trained: Path) 
 def test_the_written_config_is_a_recipe_again(recipe: str, trained: Path) -> None:
     config = run_config(f"conf={recipe}", *required(recipe, trained))
     values = TypeAdapter(RunConfig).dump_python(config, mode="json")
-    written = OmegaConf.to_yaml(OmegaConf.create(values))
-    assert to_run_config(OmegaConf.create(written)) == config
+    assert Composed(values, []).config() == config
 
 
 def test_the_demo_has_the_packaged_target() -> None:
@@ -391,15 +388,16 @@ def test_one_error_names_all_wrong_values_of_all_sections() -> None:
 
 
 def test_one_error_names_all_problems_of_variants() -> None:
-    with pytest.raises(ValueError, match="3 problem") as error:
-        run_config("name=..", "variants.a.train.stepz=3", "drafter.beam_widht=2")
-    assert all(text in str(error.value) for text in ('name=".."', "variants.a.train.stepz", "drafter.beam_widht: there is no"))
+    wrong = ('name=".."', "variants.a.train.stepz", "variants.a.drafter.beam_widht: there", "drafter.beam_widht: there is no")
+    with pytest.raises(ValueError, match="4 problem") as error:
+        run_config("name=..", "variants.a={train: {stepz: 3}, drafter: {beam_widht: 3}}", "drafter.beam_widht=2")
+    assert all(text in str(error.value) for text in wrong)
 
 
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (["train.steps=-3", "drafter.beam_width=0"], ["drafter.beam_width=0", "train.steps=-3"]),
+        (["train.steps=-3", "drafter.beam_width=0"], ["train.steps=-3", "drafter.beam_width=0"]),
         (["train.steps=-3", "name=a/b"], ['name="a/b"', "train.steps=-3"]),
         (
             ["train.batch_size=0", "variants.a.train.learning_rate=.nan"],

@@ -4,9 +4,10 @@ from dataclasses import MISSING, asdict, fields
 
 import pytest
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from outrider.cli.compose import register
+from outrider.cli.compose import DEMO_TARGET
 from outrider.cli.config import RunConfig
 from outrider.cli.describe import GROUPS, Option, choices, drafter_sections, recipes, sections
 from outrider.cli.help import WIDTH
@@ -63,7 +64,7 @@ def test_a_drafters_options_are_those_of_its_class(kind: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_recipes_choices_are_those_that_it_composes(name: str) -> None:
-    register()
+    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)
     with initialize_config_module("outrider.conf", version_base="1.3"):
         composed = compose("config", overrides=[f"conf={name}"], return_hydra_config=True)
     chosen = composed.hydra.runtime.choices

@@ -254,12 +254,14 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
         ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: no assistant turn"),
         ("a.jsonl", {"text": 1}, r"a\.jsonl, line 2: .*text"),
         ("a.txt", ALPACA, r"rename it to a\.jsonl"),
+        ("a.bin", "\0", r"a\.bin, which is not UTF-8 text"),
     ],
 )
 def test_records_that_cannot_be_trained_on_are_an_error_of_init(
-    name: str, record: dict[str, object], message: str, tmp_path: Path
+    name: str, record: dict[str, object] | str, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(f"\n{json.dumps(record)}\n{json.dumps(record)}\n")
+    line = record if isinstance(record, str) else json.dumps(record)
+    (tmp_path / name).write_text(f"\n{line}\n{line}\n")
     with pytest.raises(ValueError, match=message):
         read_data_facts(tmp_path / name, 100)
 
@@ -286,6 +288,9 @@ def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
     assert "on 1 record (messages)" in printed
+    assert "limit: null # null: the whole data, 1 record" in (tmp_path / "my runs/a.yaml").read_text().replace(
+        "without a GPU; ", ""
+    )
 
 
 def test_a_recipe_is_written_without_torch(qwen3: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
         "finally: assert 'torch' not in sys.modules"
     )
     train = REPOSITORY / "train.py"
-    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--show", "train.steps=3", cwd=tmp_path)
+    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--show", "train.steps=300", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "steps: 3" in result.stdout
     assert "lmsys/vicuna-7b-v1.3" in result.stdout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,

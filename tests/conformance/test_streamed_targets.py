@@ -21,8 +21,8 @@ from outrider.data.config import DataConfig
 from outrider.data.suites import Prompt, PromptSet
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
-from outrider.eval.certify import certificate
-from outrider.eval.measure.turns import Method
+from outrider.eval.certify import certificate, samples
+from outrider.eval.measure.plan import Method
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
 from outrider.models.llm.hf_target import HFTarget
@@ -351,7 +351,7 @@ def test_training_on_a_streamed_target_gives_the_same_weights(both, labels, kind
 
 def test_a_streamed_target_is_certified(both, tmp_path, monkeypatch):
     _, streamed = both
-    monkeypatch.setattr(certificate, "NUM_SAMPLED_PROMPTS", 1)
+    monkeypatch.setattr(samples, "NUM_SAMPLED_PROMPTS", 1)
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
     methods = [
         Method(name="recycling", label="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))

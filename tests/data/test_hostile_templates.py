@@ -3,6 +3,7 @@
 import copy
 import resource
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -113,6 +114,16 @@ def test_the_bounds_end_with_the_rendering_and_hold_for_the_main_thread_only(tok
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getsignal(signal.SIGVTALRM) is handler
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_one_thread_at_a_time_lowers_the_memory_of_the_process(tokenizer):
+    thread = threading.Thread(target=encode_prompt, args=([Turn(role="user", content="Hi")], tokenizer))
+    with chat._bounded(1, tokenizer):
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive(), "it would restore this thread's limit as the process's own"
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_long_conversation_is_no_long_template(tokenizer):

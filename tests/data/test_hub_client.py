@@ -87,7 +87,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
     monkeypatch.setattr(hub_client, "REPLY_SECONDS", SECONDS)
     hub.bound_requests()
     yield server
@@ -95,13 +94,17 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     server.server_close()
 
 
-def get(server: Any, path: str, **headers: str) -> bytes:
+def client() -> hub_client.BoundedClient:
+    return hub_client.BoundedClient(timeout=None, follow_redirects=True)
+
+
+def get(server: Any, path: str, session: hub_client.BoundedClient | None = None) -> bytes:
     """Read a path as huggingface_hub does: a file in parts, and a reply of the API at once."""
-    with hub_client.BoundedClient(timeout=None, follow_redirects=True) as client:
-        if "/api/" in path:
-            return client.get(server.url + path).content
-        with client.stream("GET", server.url + path, headers=headers) as response:
-            return b"".join(response.iter_bytes())
+    session = session or client()
+    if "/api/" in path:
+        return session.get(server.url + path).content
+    with session.stream("GET", server.url + path) as response:
+        return b"".join(response.iter_bytes())
 
 
 @pytest.mark.parametrize("path", [API, FILE])
@@ -122,15 +125,28 @@ def test_a_reply_that_trickles_or_never_comes_is_given_up(server: Any, attack: A
         (endless, "a reply has more than 100000 bytes"),
         (reply(200, gzip.compress(b"{}"), Content_Encoding="gzip"), "it compresses a reply"),
         (reply(200, b"{}", Content_Length="1000"), "a reply stalls or breaks off after 2 bytes"),
-        (reply(429, Retry_After="3600"), "HTTP 429 and orders a wait of 3600 s"),
+        (reply(429, Retry_After="7"), "HTTP 429 and orders a wait of 7 s"),
         (reply(429, RateLimit='"api";r=0;t=155'), "HTTP 429 and orders a wait of 155 s"),
+        (reply(503), "HTTP 503, 3 times"),
     ],
 )
 def test_a_reply_beyond_a_bound_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch, attack: Attack, message: str) -> None:
     monkeypatch.setattr(hub_client, "REPLY_BYTES", 100_000)
     server.attack = attack
+    session = client()
+    for _ in range(2 if "3 times" in message else 0):  # huggingface_hub repeats the request
+        get(server, API, session)
     with pytest.raises(OfflineModeIsEnabled, match=message):
-        get(server, API)
+        get(server, API, session)
+
+
+def test_an_answer_within_the_bounds_is_given_on(server: Any) -> None:
+    server.attack = reply(200, b"{}", RateLimit='"api";r=480;t=155')  # what the Hub adds to each answer
+    assert get(server, API) == b"{}"
+    server.requests.clear()
+    with client() as session:
+        assert session.get(server.url + hub_client.UNASKED_PATH).status_code == 404
+    assert (server.requests, constants.HF_HUB_OFFLINE) == ([], False)
 
 
 def test_a_long_download_that_flows_is_read_whole(server: Any) -> None:

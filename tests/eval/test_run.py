@@ -21,8 +21,8 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
 from outrider.eval.measure.plan import evenly_spaced
+from outrider.eval.measure.texts import answer_seed
 from outrider.eval.measure.timing import Generation
-from outrider.eval.measure.turns import answer_seed
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report

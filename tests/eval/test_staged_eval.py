@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.certify import certificate
+from outrider.eval.certify import samples
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
@@ -94,7 +94,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
 
 
 def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificate, "NUM_TEXTS", 64)
+    monkeypatch.setattr(samples, "TEXTS_PER_PROMPT", 32)
     result = invoke(["certify", *command, "--limit", "2", "--decode", "pipelined"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out").read_text())

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from outrider.eval.certify import certificate as certify
+from outrider.eval.certify import samples
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 from outrider.models.decoding.sampling import warp
-from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.group_search import GroupDrawing
+from outrider.models.export.certificate_file import CertificateLine
 from outrider.models.llm import cuda_graphs as graphs
 from outrider.models.llm import loading as targets
 from outrider.models.llm import tree_attention
@@ -32,21 +34,32 @@ def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, tmp_path: Path) -> None:
+def test_a_target_and_a_drafter_are_certified(
+    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decoded_plainly: list[NullDrafter] = []
+
+    def null_drafter() -> NullDrafter:
+        decoded_plainly.append(NullDrafter())
+        return decoded_plainly[-1]
+
+    monkeypatch.setattr(certify, "NullDrafter", null_drafter)
     result = invoke(["certify", *decoding, "--dtype", dtype])
     assert result.exit_code == 0, result.output
+    assert len(decoded_plainly) == 2, "each prompt once for all checks"
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["passed"]
+    assert list(certificate["suites"]) == ["mt_bench"]
     assert [file.name for file in tmp_path.iterdir()] == ["certificate.json"], "finished"
     exact = "the" if dtype == "float32" else "every"
     assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, exact, "G-tests"]
-    assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, 2, certify.SAMPLED_TOKENS - 1]
-    assert "4 prompts at a time" in certificate["lines"][2]["subject"]
+    assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, 2, samples.SAMPLED_TOKENS - 1]
+    assert "2 prompts at a time" in certificate["lines"][2]["subject"]
     oracle = certificate["lines"][0]["subject"]
     assert "an oracle drafter (drafts the right answers)" in oracle
     assert int(oracle.split()[-5]) > 4, "accepted paths were not exercised"
-    assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
+    assert certificate["false_alarm_rate"] == pytest.approx(3 * samples.FALSE_ALARM_RATE)
 
 
 @pytest.mark.slow
@@ -86,12 +99,18 @@ def test_a_graphed_certificate_replays_target_and_drafter(
     assert all(recorder.num_replays > 1 for recorder in recorders)
 
 
-def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
-    decoding: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cuda-graphs"], "choose a CUDA device, or turn it off"),
+        (["--repeats", "2", "--batch-size", "3"], "eval.batch_sizes, eval.repeats: `outrider certify` doesn't use this"),
+    ],
+)
+def test_options_without_an_effect_are_refused_before_anything_is_loaded(
+    decoding: list[str], options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "_load_model", None)
-    result = invoke(["certify", *decoding, "--cuda-graphs"])
-    assert "choose a CUDA device, or turn it off" in result.message
+    assert message in invoke(["certify", *decoding, *options]).message
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -132,7 +151,7 @@ def test_samples_of_another_distribution_fail_the_certificate(
         "temperature": SpeculativeSampling(sampling=Sampling(temperature=0.7)),
         "drafts accepted too often": TypicalAcceptance(sampling=Sampling(), epsilon=0.002, delta=1.0),
     }
-    monkeypatch.setattr(certify, "SpeculativeSampling", lambda sampling: wrong[mistake])
+    monkeypatch.setattr(samples, "SpeculativeSampling", lambda sampling: wrong[mistake])
     assert invoke(["certify", *decoding]).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [True, True, True, False]
@@ -168,11 +187,11 @@ def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(
 def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:
     path, compared = tmp_path / "certificate.json.unfinished", []
 
-    def check(number: int, *, interrupted: bool = False) -> certify.CertificateLine:
+    def check(number: int, *, interrupted: bool = False) -> CertificateLine:
         if interrupted:
             raise KeyboardInterrupt
         compared.append(number)
-        return certify.CertificateLine(subject=f"check {number}", method="", num_cases=1, result="", passed=True)
+        return CertificateLine(subject=f"check {number}", method="", num_cases=1, result="", passed=True)
 
     checks = [partial(check, number) for number in range(3)]
     stopped = [*checks[:2], partial(check, 2, interrupted=True)]
@@ -192,4 +211,4 @@ def test_few_prompts_have_fewer_samples(decoding: list[str], questions: Path, tm
     one.write_text(questions.read_text().splitlines()[0])
     assert invoke(["certify", *[str(one) if "mt_bench" in word else word for word in decoding]]).exit_code == 0
     line = json.loads((tmp_path / "certificate.json").read_text())["lines"][-1]
-    assert line["method"] == f"G-tests of {certify.TEXTS_PER_PROMPT} texts"
+    assert line["method"] == f"G-tests of {samples.TEXTS_PER_PROMPT} texts"

@@ -9,8 +9,8 @@ import torch
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.methods import method_specs, recorded_methods
+from outrider.eval.measure.plan import Method
 from outrider.eval.measure.timing import time_generation
-from outrider.eval.measure.turns import Method
 from outrider.models.decoding.acceptance import GreedyAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.decoding.runs import RunCounts

@@ -16,7 +16,7 @@ from outrider.eval.measure import bench as measure
 from outrider.eval.measure import timing
 from outrider.eval.measure.plan import Job
 from outrider.eval.records.records import BASELINE, EvalRecord, read_records
-from outrider.eval.results.headline import headline
+from outrider.eval.results.notes import headline
 from outrider.eval.results.rows import Row
 from outrider.eval.run import evaluate
 from outrider.models.llm.hf_target import HFTarget
@@ -120,6 +120,42 @@ def test_a_slow_answer_is_decoded_once_more_and_changes_no_row(run_tiny: Evaluat
             assert row["tokens_per_second"] == pytest.approx(expected["tokens_per_second"])
             assert row["speedup"] == pytest.approx(expected["speedup"])
             assert not row["noisy"]
+
+
+@pytest.mark.parametrize("method", [BASELINE, "redrafter"])
+@pytest.mark.parametrize("wrong_attempt", [0, 1])
+def test_a_wrong_token_of_any_attempt_is_seen(
+    method: str, wrong_attempt: int, run_tiny: Evaluate, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is wrong in one attempt of two must not pass for identical."""
+    decode = measure.Bench._time
+
+    def sometimes_wrong(self: measure.Bench, job: Job, *arguments: Any, **options: Any) -> timing.Generation:
+        generation = decode(self, job, *arguments, **options)
+        of_answer = ("3", method, 0)
+        if clock.decoded[-1:] == [of_answer] and clock.decoded.count(of_answer) == 1 + wrong_attempt:
+            last = generation.steps[-1]
+            tokens = tuple((*row[:-1], (row[-1] + 1) % self.target.vocab_size) for row in last.tokens)
+            generation.steps[-1] = dataclasses.replace(last, tokens=tokens)
+        return generation
+
+    monkeypatch.setattr(measure.Bench, "_time", sometimes_wrong)
+    clock.stalls = stall("3", method)
+    _, drafted = run_tiny(tmp_path)
+    assert clock.decoded.count(("3", method, 0)) == 2
+    assert drafted["lossless_label"] == f"NO (1 of {NUM_PROMPTS} prompts)"
+    assert drafted["speedup"] is None
+
+
+def test_an_answer_stays_if_memory_runs_out_in_its_second_attempt(run_tiny: Evaluate, clock: Clock, tmp_path: Path) -> None:
+    def stall_then_fail(prompt: str, method: str, repeat: int, attempt: int) -> float:
+        if (prompt, method, attempt) == ("3", BASELINE, 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stall("3", BASELINE)(prompt, method, repeat, attempt)
+
+    clock.stalls = stall_then_fail
+    rows = run_tiny(tmp_path)
+    assert [(row["out_of_memory"], row["noisy"], row["lossless"]) for row in rows] == [(False, True, True)] * 2
 
 
 def test_what_stays_slow_is_noisy_and_leaves_the_median(run_tiny: Evaluate, clock: Clock, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.measure.turns import Method, count_by_source
+from outrider.eval.measure.plan import Method, count_by_source
 from outrider.eval.records.records import EvalRecord, read_records
+from outrider.eval.results.notes import source_shares
 from outrider.eval.results.rows import Row
-from outrider.eval.results.sources import source_shares
 from outrider.eval.run import evaluate
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.registry import make_training_free

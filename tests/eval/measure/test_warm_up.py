@@ -26,8 +26,11 @@ NEW_TOKENS = 40
 
 @pytest.fixture
 def suites(tmp_path: Path) -> list[SuiteConfig]:
-    """Write short prompts, and long ones of two turns that exceed the first cache size."""
-    lengths = {"short": [("a" * size,) for size in (3, 9, 20)], "long": [("b" * 70, "c" * 30), ("d" * 90, "e")]}
+    """Write short prompts, one that doesn't fit, and long ones of two turns that exceed the first cache size."""
+    lengths = {
+        "short": [("a" * size,) for size in (3, 9, 20, 9000)],
+        "long": [("b" * 70, "c" * 30), ("d" * 90, "e")],
+    }
     configs = []
     for name, prompts in lengths.items():
         path = tmp_path / f"{name}.jsonl"
@@ -104,4 +107,4 @@ def test_a_warm_up_answers_two_prompts_briefly_with_each_method(
     warm_up = [call for call in calls if call[2] == measure.WARMUP_TOKENS]
     assert warm_up == calls[: len(warm_up)], "it comes first"
     assert [num_rows for num_rows, _, _ in warm_up] == [1, 1, 1, 1, 2, 2]
-    assert max(length for _, length, _ in warm_up) >= 90, "the longest prompts"
+    assert max(length for _, length, _ in warm_up) >= 90, "the longest prompts that fit"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.records.labels import setting_words, title_of
+from outrider.eval.records.names import setting_words, title_of
 
 REDRAFTER: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": None, "rnn": True}
 MERGE: dict[str, Any] = {"pace": "expected", "tree_nodes": 40, "redrafter": REDRAFTER, "suffix": {}}

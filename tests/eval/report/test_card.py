@@ -205,6 +205,32 @@ def test_the_example_runs_the_fastest_measured_call(tiny_drafter_dir: Path, eval
     assert "custom_generate=drafter, drafter=drafter, drafter_options=" in example(alone_again)
 
 
+def test_the_fastest_call_is_valid_on_every_suite(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    """The merge is faster on one suite. What counts is the mean over the suites, of calls without a fault on any."""
+    copy = merged_copy(evaluation, tmp_path / "copy", 1.21, 2.5)
+    plain, alone, merge = json.loads((copy / "summary.json").read_text())
+
+    def card_with(alone_elsewhere: float, **merge_elsewhere: Any) -> str:
+        rows = [plain, {**alone, "speedup": alone_elsewhere}, {**merge, **merge_elsewhere}]
+        forge_summary(copy, [plain, alone, merge, *({**row, "suite": "gsm8k"} for row in rows)])
+        return model_card(tiny_drafter_dir, CardOptions(evaluations=[copy]))
+
+    both = card_with(1.0, speedup=0.9, noisy=True)
+    assert "calls that were measured: 1.50x of plain decoding, on average over 2 suites, noisy. The drafter is merged" in both
+    faults: list[dict[str, Any]] = [
+        {"out_of_memory": True, "speedup": None},
+        {"lossless": False, "lossless_label": "NO", "speedup": None, "num_mismatched_prompts": 1},
+    ]
+    for fault in faults:
+        card = card_with(1.0, **fault)
+        assert "1.10x of plain decoding, on average over 2 suites." in card
+        assert "drafter_options={'beam_width': 3}" in example(card)
+    # One suite with a gain isn't enough.
+    assert "**No measured call was faster than plain decoding: 0.98x at best, on average over 2 suites**" in card_with(
+        0.8, **faults[0]
+    )
+
+
 def test_a_loss_is_said_in_the_first_line(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     lost = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "lost", 0.97, 0.8)]))
     first = next(line for line in lost.split("# ReDrafter for", 1)[1].splitlines()[1:] if line)

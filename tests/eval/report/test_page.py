@@ -14,13 +14,13 @@ import pytest
 
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.records.labels import setting_words
+from outrider.eval.records.names import setting_words
 from outrider.eval.records.records import EvalRecord, TreeTokens
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo
 from outrider.eval.report.page import write_report
 from outrider.eval.report.page_tables import Value, column
 from outrider.eval.report.runs import read_groups
-from outrider.eval.results.finished import rows_of
+from outrider.eval.results.rows import rows_of
 from outrider.models.phases import PhaseSeconds
 
 from ...commands import invoke

@@ -11,8 +11,7 @@ from outrider.eval.records.records import Streaming
 from outrider.eval.records.run_files import BudgetFacts, Roofline
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
-from outrider.eval.results.tables import cells, csv_table, markdown
-from outrider.eval.results.terminal import print_table
+from outrider.eval.results.tables import cells, csv_table, markdown, print_table
 
 from ..conftest import MakeRecord, info_of, rows_of
 

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.eval.results.headline import headline
+from outrider.eval.results.notes import headline
 from outrider.eval.results.rows import Row
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from outrider.eval.records.records import BASELINE, EvalRecord
 from outrider.eval.records.run_files import OutOfMemory
-from outrider.eval.results.headline import headline
-from outrider.eval.results.notes import notes, speed_note
+from outrider.eval.results.notes import headline, notes, speed_note
 from outrider.eval.results.repeats import counted, is_noisy, is_slow
 from outrider.eval.results.rows import Row
 from outrider.eval.results.tables import cells, markdown

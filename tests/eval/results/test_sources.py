@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.results.notes import notes
+from outrider.eval.results.notes import merged_rows, notes, shares_text, source_shares
 from outrider.eval.results.rows import Row
-from outrider.eval.results.sources import merged_rows, shares_text, source_shares
-from outrider.eval.results.tables import markdown
-from outrider.eval.results.terminal import MAX_NOTE_LINES, note_lines
+from outrider.eval.results.tables import MAX_NOTE_LINES, markdown, note_lines
 
 from ..conftest import MakeRecord, rows_of
 

@@ -9,8 +9,7 @@ from rich.console import Console
 from outrider.eval.records.records import EvalRecord, Runs
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
-from outrider.eval.results.tables import cells, csv_table, markdown
-from outrider.eval.results.terminal import print_table
+from outrider.eval.results.tables import cells, csv_table, markdown, print_table
 
 from ..conftest import ROOFLINE, MakeRecord, info_of, rows_of
 

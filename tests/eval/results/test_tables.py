@@ -19,8 +19,7 @@ from outrider.eval.results.markdown import escape_markdown
 from outrider.eval.results.notes import notes
 from outrider.eval.results.plots import plot_comparison, plot_suite
 from outrider.eval.results.rows import Row, is_broken
-from outrider.eval.results.tables import cells, csv_table, markdown
-from outrider.eval.results.terminal import print_table
+from outrider.eval.results.tables import cells, csv_table, markdown, print_table
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 

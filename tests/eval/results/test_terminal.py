@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from outrider.eval.results.rows import Row
-from outrider.eval.results.terminal import MAX_NOTE_LINES, note_lines, print_table
+from outrider.eval.results.tables import MAX_NOTE_LINES, note_lines, print_table
 
 from ..conftest import MakeRecord, rows_of
 

@@ -18,8 +18,7 @@ from outrider.eval.run import load_suites
 from outrider.eval.tune import halving
 from outrider.eval.tune import run as tune_module
 from outrider.eval.tune.halving import FINAL_REPEATS, FINALISTS, FIRST_BATCHES, LeftOut, Speed, Trial, halve
-from outrider.eval.tune.run import TUNING_FILE, Tuning, choose, tune, tuned_settings
-from outrider.eval.tune.settings import GRIDS, MERGED_NODES, settings_to_try
+from outrider.eval.tune.run import GRIDS, MERGED_NODES, TUNING_FILE, Tuning, choose, settings_to_try, tune, tuned_settings
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
@@ -121,6 +120,7 @@ def test_the_faster_half_of_a_round_decodes_twice_as_many_prompts(simulated: Cal
         counts[batches, repeats] = counts.get((batches, repeats), 0) + len(tried)
     first = FIRST_BATCHES
     assert counts == {(first, 1): 30, (2 * first, 1): 15, (4 * first, 1): 8, (16, FINAL_REPEATS): 4}
+    assert [len(tried) for batches, _, *tried in heats if batches == 4 * first] == [4, 4], "dealt evenly"
 
 
 def test_few_settings_are_all_finalists_and_few_prompts_are_enough(simulated: Callable[..., Any]) -> None:
@@ -128,6 +128,9 @@ def test_few_settings_are_all_finalists_and_few_prompts_are_enough(simulated: Ca
     assert simulated(lambda setting: 1.0, settings)[1] == [[16, FINAL_REPEATS, *settings]]
     many = [{"nodes": nodes} for nodes in range(9)]
     assert {heat[0] for heat in simulated(lambda setting: 1.0, many, num_batches=1)[1]} == {1}
+    thirty = [{"nodes": nodes} for nodes in range(30)]
+    shapes = [(repeats, len(tried)) for _, repeats, *tried in simulated(lambda setting: 1.0, thirty, num_batches=2)[1]]
+    assert shapes == [*[(1, 5)] * 6, (FINAL_REPEATS, FINALISTS)], "another round of the same prompts would show nothing new"
 
 
 def test_speculation_is_off_if_it_is_slower() -> None:

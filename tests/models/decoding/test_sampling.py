@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import RowSeeds, Sampling, warp
 from outrider.models.decoding.sampling import choose, draw, draw_several, flip
 

@@ -10,7 +10,7 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.samples import g_test
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.files import read_json, write_json
-from outrider.eval.tune.settings import settings_to_try
+from outrider.eval.tune.run import settings_to_try
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.drafters import NullDrafter, load_drafter
