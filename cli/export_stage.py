@@ -14,10 +14,9 @@ from ..eval.report.card_options import CardOptions
 from ..eval.results.rows import is_broken, method_name
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
-from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
-from ..models.export.package import make_package, names_left_open
+from ..models.export.package import make_package, names_left_open, read_certificate
 from ..models.export.registry import export_drafter, formats_for, programs_for
 from ..models.llm.hf_target import HFTarget
 from .config import DrafterRun

@@ -9,8 +9,7 @@ from ..data.shards import label_store, verify_shards
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
-from .config import TrainConfig
-from .division import with_accumulation
+from .config import TrainConfig, with_accumulation
 from .loop import fit
 from .missed_by import require_other
 from .processes import require_supported_launch

@@ -7,11 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 
-from ..decoding.prompts import Prompts
-from ..decoding.types import AcceptedPath, Counts
+from ..decoding.types import AcceptedPath, Counts, Prompts
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import CacheSnapshot, TreeCache
-from .unread import append
+from .cached_drafter import append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

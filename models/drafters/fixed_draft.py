@@ -13,10 +13,10 @@ from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
+from .cached_drafter import MAX_UNREAD, append
 from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .options import DraftModelConfig
-from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
 

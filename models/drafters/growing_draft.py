@@ -37,11 +37,11 @@ from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
+from .cached_drafter import MAX_UNREAD
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
 from .options import DraftModelConfig
 from .scored_tree import add_children, learn, likeliest_children
-from .unread import MAX_UNREAD
 
 MAX_READS = 8
 """Most nodes that a draft pass reads. So few take about the time of one: reading the weights."""

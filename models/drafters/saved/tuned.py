@@ -12,11 +12,11 @@ from pydantic import Field, PositiveInt
 
 from ....data.drafter_names import SEPARATOR
 from ....data.files import read_dataclass, write_json
+from ...decoding.loop import NullDrafter
 from ...decoding.protocols import Drafter
 from ...llm.hf_target import HFTarget
 from ...llm.memory_plan import GIB
 from ...machine import device_name
-from ..null import NullDrafter
 from .loading import load_drafter
 from .parts import DrafterParts, parse_drafter_name
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.label_weights import dpace_weights, missed_share
-from outrider.models.drafters.labels import Labels
+from outrider.models.drafters.labels import Labels, dpace_weights, missed_share
 from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossChoice, LossKind, check_loss, describe_loss
 from outrider.models.drafters.objective import Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
