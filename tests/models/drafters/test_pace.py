@@ -10,7 +10,7 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import DRAFTERS, NullDrafter
+from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.merged import Draft, MergedConfig, MergedDrafter, MergedState, expected_tokens
 from outrider.models.drafters.merging import follow
@@ -240,12 +240,11 @@ def answers(target, drafter, rows, rule, num_new=40) -> tuple[list[list[int]], l
     return tokens, sizes
 
 
-@pytest.mark.parametrize("rows", [[0], [0, 1, 2]], ids=["one row", "three rows"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_tokens_are_plain_decodings_whatever_the_clock_shows(target, kind, rule, rows):
+def test_tokens_are_plain_decodings_whatever_the_clock_shows(target, rule):
+    rows = [0, 1, 2]
     plain, _ = answers(target, NullDrafter(), rows, RULES[rule])
-    sources = {name: build(name, target) for name in (kind, "prompt_lookup")}
+    sources = {name: build(name, target) for name in ("redrafter", "prompt_lookup")}
     all_sizes = []
     for seed in (0, 1):
         drafter = MergedDrafter(sources, MergedConfig(tree_nodes=12), clock=RandomClock(seed))

@@ -25,7 +25,7 @@ from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.drafters.streaming_merge_merge import streaming_drafter
+from outrider.models.drafters.streaming_merge import streaming_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
