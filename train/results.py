@@ -17,7 +17,8 @@ from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.calibration import CALIBRATION_FILE
-from ..models.drafters.saved.build import DrafterSpec, starting_weights
+from ..models.drafters.registry import DrafterSpec
+from ..models.drafters.saved.build import starting_weights
 from ..models.drafters.saved.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,

@@ -19,7 +19,8 @@ from ..data.manifest import Manifest
 from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.drafters.saved.build import DrafterSpec, build_drafter
+from ..models.drafters.registry import DrafterSpec
+from ..models.drafters.saved.build import build_drafter
 from ..models.llm.hf_target import HFTarget
 from .batches import BatchStream, count_label_tokens, require_packing, target_reads
 from .checkpoint import Checkpoints

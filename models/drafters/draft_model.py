@@ -27,13 +27,13 @@ from ...data.types import DrafterBatch
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .branches import Branches
-from .cached_drafter import CachedDrafter, to_width
+from .cached_drafter import CachedDrafter
 from .calibration import Prior
 from .fixed_draft import FixedSearch, TextState, UnreadTree
 from .growing_draft import GrowingSearch

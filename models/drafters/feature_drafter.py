@@ -22,13 +22,13 @@ from transformers.cache_utils import DynamicCache
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
+from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, append, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, pack_likeliest
 from .branches import Branches, Entries, KeysAndValues, Masks
-from .cached_drafter import MAX_UNREAD, CachedDrafter, append, to_width
+from .cached_drafter import CachedDrafter
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,

@@ -7,11 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 
-from ..decoding.types import AcceptedPath, Counts, Prompts
+from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, largest
-from .cached_drafter import append
 from .group_search import GroupDrawing, GroupSearch
 from .vocabulary import DraftVocabulary
 

@@ -33,11 +33,10 @@ from ..decoding.pacing import Seconds
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import NO_NODE, AcceptedPath, Counts
+from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
-from .cached_drafter import MAX_UNREAD
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
 from .options import DraftModelConfig

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...data.types import DrafterBatch
 from .labels import Labels, dpace_weights
-from .loss_parts import Column, LossParts, Part, TextTokens, chunks
+from .loss_parts import TINY, Column, LossParts, Part, Teacher, TextTokens, TopTeacher, chunks
 from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
-from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
 LOSS_DECAY = 0.8

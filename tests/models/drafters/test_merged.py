@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.calibration import Cell, Prior
@@ -45,9 +45,6 @@ def decode(target, drafter, rows, rule=None, num_new=NUM_NEW) -> tuple[list[list
         for row, tokens in zip(step.rows, step.tokens, strict=True):
             answers[row] += tokens
     return answers, steps
-
-
-RULES = {"greedy": None, "sampled": SpeculativeSampling(sampling=Sampling(temperature=0.8))}
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
