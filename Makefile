@@ -19,6 +19,9 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
+# Each start of Python would compile all of our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo offload pipeline test test-slow test-long test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 

@@ -12,8 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..data.choices import TEACHER_TEMPERATURE
-from ..data.config import DataConfig
+from ..data.config import TEACHER_TEMPERATURE, DataConfig
 from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems

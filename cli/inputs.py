@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, folders_of, models_of, nearest_name
-from ..data.paths import NamedPath, built_in_templates
+from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, NamedPath, built_in_templates, folders_of, models_of, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from ..models.drafters.losses import MISSED_BY
 from .config import STAGES

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.fields import (
     OPTIONS,
     Distinct,
@@ -23,6 +22,7 @@ from ..data.fields import (
     one_of,
     raise_problems,
 )
+from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.differences import differences, name_digests
-from ..data.fields import raise_problems
+from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts

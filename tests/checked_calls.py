@@ -15,7 +15,7 @@ from typing import Any
 import jaxtyping
 import torch
 
-FIRST, EVERY = 200, 64
+FIRST, EVERY = 32, 512
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cli", "data", "distill", "eval", "models", "train")
 
@@ -42,23 +42,33 @@ def modules_with_shapes() -> list[str]:
 
 
 def sometimes(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator whose functions have the checks of `check` in some of their calls."""
+    """Return a decorator whose functions and constructors have the checks of `check` in some of their calls."""
 
     def decorate(thing: Any) -> Any:
+        if inspect.isfunction(thing):
+            # Making a check takes longer than most calls, and many functions are never called.
+            return sampled(thing, functools.cache(lambda: check(thing)))
+        plain = thing.__init__
         checked = check(thing)
-        if not inspect.isfunction(thing):  # a class, of which only the constructor is checked
-            return checked
-        calls = 0
-
-        @functools.wraps(thing)
-        def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal calls
-            if torch.compiler.is_compiling():  # a changing number would be compiled anew at each call
-                return thing(*arguments, **named)
-            calls += 1
-            chosen = checked if calls <= FIRST or calls % EVERY == 0 else thing
-            return chosen(*arguments, **named)
-
-        return call
+        if checked.__init__ is not plain:
+            both = (plain, checked.__init__)
+            checked.__init__ = sampled(both[0], lambda: both[1])
+        return checked
 
     return decorate
+
+
+def sampled(plain: Callable[..., Any], make_checked: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return `plain` with checks in its first calls, and then in one call in several."""
+    calls = 0
+
+    @functools.wraps(plain)
+    def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        # torch.compile would compile a changing number anew at each call.
+        if (calls > FIRST and calls % EVERY) or torch.compiler.is_compiling():
+            return plain(*arguments, **named)
+        return make_checked()(*arguments, **named)
+
+    return call

@@ -5,8 +5,12 @@ import gc
 import math
 import os
 import signal
+import sys
 import threading
 
+# Processes that tests start would otherwise compile all modules anew, and so would each run of pytest.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Set these before the imports below: the libraries read them at import time.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"

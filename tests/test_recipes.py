@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from outrider.cli.compose import load_recipe
 from outrider.cli.config import RunConfig
 from outrider.cli.run import require_trainable, run
-from outrider.data.drafter_names import TRAINING_FREE_NAMES
+from outrider.data.paths import TRAINING_FREE_NAMES
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
 from outrider.models.llm.loading import load_target

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, Positive
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..data.choices import LABELS
+from ..data.config import LABELS
 from ..data.fields import OPTIONS, NonNegativeInt, NumThreads, PositiveInt, Seed, Share, SmallCount, one_of, raise_problems
 from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
 

@@ -93,9 +93,9 @@ VARIANTS = {
 }
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
-STEPS = 150
-LEARNING_RATE = 1e-2
-NUM_NEW = 24
+STEPS = 60
+LEARNING_RATE = 2e-2
+NUM_NEW = 16
 MEMORISED = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 UNSEEN = [[70, 71], [5, 6, 7]]
 PROMPTS = [*MEMORISED, *UNSEEN]
@@ -120,6 +120,11 @@ class Answers:
     num_accepted: list[list[int]]
     num_left: int
     """Number of rows in the last step."""
+
+
+def draws(name: str) -> bool:
+    """Check whether a row samples its drafts."""
+    return name in DRAWN_TREES or OPTIONS.get(name, {}).get("temperature", 0.0) > 0
 
 
 def answer(target, drafter, prompts, rule=None, *, stop_ids=(), generator=None) -> Answers:
@@ -296,19 +301,6 @@ def test_rows_leave_the_batch_and_the_others_continue(either, target, plain):
     assert actual.num_left < len(PROMPTS)
 
 
-def test_a_row_in_a_batch_accepts_as_many_tokens_as_alone(drafter, name, target):
-    if MERGED.get(name) == "expected" or name in GROWING:
-        pytest.skip("these trees also depend on measured seconds, or on the steps before")
-
-    def drafted(rows: list[int]) -> list[list[int]]:
-        return answer(target, drafter, [PROMPTS[row] for row in rows], generator=RowSeeds(rows)).num_accepted
-
-    alone = [drafted([row])[0] for row in range(len(PROMPTS))]
-    assert any(map(any, alone))
-    for order in ([0, 1, 2, 3, 4], [3, 2, 2, 0]):
-        assert drafted(order) == [alone[row] for row in order]
-
-
 def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain):
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.0))
     assert answer(target, drafter, PROMPTS, rule).tokens == plain
@@ -327,17 +319,21 @@ def test_equal_seeds_sample_equal_tokens(drafter, name, target):
     assert first == second != other
 
 
-def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(drafter, target):
-    rule = SpeculativeSampling(sampling=Sampling())
+def test_a_row_in_a_batch_decodes_as_it_does_alone(drafter, name, target):
+    # Near zero, samples are texts that drafters know; drawn drafts are rarely accepted there.
+    rule = SpeculativeSampling(sampling=Sampling(temperature=0.7 if draws(name) else 0.1))
     stop_ids = set(range(60, 70))  # rows leave one by one
+    by_seconds = MERGED.get(name) == "expected" or name in GROWING  # or by the steps before
 
-    def sampled(rows: list[int]) -> list[list[int]]:
+    def sampled(rows: list[int]) -> list[Any]:
         prompts = [PROMPTS[row] for row in rows]
-        return answer(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(rows)).tokens
+        answers = answer(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(rows))
+        return list(zip(answers.tokens, [None] * len(rows) if by_seconds else answers.num_accepted, strict=True))
 
     alone = [sampled([row])[0] for row in range(len(PROMPTS))]
-    assert len({len(tokens) for tokens in alone}) > 1, "all rows end together"
-    for order in ([0, 1, 2, 3, 4], [3, 0, 2], [2, 1]):
+    assert len({len(tokens) for tokens, _ in alone}) > 1, "all rows end together"
+    assert by_seconds or any(any(accepted) for _, accepted in alone)
+    for order in ([0, 1, 2, 3, 4], [3, 2, 2, 0]):
         assert sampled(order) == [alone[row] for row in order]
 
 
@@ -345,8 +341,7 @@ def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, nam
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
     plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
     actual = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
-    drawn = name in DRAWN_TREES or OPTIONS.get(name, {}).get("temperature", 0.0) > 0
-    assert (actual.tokens == plain.tokens) != drawn, "only sampled drafts change the sample"
+    assert (actual.tokens == plain.tokens) != draws(name), "only sampled drafts change the sample"
 
 
 def test_typical_acceptance_gives_complete_answers(drafter, target):

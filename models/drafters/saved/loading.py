@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 from pydantic import Field, PositiveInt
 
-from ....data.drafter_names import SEPARATOR
 from ....data.files import atomic_write_bytes, read_dataclass, write_json
 from ....data.manifest import TargetIdentity
+from ....data.paths import SEPARATOR
 from ...decoding.loop import NullDrafter
 from ...decoding.protocols import Drafter
 from ...llm.hf_target import HFTarget

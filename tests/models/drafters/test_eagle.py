@@ -371,7 +371,11 @@ def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> d
     return met
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [*((form, "llama") for form in FORMS), *(("eagle3", family) for family in FAMILIES if family != "llama")],
+    indirect=["family"],
+)
 def test_decoding_drafts_the_trees_of_a_slow_search(form, family):
     drafter = make(target=family, **FORMS[form], depth=3, top_k=2, tree_nodes=5)
     expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
@@ -405,15 +409,6 @@ def test_decoding_drafts_the_trees_of_a_slow_search(form, family):
     assert actual == expected
     assert num_accepted > 0
     assert watched.num_checked >= 8
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tree", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
-def test_greedy_answers_are_those_of_plain_decoding(kind, tree, family):
-    expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
-    drafter = make(kind, family, tree=tree, depth=4, top_k=3, tree_nodes=10)
-    for order in ([0, 1, 2, 3], [3, 1], [2, 2, 0], [1]):
-        assert answers(family, drafter, [PROMPTS[row] for row in order])[0] == [expected[row] for row in order]
 
 
 @pytest.mark.parametrize("vocabulary", [None, 3])

