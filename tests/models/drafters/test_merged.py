@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import GreedyAcceptance, SpeculativeSampling, generate
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.calibration import Cell, Prior
