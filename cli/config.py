@@ -228,11 +228,6 @@ class RunConfig:
         problems = []
         if self.target.tensor_parallel and self.export.formats:
             problems.append("target.tensor_parallel is on, and export.formats needs the whole target; run `outrider export`")
-        if self.variants and self.export.repo is not None:
-            problems.append(
-                f"export.repo is {self.export.repo}, and there are {len(self.variants)} variants; leave export.repo out, and "
-                "run `outrider push` for the variant that you choose"
-            )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
             f"export.formats has {name}, which is for the kind "

@@ -98,8 +98,6 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
             if isinstance(changes, Mapping):
                 yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
                 yield from _other_paths(f"variants.{name}.train", changes.get("train"))
-    if "export" in stages:
-        yield from _path(values, "export", "certificate", "a certificate of `outrider certify`", is_local=True)
 
 
 def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:

@@ -59,7 +59,7 @@ from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
 from .errors import silence_bars
-from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
+from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
 from .plan import Planner
 from .rehearsal import rehearse, works_together
 
@@ -313,7 +313,6 @@ def require_inputs(config: RunConfig) -> None:
         settings = _settings(config)
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
     if "export" in config.stages:
-        require_fitting_certificate(config.export, config.drafter_runs())
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
 

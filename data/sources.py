@@ -178,7 +178,7 @@ def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conver
     # 1. The standard library, and plain text, are cut into conversations.
     cuts = Cuts(
         seed=config.seed,
-        prompt_chars=(config.prompt_chars_min, config.prompt_chars_max),
+        prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]),
         answer_chars=config.answer_chars,
     )
     if config.source == "stdlib":

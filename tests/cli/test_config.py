@@ -1,7 +1,6 @@
 """Recipes, and the errors for mistakes in them."""
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ from outrider.train.config import TrainConfig
 from ..tiny_models import IDENTITY
 
 CONF = Path(__file__).parents[2] / "conf"
-DOCS = CONF.parent / "docs"
 RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
 TRAINED = "trained"
 SUBJECT = ("target=demo", "data=stdlib", "eval=stdlib")
@@ -81,21 +79,10 @@ def required(recipe: str, trained: Path) -> list[str]:
     return [f"drafter.start_from={trained}", *SUBJECT] if recipe.startswith("adapt") else []
 
 
-def test_recipes_exist() -> None:
-    published = {"medusa_vicuna7b", "eagle_vicuna7b", "eagle3_llama3_8b", "redrafter_llama3_8b", "redrafter_vicuna7b"}
-    assert {"demo", "ablation_demo", "compare_demo", "adapt", "adapt_demo", *published} <= set(RECIPES)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_composes_and_names_its_folder(recipe: str, trained: Path) -> None:
+def test_every_recipe_composes_and_what_a_run_writes_of_it_is_a_recipe_again(recipe: str, trained: Path) -> None:
     config = run_config(f"conf={recipe}", *required(recipe, trained))
-    assert config.name == recipe
-    assert config.output_dir == f"outputs/{recipe}"
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_written_config_is_a_recipe_again(recipe: str, trained: Path) -> None:
-    config = run_config(f"conf={recipe}", *required(recipe, trained))
+    assert (config.name, config.output_dir) == (recipe, f"outputs/{recipe}")
     values = TypeAdapter(RunConfig).dump_python(config, mode="json")
     assert Composed(values, []).config() == config
 
@@ -267,24 +254,6 @@ def test_an_unusable_initial_drafter_is_an_error_before_anything_is_loaded(
         run_config("conf=adapt", *SUBJECT, *(override.format(trained=trained) for override in overrides))
 
 
-PAGE = DOCS / "how-to" / "several-gpus.md"
-QUANTISED = [
-    f"conf={recipe} {options}"
-    for recipe, options in re.findall(r"outrider run (\w+) ('target\.quantization=.*)", PAGE.read_text())
-]
-
-
-@pytest.mark.parametrize("command", QUANTISED)
-def test_the_docs_commands_for_a_quantised_target_compose(command: str) -> None:
-    target = run_config(*shlex.split(command)).target
-    assert target.quantization["method"] in command
-    assert len(target.quantization) == 2
-
-
-def test_the_docs_quantise_targets() -> None:
-    assert len(QUANTISED) >= 2
-
-
 def test_a_target_in_slices_is_not_evaluated() -> None:
     with raises(r"must hold the whole target. Set stages=\[distill,train\]"):
         run_config("conf=demo", "target.tensor_parallel=true")
@@ -331,17 +300,12 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
     ("override", "message"),
     [
         ("eval.settings=[{exit_width: 64}]", "exit_width can't be changed"),
-        ("eval.seed=-1", "eval.seed=-1: must be at least 0"),
         ("train.weight_decay=.nan", "train.weight_decay=NaN: must be a finite number"),
         ("eval.suites=[mine.jsonl,x/mine.jsonl]", r"2 suites have the name 'mine' \(mine.jsonl, x/mine.jsonl\)"),
         (
             "eval.suites=[{name: stdlib, limt: 3}]",
             r"eval.suites\[0\].limt: there is no such option; did you mean eval.suites",
         ),
-        ("eval.suites=[{name: stdlib, limit: 0}]", r"eval.suites\[0\].limit=0: must be above 0"),
-        ("drafter.beam_width=0", "drafter.beam_width=0: must be above 0"),
-        ("variants.more.train.steps=0", r"variants\.more\.train\.steps=0: must be above 0"),
-        ("variants.more.train.stepz=1", r"variants\.more\.train\.stepz: "),
         ("stages=[]", "stages=.*must not be empty"),
         ("stages=[eval,eval]", "stages=.* same value twice"),
         (
@@ -351,14 +315,11 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
         ("distill.horizon=1", "labels of at least 2 tokens"),
         ("variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more.drafter.num_heads is 6 and distill.horizon 5"),
         ("variants.more.train.steps=5", r"variants\.more\.train\.warmup_steps is 15, not less than steps, which is 5"),
-        ("variants.more.drafter=3", r"variants\.more\.drafter=3: must be a mapping"),
         ("variants.more.settings=[{beam_width: 0}]", r"variants\.more\.settings\[0\]\.beam_width=0: must be above 0"),
         ("eval.settings=[{beam_width: 0}]", r"- eval\.settings\[0\]\.beam_width=0: must be above 0"),
-        ("train.steps=15", r"- train\.warmup_steps is 15, not less than steps"),
         ("train.steps=9223372036854775808", "train.steps=9223372036854775808: must be below"),
         ("output_dir=''", 'output_dir="": must not be empty'),
         ("eval.seed=${oc.env:HOME}", r"eval\.seed=.*: must be a whole number"),
-        ("drafter.num_blocks=two", 'num_blocks="two": must be a whole number'),
     ],
 )
 def test_settings_that_would_fail_after_hours_are_errors_at_once(override: str, message: str) -> None:
@@ -451,11 +412,6 @@ def test_a_teacher_that_the_distillation_does_not_store_is_an_error_before_it() 
         run_config("variants.top={train: {teacher: top_k}}")
     assert run_config(*teacher, "distill.top_logprobs=16").distill.top_logprobs == 16
     assert run_config(*teacher, "stages=[train]").train.teacher == "top_k", "the shards are there, and say what they hold"
-
-
-def test_layers_to_store_come_from_the_command_line() -> None:
-    config = run_config("distill.feature_layers=[2,4,7]", "distill.features=none", "distill.features_dtype=int8")
-    assert (config.distill.feature_layers, config.distill.features_dtype) == ([2, 4, 7], "int8")
 
 
 def test_one_error_names_all_missing_paths_of_a_recipe() -> None:

@@ -90,12 +90,9 @@ def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: 
     ("changes", "drafter", "message"),
     [
         ([], "suffix", "3 processes are launched, and target.stage_layers is not set"),
-        (["--stage-layers", "8,0"], "suffix", "target.stage_layers[1]=0: must be above 0"),
-        (["--stage-layers", "4,x"], "suffix", 'target.stage_layers[1]="x": must be a whole number'),
         (["--stage-layers", "4,5"], "suffix", "target.stage_layers is [4, 5], which is 9 layers"),
         (["--stage-layers", "4,4", "--num-processes", "2"], "suffix", "2 were launched"),
         (["--stage-layers", "4,4", "--num-processes", "x"], "suffix", "--num_processes is x"),
-        (["--stage-layers", "4,4", "--decode", "pipelines"], "suffix", 'eval.decode="pipelines": must be one of'),
         (["--stage-layers", "4,4", "--memory-budget-gib", "1"], "suffix", "work together with memory_budget_gib"),
         (["--stage-layers", "4,4", "--target", "/nowhere"], "suffix", "/nowhere"),
         (["--stage-layers", "4,4"], "/nowhere", "/nowhere"),
@@ -119,7 +116,6 @@ def test_a_mistake_is_printed_before_a_launch(
     ("changes", "message"),
     [
         (["--batch-size", "2"], "batch_sizes is [2]: stages decode one prompt at a time; set batch_sizes=[1]"),
-        (["--micro-batch", "0"], "eval.micro_batch=0: must be above 0"),
         (
             ["--decode", "pipelined", "--acceptance", "typical", "--temperature", "1"],
             "acceptance is typical, where answers depend on drafts; set acceptance=exact, or decode=synchronous",

@@ -52,14 +52,6 @@ def test_a_mistake_prints_a_traceback_only_with_debugging(tmp_path: Path, debug:
 
 
 @pytest.mark.slow
-def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
-    result = call(*OUTRIDER, "run", "conf=nope", cwd=tmp_path)
-    assert result.returncode != 0
-    assert "redrafter_vicuna7b" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.slow
 def test_a_plan_prints_the_cost_of_a_distillation_and_leaves_no_file(tmp_path: Path) -> None:
     small = ["stages=[distill]", "data.limit=2", "num_threads=1"]
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", *small, cwd=tmp_path)

@@ -36,7 +36,7 @@ def test_all_missing_paths_are_listed_at_once(tmp_path: Path) -> None:
         NamedPath(option="target.name_or_path", value="owner/name", expected="a model"),
         NamedPath(option="eval.suites[0].path", value="nowhere.jsonl", expected="a file"),
         NamedPath(option="distill.drafter", value="~/nowhere", expected="a folder"),
-        NamedPath(option="export.certificate", value="nowhere", expected="a certificate", is_local=True),
+        NamedPath(option="certificate", value="nowhere", expected="a certificate", is_local=True),
     ]
     with pytest.raises(ValueError, match="3 paths don't exist") as error:
         require_paths(paths)

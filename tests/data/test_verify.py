@@ -41,9 +41,6 @@ def cut(path: Path) -> None:
 
 SHARD, SIDECAR = "shard-00001.safetensors", "shard-00001.json"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (lambda folder: flip(folder / SHARD), f"{SHARD} was truncated or altered"),
-    "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was truncated or altered"),
-    "a missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     "a missing sidecar": (lambda folder: (folder / SIDECAR).unlink(), f"{SIDECAR} is missing"),
     "an altered sidecar": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or differs"),
     "a sidecar of another shard": (

@@ -2,14 +2,9 @@
 
 import json
 import logging
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -310,55 +305,6 @@ def test_several_processes_write_the_same_bytes_as_one(
     one = run(CONFIG, data, target, tmp_path / "one")
     assert manifests == {0: one, 1: one}
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from accelerate import Accelerator
-from outrider.data.config import DataConfig
-from outrider.distill.config import DistillConfig
-from outrider.distill.label.run import distill
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
-target_dir, data_path, output_dir = sys.argv[1:]
-target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
-config = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
-data = DataConfig(source="messages", path=data_path, max_length=60)
-distill(config, data, target, Path(output_dir), Accelerator(cpu=True))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.long  # tests/distill/test_faults.py kills labelling processes, too
-def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
-    data = write_conversations(tmp_path / "chats.jsonl", 180)
-    folder, num_shards = tmp_path / "killed", 60
-    rng = random.Random()
-    kept: dict[str, int] = {}
-    for attempt in range(2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tiny_target_dir), str(data.path), str(folder)], stderr=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 120
-        while len(list(folder.glob("shard-*[0-9].json"))) < 1 + 10 * attempt:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.2))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*[0-9].json")}
-        assert kept.items() <= finished.items()  # what was complete before has not been touched
-        kept = finished
-        assert not label_store(folder).load().complete
-        assert 0 < len(kept) < num_shards
-    manifest = run(CONFIG, data, target, folder)
-    assert manifest.complete
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.json")}.items()
-    assert run(CONFIG, data, target, tmp_path / "whole") == manifest
-    assert len(manifest.shards) == num_shards
-    assert contents(folder) == contents(tmp_path / "whole")
 
 
 def test_another_configuration_of_the_same_weights_is_another_target(

@@ -2,16 +2,11 @@
 
 import json
 import logging
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,22 +259,6 @@ def test_all_damage_to_answers_is_reported_at_once(
     assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
 
 
-def test_damaged_answers_are_named_before_any_work(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "answers"
-    run(CONFIG, data, target, folder)
-    monkeypatch.setattr(module, "open_engine", no_engine)
-    path = folder / "answers-00002.jsonl"
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="truncated or altered"):
-        run(CONFIG, data, target, folder)
-    path = folder / "answers-00001.json"
-    path.write_text(path.read_text()[:-3])
-    with pytest.raises(ValueError, match=r"Delete .*answers-00001\.json"):
-        run(CONFIG, data, target, folder)
-
-
 def test_an_entry_that_differs_from_its_answers_is_an_error_before_it_reaches_the_manifest(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,63 +378,3 @@ def test_several_processes_write_the_same_bytes_as_one(
     one = examples_sha256(run(CONFIG, data, target, tmp_path / "one"))
     assert digests == {0: one, 1: one}
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-SCRIPT = """
-import json
-import sys
-from pathlib import Path
-from accelerate import Accelerator
-from outrider.data.config import DataConfig
-from outrider.distill.config import DistillConfig
-from outrider.distill.regenerate.run import regenerate
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
-import torch
-torch.set_num_threads(1)
-target_dir, data_path, output_dir, options, *stops = sys.argv[1:]
-target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
-target.model.generation_config.eos_token_id = [int(stop) for stop in stops]
-config = DistillConfig(**json.loads(options))
-data = DataConfig(source="messages", path=data_path, max_length=120)
-regenerate(config, data, target, Path(output_dir), Accelerator(cpu=True))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    # test_faults.py kills the decoder's runs, too.
-    [pytest.param(CONFIG, marks=pytest.mark.long, id="decoder"), pytest.param(BY_LENGTH, id="batch")],
-)
-def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(
-    config: DistillConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
-) -> None:
-    data = write_conversations(tmp_path / "chats.jsonl", 54)
-    folder, num_shards = tmp_path / "killed", 18
-    rng = random.Random()
-    kept: dict[str, int] = {}
-    for attempt in range(2):
-        arguments = [tiny_target_dir, data.path, folder, json.dumps(asdict(config)), *STOPS]
-        command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while len(list(folder.glob("answers-*[0-9].json"))) < 1 + 8 * attempt:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*[0-9].json")}
-        assert kept.items() <= finished.items()  # what was complete before has not been touched
-        kept = finished
-        assert not answer_store(folder).load().complete
-        assert 0 < len(kept) < num_shards
-    examples = run(config, data, target, folder)
-    assert answer_store(folder).load().complete
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*.json")}.items()
-    assert list(folder.glob(".*.outrider-tmp")) == []
-    assert examples_sha256(run(config, data, target, tmp_path / "whole")) == examples_sha256(examples)
-    assert contents(folder) == contents(tmp_path / "whole")
-    assert len(list(folder.glob("answers-*[0-9].jsonl"))) == num_shards

@@ -97,8 +97,8 @@ class HostileServer(ThreadingHTTPServer):
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
     monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
     monkeypatch.setattr(openai, "MAX_RETRIES", 1)
-    monkeypatch.setattr(openai, "ANSWER_SECONDS", 2.0)
-    monkeypatch.setattr(openai, "LIST_SECONDS", 1.0)
+    monkeypatch.setattr(openai, "ANSWER_SECONDS", 0.8)
+    monkeypatch.setattr(openai, "LIST_SECONDS", 0.4)
     monkeypatch.setattr(openai, "MOST_REPLY_BYTES", 100_000)
     with HostileServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -127,9 +127,8 @@ def ask(hostile: HostileServer, target: HFTarget, limits: Limits, requests: list
 
 SOON = {"Retry_After": "0.01"}
 COMPLETIONS = {
-    "a slow drip": (endless(b" ", 0.05), ConnectionError, "no complete reply within 2 s"),
+    "a slow drip": (endless(b" ", 0.05), ConnectionError, "no complete reply within"),
     "an endless stream": (endless(b"x" * 10_000, 0.0), ValueError, "answers with more than 100,000 bytes"),
-    "a huge reply": (sends(b" " * 200_000), ValueError, "answers with more than 100,000 bytes"),
     "a bomb of gzip": (
         sends(gzip.compress(bytes(10**6)), Content_Encoding="gzip"),
         ValueError,
@@ -143,16 +142,14 @@ COMPLETIONS = {
         ValueError,
         "isn't a reply of this protocol",
     ),
-    "a storm of 500": (sends({"error": "oops"}, 500, **SOON), ConnectionError, "failed 2 times; at last it answers 500"),
     "a storm of 429": (sends({"error": "slow"}, 429, **SOON), ConnectionError, "failed 2 times; at last it answers 429"),
-    "429 for a minute": (sends({"error": "slow"}, 429, Retry_After="59"), ConnectionError, "no complete reply within 2 s"),
+    "429 for a minute": (sends({"error": "slow"}, 429, Retry_After="59"), ConnectionError, "no complete reply within"),
     "a refusal with escapes": (sends(b"\x1b[2Jgone", 400), ValueError, r"answers 400:  \[2Jgone"),
     "ids beyond the vocabulary": (
         sends({"choices": [{**GOOD, "token_ids": [10**15]}]}),
         ValueError,
         "tokens that the target doesn't have",
     ),
-    "ids below zero": (sends({"choices": [{**GOOD, "token_ids": [-1]}]}), ValueError, "tokens that the target doesn't have"),
     "a number of 400 digits": (
         sends(b'{"choices": [{"finish_reason": "stop", "token_ids": [' + b"9" * 400 + b"]}]}"),
         ValueError,
@@ -176,11 +173,9 @@ def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
 @pytest.mark.parametrize(
     ("models", "error", "message"),
     [
-        (endless(b" ", 0.05), ConnectionError, "no complete reply within 1 s"),
+        (endless(b" ", 0.05), ConnectionError, "no complete reply within"),
         (sends({"data": [{"id": "m" * 50_000}, {"id": "n"}]}), ValueError, "set distill.served_model"),
         (sends({"data": [{"id": "\x1b[2Ja"}, {"id": "b"}]}), ValueError, r"serves  \[2Ja, b"),
-        (sends({"data": 7}), ValueError, "data: Input should be a valid"),
-        (cut, ConnectionError, "failed 2 times"),
     ],
 )
 def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
@@ -196,14 +191,6 @@ def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
     assert hostile.num_asked == 0
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
-
-
-def test_ids_of_another_text_are_an_error(ask: Callable[[], list[list[int]]], hostile: HostileServer, target: HFTarget) -> None:
-    hostile.completions = sends({"choices": [{**GOOD, "text": target.tokenizer.decode([5, 6])}]})
-    assert ask() == [[5, 6, 3]] * 2
-    hostile.completions = sends({"choices": [{**GOOD, "text": "another text"}]})
-    with pytest.raises(ValueError, match="answers with the text 'another text', which isn't that of its token ids"):
-        ask()
 
 
 def test_answers_before_an_attack_are_kept_and_the_same_command_completes(

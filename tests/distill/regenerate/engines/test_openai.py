@@ -232,21 +232,12 @@ def test_an_authentication_error_is_raised_at_once_without_the_key(
     assert "sk-very-secret" not in str(error.value) + caplog.text
 
 
-@pytest.mark.parametrize("location", ["/v1/completions", "ftp://elsewhere/v1/completions"])
-def test_a_redirect_is_an_error_at_once_with_the_address_to_set(
-    ask: Callable[..., Found], server: Server, location: str
-) -> None:
+def test_a_redirect_is_an_error_at_once_with_the_address(ask: Callable[..., Found], server: Server) -> None:
     """A client that follows redirects would retry loops and unknown protocols for minutes."""
-    server.faults = [(307, {"Location": location}, b"")] * 100
-    with pytest.raises(ValueError, match=f"answers 307, a redirect to {location}.*set distill.base_url"):
+    server.faults = [(307, {"Location": "/v1/completions"}, b"")] * 100
+    with pytest.raises(ValueError, match="answers 307: /v1/completions. Check distill.base_url"):
         ask(decode_batch_size=1)
     assert len(server.faults) > 90
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "ftp://x", "nonsense"])
-def test_an_invalid_address_is_an_error_before_a_connection(url: str) -> None:
-    with pytest.raises(ValueError, match="distill.base_url is not an address"), openai.open_server(url):
-        pass
 
 
 def test_text_without_token_ids_is_tokenized_again_with_one_warning(
@@ -275,19 +266,8 @@ def test_text_without_token_ids_is_tokenized_again_with_one_warning(
             "finish_reason: Input should be 'stop' or 'length'",
         ),
         (lambda reply: reply.clear(), "choices: Field required"),
-        (lambda reply: reply.update(choices=["?"]), r"choices.0: Input should be"),
-        (lambda reply: reply.update(choices={"0": {}}), "choices: Input should be a valid"),
-        (lambda reply: reply.update(choices=[]), "choices.0: Field required"),
-        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids.1: Input should be a valid integer"),
-        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids.0: Input should be a valid integer"),
         (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids.0: Input should be a valid integer"),
-        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids: Input should be a valid"),
-        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text: Input should be a valid string"),
         (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
-        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason: Input should be"),
-        (lambda reply: reply["choices"][0].pop("finish_reason"), "finish_reason: Field required"),
-        (lambda reply: reply.update(usage=[1]), "usage: Input should be"),
-        (lambda reply: reply["usage"].update(prompt_tokens="5"), "usage.prompt_tokens: Input should be a valid integer"),
         (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens, more than max_tokens="),
     ],
 )
@@ -343,12 +323,6 @@ def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], 
     with caplog.at_level(logging.WARNING, logger="outrider"):
         ask(decode_batch_size=1)
     assert caplog.text.count("such answers are cut there") == 1
-
-
-def test_a_web_page_in_place_of_an_api_is_an_error(ask: Callable[..., Found], server: Server) -> None:
-    server.faults = [(200, {}, b"<html>hello</html>")] * 100
-    with pytest.raises(ValueError, match=r"answers <html>hello</html>.*Invalid JSON"):
-        ask()
 
 
 def test_requests_in_flight_never_exceed_decode_batch_size(ask: Callable[..., Found], server: Server) -> None:
