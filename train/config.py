@@ -1,4 +1,4 @@
-"""How a drafter is trained."""
+"""How a drafter is trained, and how a step's texts are divided among processes."""
 
 import dataclasses
 from collections.abc import Mapping

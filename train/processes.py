@@ -1,4 +1,4 @@
-"""How the processes of a training are launched, and how they stop together."""
+"""The accelerator of a training's processes, and how they start and stop together."""
 
 import ctypes
 import os

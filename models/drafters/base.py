@@ -1,4 +1,4 @@
-"""The base class of drafters that are trained."""
+"""The base classes of drafters that are trained: of all, and of those whose state is the target's last state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Division of a loss's labels by what they are compared with, as index tensors."""
+"""Division of a loss's labels by what they are compared with: a label, or a teacher's distribution."""
 
 import math
 from collections.abc import Callable, Sequence

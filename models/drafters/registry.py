@@ -1,6 +1,6 @@
-"""The registry of drafters. A new one is a module, a row here, and a file in conf/drafter/.
+"""The registry of drafters, and the specification of one. A new kind is a module and a row here.
 
-A training-free drafter is a module and a row.
+A kind that is trained has a file in conf/drafter/, too.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Folder of a drafter for the Hub, for plain transformers and for readers.
 
-    config.json, model.safetensors      the trained drafter (see `drafters/files`), if there is one
+    config.json, model.safetensors      the trained drafter (see `drafters/saved/folder`), if there is one
     merge.json, calibration.json        the training-free drafters that draft with it, and its calibration, if any
     training.json, certificate.json     facts about its training, and its certificate, if there are any
     README.md                           the model card

@@ -1,4 +1,4 @@
-"""Saving and loading of trained drafters, in the folders that `folder` describes."""
+"""Saving and loading of trained drafters, and of the settings that `outrider tune` chose."""
 
 import hashlib
 import logging
