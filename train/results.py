@@ -1,4 +1,4 @@
-"""What decides a run, its best drafter, and what it leaves: the drafter's folder and the summary."""
+"""What decides a run, and what it leaves: the best drafter, its folder, the summary."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The data types of decoding: prompts, the target's output, acceptance, and the emitted tokens."""
+"""Data of decoding: prompts, the target's output, acceptance, and emitted tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The base classes of drafters that are trained: of all, and of those whose state is the target's last state."""
+"""Base classes of trained drafters: of all, and of those with the target's last state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Division of a loss's labels by what they are compared with: a label, or a teacher's distribution."""
+"""Labels of a loss by what they are compared with: a label, or a teacher."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A stage: some layers of the target with their keys and values, and what its process does."""
+"""A stage: some layers of the target, and what its process does."""
 
 import logging
 import signal
