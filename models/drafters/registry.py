@@ -1,6 +1,6 @@
-"""The registry of drafters, and the specification of one. A new kind is a module and a row here.
+"""The registry of drafters, and the specification of one.
 
-A kind that is trained has a file in conf/drafter/, too.
+A new kind is a module and a row here. If it is trained, it has a file in conf/drafter/, too.
 """
 
 from collections.abc import Mapping
