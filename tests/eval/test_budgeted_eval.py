@@ -40,7 +40,7 @@ def gib(share: float) -> str:
 
 
 def test_an_evaluation_counts_what_was_read_and_prints_the_plan(command: list[str], tmp_path: Path) -> None:
-    arguments = ["eval", *command, "--profile-prompts", "1", "--memory-budget-gib", gib(0.6)]
+    arguments = ["eval", *command, "--repeats", "1", "--profile-prompts", "1", "--memory-budget-gib", gib(0.6)]
     result = invoke(arguments)
     assert result.exit_code == 0, result.output
     assert "6 layers: " in result.output, "the line at load"
@@ -69,7 +69,7 @@ def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -
 
 
 def test_a_budget_for_all_weights_reads_no_file_in_passes(command: list[str], tmp_path: Path) -> None:
-    result = invoke(["eval", *command, "--memory-budget-gib", "1"])
+    result = invoke(["eval", *command, "--repeats", "1", "--memory-budget-gib", "1"])
     assert result.exit_code == 0, result.output
     assert "all weights fit into target.memory_budget_gib" in result.output
     assert "GB/tok" not in result.output

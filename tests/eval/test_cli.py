@@ -18,7 +18,7 @@ def command(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_
     return [
         *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "out")),
         *("--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6"),
-        *("--profile-prompts", "1"),
+        *("--profile-prompts", "1", "--repeats", "1"),
     ]
 
 
@@ -26,7 +26,7 @@ def test_options_reach_the_stage_and_the_table_is_printed(command: list[str], tm
     """A suite is a mapping or a file; a setting is written as in a configuration."""
     (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
     options = ["--setting", "{beam_width: 1, beam_length: 2}", "--setting", "{tree_nodes: null}", "--batch-size", "2"]
-    options += ["--temperature", "0.7", "--suite", str(tmp_path / "mine.jsonl"), "--repeats", "1"]
+    options += ["--temperature", "0.7", "--suite", str(tmp_path / "mine.jsonl")]
     result = invoke(["eval", *command, *options])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "out" / "summary.json").read_text())

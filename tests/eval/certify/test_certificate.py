@@ -44,13 +44,15 @@ def test_a_target_and_a_drafter_are_certified(
         return decoded_plainly[-1]
 
     monkeypatch.setattr(certify, "NullDrafter", null_drafter)
-    result = invoke(["certify", *decoding, "--dtype", dtype])
+    result = invoke(["certify", *decoding, "--dtype", dtype, "--num-threads", "2"])
     assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == 1, "as before"
     assert len(decoded_plainly) == 2, "each prompt once for all checks"
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["passed"]
     assert list(certificate["suites"]) == ["mt_bench"]
+    assert certificate["environment"]["num_threads"] == 2
     assert [file.name for file in tmp_path.iterdir()] == ["certificate.json"], "finished"
     exact = "the" if dtype == "float32" else "every"
     assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, exact, "G-tests"]

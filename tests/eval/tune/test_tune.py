@@ -326,6 +326,7 @@ def test_the_command_prints_a_table_and_a_verdict(
     assert "2 beams of 3" in output.replace("\n", " ")
     assert "Batches of 2: " in output
     assert "batch_sizes[0]=0" in invoke([*command, "--batch-size", "0"]).message
+    assert "eval.repeats: `outrider tune` doesn't use this" in invoke([*command, "--repeats", "5"]).message
 
 
 def test_all_settings_of_a_merge_are_finalists_and_expected_gain_is_one_of_them(
