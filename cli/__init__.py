@@ -1,5 +1,5 @@
 """The command `outrider`, and the pipeline behind `train.py`."""
 
-from ..data.entry import require_entry
+from ..data import require_entry
 
 require_entry()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..models.export.certificate_file import CertificateLine
     from ..models.llm.hf_target import HFTarget
 
-USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "micro_batch", "seed", "num_threads"})
+USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "seed", "num_threads"})
 """Options of the section `eval` that a certificate depends on."""
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": Command(EVALUATE, "Measure the speedup of drafters against plain decoding.", "eval:eval_command"),
     "certify": Command(EVALUATE, "Certify that decoding is lossless.", "certify:certify_command"),
     "tune": Command(EVALUATE, "Find a drafter's fastest settings on this machine.", "tune:tune_command"),
-    "report": Command(EVALUATE, "Write tables and figures of evaluations.", "report:report_command"),
+    "report": Command(EVALUATE, "Write tables and figures of evaluations.", "eval:report_command"),
     "export": Command(EXPORT, "Write a drafter in a serving engine's format.", "export:export_command"),
     "import": Command(EXPORT, "Convert a published drafter.", "export:import_command"),
     "package": Command(EXPORT, "Write a drafter's folder for the Hub.", "hub:package_command"),

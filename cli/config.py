@@ -12,8 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..data.choices import TEACHER_TEMPERATURE
-from ..data.config import DataConfig
+from ..data.config import TEACHER_TEMPERATURE, DataConfig
 from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
@@ -229,11 +228,6 @@ class RunConfig:
         problems = []
         if self.target.tensor_parallel and self.export.formats:
             problems.append("target.tensor_parallel is on, and export.formats needs the whole target; run `outrider export`")
-        if self.variants and self.export.repo is not None:
-            problems.append(
-                f"export.repo is {self.export.repo}, and there are {len(self.variants)} variants; leave export.repo out, and "
-                "run `outrider push` for the variant that you choose"
-            )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
             f"export.formats has {name}, which is for the kind "

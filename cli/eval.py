@@ -1,9 +1,10 @@
-"""`outrider eval`: measure the speedup of drafters against plain decoding."""
+"""`outrider eval` and `outrider report`: measure the speedup of drafters, and write a page of tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
@@ -105,3 +106,29 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
         if names:
             console.print(f"[bold red]{verdict}:[/] {escape('; '.join(names))}", soft_wrap=True)
     return not broken and not unproven
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class ReportOptions:
+    """Options of `outrider report`."""
+
+    directories: Annotated[list[Path], Field(min_length=1)]
+    """Folders of finished evaluations, from `outrider eval`."""
+    output: Path = Path("outputs/report")
+    """Folder for report.html."""
+
+    POSITIONAL: ClassVar = ("directories",)
+
+
+def report_command(options: ReportOptions) -> None:
+    """Write the tables of evaluations as one static page.
+
+    Nothing is measured. Evaluations with different targets, options or environments are in separate
+    chapters.
+    """
+    from ..data.files import guarded
+    from ..eval.report.page import write_report
+
+    with guarded(options.output):
+        page = write_report(options.directories, options.output)
+    print(f"Report: {page}")

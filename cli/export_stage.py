@@ -6,17 +6,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..data.files import TEMPORARY, finish_replacing, replacing_directory, sha256_file
+from ..data.files import TEMPORARY, finish_replacing, replacing_directory
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card
 from ..eval.report.card_figures import rows_of
 from ..eval.report.card_options import CardOptions
-from ..eval.results.rows import is_broken, method_name
+from ..eval.results.rows import method_name
 from ..models.drafters.saved.build import DrafterSpec
-from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
-from ..models.export.certificate_file import read_certificate
+from ..models.drafters.saved.folder import read_drafter_config
 from ..models.export.config import ExportConfig
-from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
 from ..models.export.registry import export_drafter, formats_for, programs_for
 from ..models.llm.hf_target import HFTarget
@@ -50,27 +48,11 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
     )
 
 
-def require_fitting_certificate(config: ExportConfig, drafters: Sequence[DrafterRun]) -> None:
-    """Raise ValueError if `export.certificate` is no certificate, or is one of other drafters.
-
-    Checked before any long work.
-    """
-    if config.certificate is None:
-        return
-    named = read_certificate(Path(config.certificate)).drafters
-    for path in (drafter.drafter_dir / WEIGHTS_FILE for drafter in drafters):
-        if named and (not path.is_file() or sha256_file(path) not in named.values()):
-            raise ValueError(
-                f"export.certificate is {config.certificate}, which certifies other drafters ({', '.join(named)}), not "
-                f"{path.parent}; train first, certify that drafter, and then run stages=[export] with its certificate"
-            )
-
-
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
-    """Write each drafter's folder for the Hub and its formats, and push the folder if asked.
+    """Write each drafter's folder for the Hub, and its formats.
 
     An existing folder for the Hub with other content stays, unless `export.overwrite` is on. Raises
-    ValueError if a drafter can't be written or pushed; files that were written before are kept.
+    ValueError if a drafter can't be written; files that were written before are kept.
     """
     for drafter in drafters:
         # 1. Write the folder for the Hub, with the figures of this run's evaluation in the card.
@@ -79,16 +61,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
         if noisy := dict.fromkeys(method_name(row) for row in rows if row["noisy"]):
             log.warning("the measurement of %s is noisy, as the card of %s says", "; ".join(noisy), directory)
-        options = CardOptions(
-            evaluations=[evaluation] if rows else [],
-            run=folder,
-            certificate=None if config.certificate is None else Path(config.certificate),
-            licence=config.licence,
-            base_model=config.base_model,
-            repo=config.repo,
-            programs=programs_for(directory, target),
-        )
-        is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
+        options = CardOptions(evaluations=[evaluation] if rows else [], run=folder, programs=programs_for(directory, target))
+        _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
 
         # 2. Write the formats of this kind of drafter.
         saved = read_drafter_config(directory)
@@ -96,21 +70,13 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
             log.info("%s: the drafter in the format %s", home / FORMATS_FOLDER / name, name)
 
-        # 3. Push the folder, if its drafter is lossless.
-        if config.push and config.repo is not None:
-            failed = options.certificate is not None and not read_certificate(options.certificate).passed
-            if failed or any(map(is_broken, rows)):
-                evidence = options.certificate if failed else evaluation
-                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {evidence})")
-            _push(home / PACKAGE_FOLDER, config.repo, is_current)
 
-
-def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
-    """Write the folder for the Hub. Returns False if a folder with other content stays."""
+def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> None:
+    """Write the folder for the Hub, unless a folder with other content stays."""
     card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=TEMPORARY, dir=package.parent) as temporary:
         new = Path(temporary) / "new"
-        make_package(drafter, new, card, options.certificate)
+        make_package(drafter, new, card)
         finish_replacing(package)
         differing = _differing(new, package)
         if differing and package.exists() and not overwrite:
@@ -118,14 +84,14 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
                 "%s has other content than a new folder would have (%s), and stays; remove it, or set export.overwrite=true",
                 *(package, ", ".join(differing)),
             )
-            return False
+            return
         if differing:
             with replacing_directory(package) as folder:
                 new.rename(folder)  # replaces an empty folder
     log.info("%s is the folder for the Hub", package)
     for what, option in names_left_open(card):
-        log.info("the card names %s by a local folder: export.%s=user/name writes its name on the Hub", what, option)
-    return True
+        flag = f"--{option.replace('_', '-')}"
+        log.info("the card names %s by a local folder: `outrider package %s user/name` writes its name on the Hub", what, flag)
 
 
 def _differing(new: Path, old: Path) -> list[str]:
@@ -136,13 +102,3 @@ def _differing(new: Path, old: Path) -> list[str]:
     common = new_files.keys() & old_files.keys()
     equal = {name for name in common if filecmp.cmp(new_files[name], old_files[name], shallow=False)}
     return sorted((new_files.keys() | old_files.keys()) - equal)
-
-
-def _push(package: Path, repo: str, is_current: bool) -> None:
-    if not is_current:
-        raise ValueError(
-            f"{package} differs from a new folder, so it isn't pushed; check it and run `outrider push {package} "
-            f"{repo}`, or set export.overwrite=true"
-        )
-    pushed = push(package, repo)
-    log.info("pushed to %s%s, commit %s", pushed.url, " (private)" if pushed.private else "", pushed.commit)

@@ -12,11 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..data.hub import use_hub
-from ..data.offline import why_offline
+from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path
-from ..data.raw_records import SUFFIXES, line_of_record, read_records
-from ..data.roles import ROLES, TURN_KEYS
+from ..data.raw_records import ROLES, SUFFIXES, TURN_KEYS, line_of_record, read_records
 
 NUM_PROMPTS = 32
 """Maximum number of prompts held out of the data. The other limit is a tenth of the records."""

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, folders_of, models_of, nearest_name
-from ..data.paths import NamedPath, built_in_templates
+from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, NamedPath, built_in_templates, folders_of, models_of, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from ..models.drafters.losses import MISSED_BY
 from .config import STAGES
@@ -99,8 +98,6 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
             if isinstance(changes, Mapping):
                 yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
                 yield from _other_paths(f"variants.{name}.train", changes.get("train"))
-    if "export" in stages:
-        yield from _path(values, "export", "certificate", "a certificate of `outrider certify`", is_local=True)
 
 
 def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:

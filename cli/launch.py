@@ -1,21 +1,30 @@
-"""`--launch NAME`: the same command in several processes, started by accelerate."""
+"""`--launch NAME`: the same command in several processes, started by accelerate.
 
+As a program this module is accelerate's launcher without tracebacks of its own, since the launched
+processes print their errors: python -m outrider.cli.launch OPTIONS -m MODULE ARGUMENTS
+"""
+
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from .describe import choices
-from .errors import COMMAND_VARIABLE, command_line
-from .quiet import silence_bars
+from .errors import COMMAND_VARIABLE, INTERRUPTED, command_line, silence_bars
 
 if TYPE_CHECKING:
     from ..models.llm.config import TargetConfig
     from .command_line import CommandLine
+
+KILLED = 128
+"""Exit status after a signal, as in shells: this plus the signal's number."""
 
 
 def launch_stages(command: str, line: "CommandLine", target: "TargetConfig") -> None:
@@ -61,7 +70,7 @@ def launch(file: str, options: Sequence[str], program: Sequence[str]) -> None:
 
 def launch_command(file: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
     """Return the command of accelerate's launcher for a module and its arguments."""
-    return [sys.executable, "-m", "outrider.cli.launcher", "--config_file", str(_path(file)), *options, "-m", *program]
+    return [sys.executable, "-m", "outrider.cli.launch", "--config_file", str(_path(file)), *options, "-m", *program]
 
 
 def _path(file: str) -> Path:
@@ -122,3 +131,45 @@ def require_gpus(file: str, options: Sequence[str]) -> None:
         f"--launch {file} needs {needed} GPUs, one for each process on a machine, and there {'is' if count == 1 else 'are'} "
         f"{count}; use {remedy}" + (", or put ACCELERATE_USE_CPU=true before `outrider run --launch cpu`" if count else "")
     )
+
+
+def main() -> None:
+    """Launch processes, and end with the exit status of the first one that failed.
+
+    A process that was ended by a signal can't print why, so this prints it. With OUTRIDER_DEBUG=1
+    the launcher's own errors and logs are shown.
+    """
+    from accelerate.commands.launch import launch_command as accelerate_launch
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if os.environ.get("OUTRIDER_DEBUG") == "1":
+        accelerate_launch(launch_command_parser().parse_args())
+        return
+    logging.disable(logging.ERROR)  # torch's launcher logs each signal that it sends
+    try:
+        accelerate_launch(launch_command_parser().parse_args())
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise SystemExit(_status(failure.exitcode, f"process {rank} of the launch")) from None
+    except CalledProcessError as error:
+        raise SystemExit(_status(error.returncode, "the launched process")) from None
+    except SignalException as error:
+        raise SystemExit(KILLED + error.sigval) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _status(exitcode: int, process: str) -> int:
+    """Return the exit status to end with. A negative exit code is that of a signal."""
+    if exitcode >= 0:
+        return exitcode
+    name = signal.Signals(-exitcode).name
+    reason = "; the system does this where memory runs out" if name == "SIGKILL" else ""
+    sys.stderr.write(f"outrider: error: {process} was ended by {name}{reason}\n")
+    return KILLED - exitcode
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from .quiet import silence_bars
+from .errors import silence_bars
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig

@@ -17,10 +17,9 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from ..data.chat import encode_prompt
-from ..data.decontamination import PromptOverlap
 from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
-from ..data.sources import load_conversations
+from ..data.sources import PromptOverlap, load_conversations
 from ..data.suites import PromptSet
 from ..data.types import Conversation, DistilledExample, Example, Turn
 from ..distill.label.continuations import require_branch_attention

@@ -2,7 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -13,15 +16,15 @@ from accelerate import Accelerator
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.text import Text
 from tqdm import tqdm
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
-from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked, sha256_file
 from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.shards import label_store
-from ..data.sources import require_data
+from ..data.sources import PromptOverlap, require_data
 from ..data.suites import PromptSet
 from ..distill.config import DistillConfig
 from ..distill.label.run import distill
@@ -56,11 +59,10 @@ from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
-from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable, require_fitting_certificate
+from .errors import silence_bars
+from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
 from .plan import Planner
-from .quiet import silence_bars
 from .rehearsal import rehearse, works_together
-from .results import print_next
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +314,6 @@ def require_inputs(config: RunConfig) -> None:
         settings = _settings(config)
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
     if "export" in config.stages:
-        require_fitting_certificate(config.export, config.drafter_runs())
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
 
@@ -354,3 +355,18 @@ def _configure_logging(is_main_process: bool) -> None:
     level = logging.INFO if is_main_process else logging.WARNING
     logging.getLogger("outrider").setLevel(level)
     logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there
+
+
+OWN_MODEL = "init my.yaml --target DIR_OR_ID --data FILE"
+
+
+def print_next(files: Mapping[Path, str], console: Console) -> None:
+    """Print the files to open, each with its content, and the command for the user's own model."""
+    width = max(len(str(path)) for path in files)
+    console.print(Text("\nOpen:", style="bold"))
+    for path, content in files.items():
+        console.print(Text(f"  {path!s:<{width}}  {content}"), soft_wrap=True)
+    console.print(Text("Next, for your own model and data:", style="bold"))
+    # A virtual environment that isn't active has its commands beside its Python only.
+    command = "outrider" if shutil.which("outrider") else shlex.quote(str(Path(sys.executable).with_name("outrider")))
+    console.print(Text(f"  {command} {OWN_MODEL}"), soft_wrap=True)

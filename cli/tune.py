@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.drafter_names import folders_of
 from ..data.fields import OPTIONS, PositiveInt
+from ..data.paths import folders_of
 from ..eval.config import EvalConfig
 from ..models.llm.config import TargetConfig
 from .errors import starts_again

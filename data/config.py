@@ -1,12 +1,27 @@
-"""Configuration of the conversations that a run distils on."""
+"""Configuration of the conversations that a run distils on, and choices that data files record."""
 
-from typing import Annotated, get_args
+from dataclasses import field
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from .choices import Split
 from .fields import MAX_COUNT, OPTIONS, PositiveInt, Seed, one_of, raise_problems
+
+Split = Literal["target_train", "target_heldout", "distill", "eval"]
+"""Parts of Python's standard library as a data set (see `stdlib`)."""
+FEATURES = ("none", "last_hidden")
+"""Hidden states that shards may hold: none, or the target's last hidden states."""
+STATE_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
+"""Types of stored hidden states (see `states`)."""
+LABELS = ("distilled", "text")
+"""Labels that a drafter may learn: the target's continuations, or the text's next tokens."""
+TEACHER_TEMPERATURE = (
+    "distill.label_temperature is {:g}, and train.loss compares with the target's distribution at temperature 1: set "
+    "train.loss=cross_entropy, or distil with distill.label_temperature 1 or 0 into another output directory"
+)
+"""Error of a loss whose two sources have different temperatures."""
+
 
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 
@@ -55,21 +70,17 @@ class DataConfig:
     """Chat template in place of the tokenizer's: a .jinja file, or a name of one that ships with
     outrider."""
 
-    prompt_chars_min: PositiveInt = 200
-    """Shortest prompt cut from `text` or `stdlib`, in characters."""
-
-    prompt_chars_max: PositiveInt = 900
-    """Longest prompt cut from `text` or `stdlib`, in characters."""
+    prompt_chars: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [200, 900])
+    """Shortest and longest prompt cut from `text` or `stdlib`, in characters: [200, 900]."""
 
     answer_chars: PositiveInt = 1500
     """Length of an answer cut from `text` or `stdlib`, in characters."""
 
     def __post_init__(self) -> None:
         problems = []
-        if self.prompt_chars_min > self.prompt_chars_max:
-            problems.append(
-                f"prompt_chars_min is {self.prompt_chars_min}, more than prompt_chars_max, which is {self.prompt_chars_max}"
-            )
+        shortest, longest = self.prompt_chars
+        if shortest > longest:
+            problems.append(f"prompt_chars is {self.prompt_chars}; give the shortest prompt first")
         if self.source == "stdlib":
             if self.path is not None:
                 problems.append(f"path is {self.path!r}, but the source stdlib reads files of the running Python; leave it out")

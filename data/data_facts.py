@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import DataConfig
-from .decontamination import PromptOverlap
 from .files import sha256_file
 from .manifest import TargetIdentity
+from .sources import PromptOverlap
 
 FACTS_FILE = "data.json"
 DIGEST_LENGTH = 12

@@ -1,8 +1,8 @@
-"""Types of options, and messages for wrong values in configurations and files."""
+"""Types of options, messages for wrong values in configurations and files, and differences of two of them."""
 
 import json
 import re
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -139,6 +139,34 @@ def closest(name: str, known: Collection[str]) -> str | None:
         if parts:
             return " or ".join(map("".join, parts))
     return None
+
+
+def name_digests(changes: dict[str, str], words: Mapping[str, str]) -> list[str]:
+    """Return texts about the changes, with those of digests replaced by words.
+
+    A name of `words` may end in `.`: it is then a prefix.
+    """
+    texts = []
+    for name, text in changes.items():
+        found = [replacement for key, replacement in words.items() if name == key or (key[-1] == "." and name.startswith(key))]
+        texts.append(found[0].format(name=name.rpartition(".")[2]) if found else text)
+    return list(dict.fromkeys(texts))
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Describe the values that differ, by their dotted names.
+
+    Each description has both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value
+    equals None, which means off.
+    """
+    texts: dict[str, str] = {}
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            texts |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            texts[f"{prefix}{key}"] = f"{prefix}{key} (was {old!r}, is {new!r})"
+    return texts
 
 
 def _plain(value: Any) -> str:

@@ -1,16 +1,17 @@
-"""A short check whether the Hugging Face Hub answers.
+"""Whether the Hugging Face Hub answers: a short check in place of the libraries' minutes of retries.
 
-It replaces minutes of retries in the libraries.
+Where it doesn't, or breaks a bound of `hub_client`, the libraries read only their caches.
 """
 
 import logging
 import os
+import sys
 from functools import cache
-
-from .offline import go_offline
 
 logger = logging.getLogger(__name__)
 
+_reasons = dict[str, str]()
+"""Why a Hub isn't asked any more, by its address."""
 TIMEOUT_SECONDS = 4.0
 """Longest wait for an answer. A second try follows, so a network that drops packets costs twice as
 much."""
@@ -31,7 +32,7 @@ def use_hub() -> bool:
     if _answers(constants.ENDPOINT):
         return True
     if not constants.HF_HUB_OFFLINE:
-        go_offline(f"the Hub ({constants.ENDPOINT}) can't be reached")
+        go_offline(constants.ENDPOINT, f"the Hub ({constants.ENDPOINT}) can't be reached")
     return False
 
 
@@ -40,7 +41,7 @@ def bound_requests() -> None:
     """Bound the time and size of the Hub's replies in this process: see `hub_client`."""
     from .hub_client import bound_requests
 
-    bound_requests()
+    bound_requests(go_offline)
 
 
 @cache
@@ -61,3 +62,25 @@ def _answers(endpoint: str) -> bool:
         else:
             return True
     return False
+
+
+def go_offline(endpoint: str, reason: str) -> None:
+    """Let the libraries read only their caches from now on, because of a Hub's address."""
+    from huggingface_hub import constants
+
+    _reasons[endpoint] = reason
+    constants.HF_HUB_OFFLINE = True
+    # `datasets` copied the value when it was imported.
+    if (datasets := sys.modules.get("datasets")) is not None:
+        datasets.config.HF_HUB_OFFLINE = True
+
+
+def why_offline() -> str:
+    """Return why nothing is downloaded, after `use_hub` has returned False or a request was given up."""
+    from huggingface_hub import constants
+
+    if constants.ENDPOINT in _reasons:
+        return _reasons[constants.ENDPOINT]
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
+        return "nothing is downloaded, since HF_HUB_OFFLINE is set"
+    return f"the Hub ({constants.ENDPOINT}) can't be reached"

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,8 +18,6 @@ from typing import Any
 from huggingface_hub import constants, set_client_factory
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import get_session, httpx  # its HTTP client, which isn't always the package httpx
-
-from .offline import go_offline
 
 REPLY_SECONDS = 6.0
 """Longest wait for a whole reply of the API, for the head of a file, and for FILE_BYTES of a file."""
@@ -36,10 +34,13 @@ UNASKED_PATH = "/api/agent-harnesses"
 """What huggingface_hub asks on its own, to name the program that uses it."""
 
 
-def bound_requests() -> None:
-    """Let huggingface_hub use the client with bounds in this process."""
-    hooks = get_session().event_hooks
-    set_client_factory(partial(BoundedClient, event_hooks=hooks, follow_redirects=True, max_redirects=5, timeout=None))
+def bound_requests(go_offline: Callable[[str, str], None]) -> None:
+    """Let huggingface_hub use the client with bounds in this process.
+
+    When the client gives the Hub up, it calls `go_offline` with the Hub's address and the reason.
+    """
+    options = {"event_hooks": get_session().event_hooks, "follow_redirects": True, "max_redirects": 5, "timeout": None}
+    set_client_factory(partial(BoundedClient, go_offline, **options))
 
 
 class BoundedClient(httpx.Client):
@@ -48,8 +49,9 @@ class BoundedClient(httpx.Client):
     It then raises the error of the offline mode: the libraries read their caches, and don't retry.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, go_offline: Callable[[str, str], None], **options: Any) -> None:
         super().__init__(**options)
+        self.go_offline, self.endpoint = go_offline, constants.ENDPOINT
         self.num_failures = Counter[tuple[str, str]]()
         """Failures so far, by method and path."""
 
@@ -77,7 +79,7 @@ class BoundedClient(httpx.Client):
         if seconds > REPLY_SECONDS or self.num_failures[key] >= MAX_FAILURES:
             response.close()
             order = f" and orders a wait of {seconds} s" if seconds > REPLY_SECONDS else f", {MAX_FAILURES} times"
-            raise _give_up(request, f"it answers with HTTP {response.status_code}{order}")
+            raise self.given_up(request, f"it answers with HTTP {response.status_code}{order}")
 
     def _within_deadline(self, request: httpx.Request, stream: bool, options: dict[str, Any]) -> httpx.Response:
         """Open the reply in a thread, which is left alone after REPLY_SECONDS.
@@ -97,7 +99,7 @@ class BoundedClient(httpx.Client):
         thread.start()
         thread.join(REPLY_SECONDS)
         if not outcome or isinstance(outcome[0], httpx.ReadTimeout):
-            raise _give_up(request, f"no complete reply within {REPLY_SECONDS:g} s")
+            raise self.given_up(request, f"no complete reply within {REPLY_SECONDS:g} s")
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]
@@ -106,19 +108,25 @@ class BoundedClient(httpx.Client):
         response = super().send(request, stream=True, **options)
         if response.headers.get("Content-Encoding", "identity") != "identity" and request.method != "HEAD":
             response.close()
-            raise _give_up(request, "it compresses a reply, though that wasn't asked for")
-        response.stream = BoundedStream(response.stream, request, None if stream else REPLY_BYTES)
+            raise self.given_up(request, "it compresses a reply, though that wasn't asked for")
+        response.stream = BoundedStream(response.stream, partial(self.given_up, request), None if stream else REPLY_BYTES)
         if not stream:
             with closing(response):
                 response.read()
         return response
 
+    def given_up(self, request: httpx.Request, problem: str) -> OfflineModeIsEnabled:
+        """Use only the caches from now on, and return the error that names the request and the problem."""
+        reason = f"the Hub ({self.endpoint}) was given up: {problem} ({request.method} {request.url.path})"
+        self.go_offline(self.endpoint, reason)
+        return OfflineModeIsEnabled(reason)
+
 
 class BoundedStream(httpx.SyncByteStream):
     """Body of a reply. Reading it raises an error if it stalls, or is longer than `max_bytes`."""
 
-    def __init__(self, stream: Any, request: httpx.Request, max_bytes: int | None) -> None:
-        self.stream, self.request, self.max_bytes = stream, request, max_bytes
+    def __init__(self, stream: Any, given_up: Callable[[str], Exception], max_bytes: int | None) -> None:
+        self.stream, self.given_up, self.max_bytes = stream, given_up, max_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the body's parts."""
@@ -127,7 +135,7 @@ class BoundedStream(httpx.SyncByteStream):
             for part in self.stream:
                 total, in_window = total + len(part), in_window + len(part)
                 if self.max_bytes is not None and total > self.max_bytes:
-                    raise _give_up(self.request, f"a reply has more than {self.max_bytes} bytes")
+                    raise self.given_up(f"a reply has more than {self.max_bytes} bytes")
                 if time.monotonic() > end:
                     if in_window < FILE_BYTES:
                         raise httpx.ReadTimeout(f"{in_window} bytes in {REPLY_SECONDS:g} s")
@@ -137,15 +145,8 @@ class BoundedStream(httpx.SyncByteStream):
             # huggingface_hub resumes a download from its last byte, without a limit while bytes arrive.
             if total >= RESUMED_BYTES:
                 raise
-            raise _give_up(self.request, f"a reply stalls or breaks off after {total} bytes ({error})") from error
+            raise self.given_up(f"a reply stalls or breaks off after {total} bytes ({error})") from error
 
     def close(self) -> None:
         """Close the connection's stream."""
         self.stream.close()
-
-
-def _give_up(request: httpx.Request, problem: str) -> OfflineModeIsEnabled:
-    """Use only the caches from now on, and return the error that names the request and the problem."""
-    reason = f"the Hub ({constants.ENDPOINT}) was given up: {problem} ({request.method} {request.url.path})"
-    go_offline(reason)
-    return OfflineModeIsEnabled(reason)

@@ -1,4 +1,4 @@
-"""The manifest of a folder of shards, `manifest.json`, which is written last."""
+"""The manifest of a folder of shards, `manifest.json`, which is written last; and the statistics beside it."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from .choices import FEATURES, STATE_DTYPES, TEACHER_TEMPERATURE
-from .differences import differences
-from .fields import one_of
+from .config import FEATURES, STATE_DTYPES, TEACHER_TEMPERATURE
+from .fields import RecordedCount, differences, one_of
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 3
@@ -187,3 +187,24 @@ def examples_sha256(examples: Iterable[Example]) -> str:
         digest.update(example.input_ids.to(torch.int32).numpy().tobytes())
         digest.update(example.loss_mask.numpy().tobytes())
     return digest.hexdigest()
+
+
+STATS_FILE = "stats.json"
+Measured = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTotals:
+    """Content of `distill/stats.json`. `process_seconds` are summed over the processes."""
+
+    num_examples: RecordedCount
+    num_text_tokens: RecordedCount
+    num_positions: RecordedCount
+    agreement: Measured
+    """Share of the texts' tokens that are the target's greedy ones."""
+    num_branch_tokens: RecordedCount
+    process_seconds: Measured
+    positions_per_process_second: Measured
+    peak_memory_bytes: RecordedCount | None
+    dropped: dict[str, RecordedCount]
+    """Number of records that couldn't be used, by reason."""

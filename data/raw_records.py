@@ -9,15 +9,29 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from .hub import use_hub
-from .offline import why_offline
+from .hub import use_hub, why_offline
 from .paths import looks_like_path
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
 MAX_LINE_CHARS = 1 << 26
 """Longest line with one record. A line with an array of records may be longer."""
+
+ROLES: dict[str, Literal["system", "user", "assistant"]] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+}
+"""Names of the roles in common data sets; ShareGPT's files include names of assistants."""
+
+TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Keys of lists of turns, each with the keys of a turn's role and text."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

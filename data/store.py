@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
-from .differences import differences
+from .fields import differences
 from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import yaml
 
-from .cuts import Cuts
-from .raw_records import has_surrogate, is_local, line_of_record, load_records
-from .roles import ROLES, TURN_KEYS
-from .stdlib import code_conversations
+from .raw_records import ROLES, TURN_KEYS, has_surrogate, is_local, line_of_record, load_records
+from .stdlib import Cuts, code_conversations
 
 logger = logging.getLogger(__name__)
 

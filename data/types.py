@@ -6,6 +6,7 @@ tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 from .bundles import Move, move_to
 from .label_arrays import UNKNOWN as UNKNOWN
 from .label_arrays import BatchIndexes, HostBatch
-from .roles import Role as Role
 from .states import BatchStates, StoredStates
+
+Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 """Distillation: the frozen target labels texts with its continuations, and writes shards."""
 
-from ..data.entry import require_entry
+from ..data import require_entry
 
 require_entry()

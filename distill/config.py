@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.choices import FEATURES, STATE_DTYPES
-from ..data.drafter_names import repeated_names, split_name
+from ..data.config import FEATURES, STATE_DTYPES
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, different, one_of, raise_problems
+from ..data.paths import repeated_names, split_name
 
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling

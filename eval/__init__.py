@@ -3,6 +3,6 @@
 The reports are tables and plots.
 """
 
-from ..data.entry import require_entry
+from ..data import require_entry
 
 require_entry()

@@ -7,10 +7,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.drafter_names import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.fields import (
     OPTIONS,
     Distinct,
@@ -23,11 +22,11 @@ from ..data.fields import (
     one_of,
     raise_problems,
 )
+from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 
 ACCEPTANCES = ("exact", "typical")
-TOO_LONG_POLICIES = ("skip", "error")
 SYNCHRONOUS, BOTH = "synchronous", "both"
 DECODINGS = (SYNCHRONOUS, PIPELINED, BOTH)
 INNER_STATES = ("block", "eagle3")
@@ -110,8 +109,6 @@ class EvalConfig:
     drafting while the stages of the target read earlier drafts; this needs `target.stage_layers`.
     `both`: all methods as `synchronous` measures them, then each drafter once more, pipelined. Plain
     decoding is the baseline of all."""
-    micro_batch: SmallCount = 4
-    """Most draft tokens that a pass of pipelined decoding reads. The loop may send fewer at a time."""
     acceptance: Annotated[str, one_of(*ACCEPTANCES)] = "exact"
     """`exact`: greedy acceptance or speculative sampling, which are lossless. `typical`: above
     temperature 0, accept tokens that are typical for the target (arXiv 2401.10774, section 2.3.1),
@@ -124,11 +121,6 @@ class EvalConfig:
     profile_prompts: NonNegativeInt = 3
     """Prompts per suite that are decoded once more with phase timers on, for the time split and the
     ceiling; rounded up to whole batches; 0 is off."""
-    too_long: Annotated[str, one_of(*TOO_LONG_POLICIES)] = "skip"
-    """What to do with a prompt that leaves no room for the answer in the target's context window:
-    skip (and count) it, or raise an error."""
-    memory_bandwidth_gbs: PositiveFloat | None = None
-    """Gigabytes per second that the roofline assumes; None measures it."""
     seed: Seed = 0
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
     num_threads: NumThreads | None = None
@@ -182,11 +174,6 @@ def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds
     if config.batch_sizes != [1]:
         problems.append(
             f"{stages}, and batch_sizes is {config.batch_sizes}: stages decode one prompt at a time; set batch_sizes=[1]"
-        )
-    if config.memory_bandwidth_gbs is not None:
-        problems.append(
-            f"{stages}, and memory_bandwidth_gbs is {config.memory_bandwidth_gbs:g}: a target in stages has no roofline; leave "
-            "the bandwidth out"
         )
     return problems
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.differences import differences, name_digests
-from ..data.fields import raise_problems
+from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts
@@ -88,7 +87,7 @@ def evaluate(
         target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
         # 2. Start or resume the run's folder.
         environment = describe_environment(target.device, target.linears)
-        info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target, config)
+        info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
@@ -236,9 +235,7 @@ def recorded_config(
     }
 
 
-def open_run(
-    output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget, config: EvalConfig
-) -> RunInfo:
+def open_run(output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget) -> RunInfo:
     """Start a run's folder, or resume an existing one.
 
     A resumed run may add suites, temperatures and batch sizes. Raises ValueError if the folder
@@ -262,8 +259,7 @@ def open_run(
             "directory"
         )
     else:
-        has_stages = bool(recorded_stages(target))
-        roofline = None if has_stages else measure_roofline(target, config.memory_bandwidth_gbs)
+        roofline = None if recorded_stages(target) else measure_roofline(target)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info

@@ -29,9 +29,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.data.choices import Split
-from outrider.data.cuts import Cuts
-from outrider.data.stdlib import code_conversations, read_source, stdlib_files
+from outrider.data.config import Split
+from outrider.data.stdlib import Cuts, code_conversations, read_source, stdlib_files
 
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 CHAT_TEMPLATE = (

@@ -22,7 +22,21 @@ from .doc_blocks import REPOSITORY, commands
 
 ALLOWED = {
     *(".", "cd", "docker", "export", "git", "mkdir", "pip", "pre-commit", "sbatch", "scontrol", "srun"),
-    *("trtllm-build", "trtllm-serve", "vllm", "wandb", "tensorboard", "curl", "module", "source", "hf", "cat", "jq", "head"),
+    *(
+        "trtllm-build",
+        "trtllm-serve",
+        "vllm",
+        "wandb",
+        "tensorboard",
+        "curl",
+        "module",
+        "source",
+        "hf",
+        "cat",
+        "jq",
+        "head",
+        "ln",
+    ),
     "sha256sum",
 }
 """Programs of others, whose arguments aren't checked."""

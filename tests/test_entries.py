@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from outrider.cli.launch import launch_command
-from outrider.data import entry
+from outrider.data import require_entry
 
 
 def run_module(module: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -36,8 +36,8 @@ def test_a_module_that_is_no_program_never_ends_well(module: str, command: str, 
 
 
 def test_the_entry_of_launchers_and_the_command_run_as_modules(tmp_path: Path) -> None:
-    result = run_module("outrider.train", "conf=demo", "--show", "train.steps=7", cwd=tmp_path)
-    assert "steps: 7" in result.stdout, result.stderr
+    result = run_module("outrider.train", "conf=demo", "--show", "train.steps=70", cwd=tmp_path)
+    assert "steps: 70" in result.stdout, result.stderr
     assert "redrafter_vicuna7b" in run_module("outrider.cli", "recipes", cwd=tmp_path).stdout
 
 
@@ -45,12 +45,12 @@ def test_the_guard_leaves_other_programs_alone(monkeypatch: pytest.MonkeyPatch) 
     for arguments in (["python", "-m", "pytest"], ["python", "-um", "outrider.train"], ["python", "-c", "x"]):
         monkeypatch.setattr(sys, "argv", ["-m"])
         monkeypatch.setattr(sys, "orig_argv", arguments)
-        entry.require_entry()
+        require_entry()
     monkeypatch.setattr(sys, "orig_argv", ["python", "-um", "outrider.train.run"])
     with pytest.raises(SystemExit, match="no program"):
-        entry.require_entry()
+        require_entry()
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    entry.require_entry()
+    require_entry()
 
 
 def test_a_launch_file_is_named_or_a_path(tmp_path: Path) -> None:

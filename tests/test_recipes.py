@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from outrider.cli.compose import load_recipe
 from outrider.cli.config import RunConfig
 from outrider.cli.run import require_trainable, run
-from outrider.data.drafter_names import TRAINING_FREE_NAMES
+from outrider.data.paths import TRAINING_FREE_NAMES
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
 from outrider.models.llm.loading import load_target
@@ -39,7 +39,6 @@ SMALL_RUN = [
     "train.max_positions=16",
     "eval.max_new_tokens=8",
     "eval.profile_prompts=0",
-    "eval.memory_bandwidth_gbs=10.0",
 ]
 SMALL_DRAFTERS = {
     "block": ["drafter.num_layers=2"],
@@ -187,7 +186,7 @@ def test_the_full_evaluation_takes_every_prompt() -> None:
     "demo", [pytest.param(demo, marks=[] if demo == "eagle3_demo" else pytest.mark.slow) for demo in DEMOS]
 )
 def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
-    data = "data={limit: 4, max_length: 64, prompt_chars_min: 20, prompt_chars_max: 40}"
+    data = "data={limit: 4, max_length: 64, prompt_chars: [20, 40]}"
     sizes = SMALL_DEMOS.get(demo, [])
     methods = run_here(tmp_path, tiny_target_dir, questions, "conf=demo", f"drafter={demo}", data, *sizes)
     assert len(methods) > 2

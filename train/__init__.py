@@ -1,5 +1,5 @@
 """Training: shards to a drafter's checkpoint."""
 
-from ..data.entry import require_entry
+from ..data import require_entry
 
 require_entry()

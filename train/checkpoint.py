@@ -74,8 +74,8 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 class Checkpoints:
     """The checkpoints of a run in a folder, of which the `keep` newest are kept.
 
-    With `background`, and without sharding, `save` only copies the state to the host, and a thread
-    writes it while training continues. There is one write at a time: `save` and `finish` wait for
+    Without sharding `save` only copies the state to the host, and a thread writes it while training
+    continues. There is one write at a time: `save` and `finish` wait for
     the last write, and raise its error in all processes. All processes must call them together. As
     a context manager it waits for the last write at the end, also after an error.
     """
@@ -88,14 +88,13 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         *,
         keep: int,
-        background: bool = True,
     ) -> None:
         self.directory = directory
         self._accelerator = accelerator
         self._model = model
         self._optimizer = optimizer
         self._keep = keep
-        self._copy = HostCopy() if background else None
+        self._copy = HostCopy()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -130,11 +129,7 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
-            if self._copy is not None:
-                content = self._copy(content)
-            self._writing = self._pool.submit(self._write, step, content, marker)
-        if self._copy is None:
-            self.finish()
+            self._writing = self._pool.submit(self._write, step, self._copy(content), marker)
 
     def finish(self) -> None:
         """Wait for the last write. Raises OSError where it failed."""

@@ -6,14 +6,13 @@ from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, Positive
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..data.choices import LABELS
-from ..data.fields import OPTIONS, NonNegativeInt, NumThreads, PositiveInt, Seed, Share, SmallCount, one_of, raise_problems
+from ..data.config import LABELS
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, one_of, raise_problems
 from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 TRACKERS = ("none", "wandb", "tensorboard", "wandb+tensorboard")
-WANDB_MODES = ("online", "offline", "disabled")
 DEFAULT_SHARE = 0.25
 """`on_policy_share` where it is null."""
 EXPORTS = ("best", "last")
@@ -23,15 +22,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "global_batch_size",  # it only decides gradient_accumulation
         "patience",
         "export",
-        "num_threads",
         "activation_checkpointing",
         "log_every",
         "checkpoint_every",
         "keep_checkpoints",
-        "checkpoint_in_background",
         "tracker",
-        "wandb_mode",
-        "project",
     }
 )
 """Options that don't change what is learned: a run may resume with other values."""
@@ -136,8 +131,6 @@ class TrainConfig:
     shuffle_shards: PositiveInt = 16
     """Number of shards whose texts are shuffled together. Every process holds that many shards in
     memory."""
-    num_threads: NumThreads | None = None
-    """CPU threads of torch per process. null: torch's own choice."""
 
     log_every: PositiveInt = 10
     """Optimizer steps between two records in `metrics.jsonl`. A record covers all steps since the
@@ -147,20 +140,10 @@ class TrainConfig:
     checkpoint. One more checkpoint is written after the last step."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints that are kept, the newest ones."""
-    checkpoint_in_background: bool = True
-    """Write checkpoints in a thread, from a copy of the state, while training continues. The copy
-    takes host memory of the size of weights and optimizer. With DeepSpeed and FSDP, and with false,
-    training waits until the checkpoint is written."""
-
     tracker: Annotated[str, one_of(*TRACKERS)] = "none"
-    """Service that gets the records too: `wandb` (Weights & Biases), `tensorboard` (event files in
-    the run's folder), `wandb+tensorboard`, or `none`. `metrics.jsonl` has the records in any
-    case."""
-    wandb_mode: Annotated[str, one_of(*WANDB_MODES)] = "online"
-    """Mode of Weights & Biases: `online`, `offline` (files in the run's folder, for `wandb sync`)
-    or `disabled`."""
-    project: str = "outrider"
-    """Project at Weights & Biases."""
+    """Service that gets the records too: `wandb` (Weights & Biases, which reads the environment:
+    WANDB_PROJECT, WANDB_MODE), `tensorboard` (event files in the run's folder), `wandb+tensorboard`,
+    or `none`. `metrics.jsonl` has the records in any case."""
 
     @property
     def missed_by(self) -> str | None:

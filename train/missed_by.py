@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch.nn.functional import pad
 
-from ..data.drafter_names import folders_of
+from ..data.paths import folders_of
 from ..data.types import UNKNOWN, DrafterBatch, TargetReads
 from ..models.decoding import DraftTree, Prompts
 from ..models.decoding.acceptance import follow

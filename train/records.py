@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -154,11 +155,12 @@ def _start_wandb(output_dir: Path, config: TrainConfig, run_config: dict[str, An
     id_path = output_dir / RUN_ID_FILE
     if not id_path.exists():
         atomic_write_text(id_path, uuid4().hex)
+    mode = os.environ.get("WANDB_MODE", "online")  # wandb itself reads it only once in a process
     tracker = WandBTracker(
-        config.project,
-        mode=config.wandb_mode,
+        os.environ.get("WANDB_PROJECT", "outrider"),
+        mode=mode,
         id=id_path.read_text(encoding="utf-8"),
-        resume="allow" if config.wandb_mode == "online" else None,
+        resume="allow" if mode == "online" else None,
         dir=output_dir,
         config=run_config,
     )
@@ -166,7 +168,7 @@ def _start_wandb(output_dir: Path, config: TrainConfig, run_config: dict[str, An
         tracker.start()
     except wandb.errors.Error as error:
         raise ValueError(
-            f"Weights & Biases can't start ({error}); log in, or set train.wandb_mode=offline (and `wandb sync` later) or "
+            f"Weights & Biases can't start ({error}); log in, or set WANDB_MODE=offline (and `wandb sync` later) or "
             f"train.tracker=none: the records are in {METRICS_FILE} anyway"
         ) from error
     return tracker

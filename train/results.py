@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..data.differences import differences, name_digests
+from ..data.fields import differences, name_digests
 from ..data.files import read_dataclass, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter

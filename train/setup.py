@@ -157,9 +157,7 @@ def set_up(
 
 
 def new_drafter(config: TrainConfig, spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
-    """Build the drafter of a training. Sets the number of threads, and the seed of its first weights."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    """Build the drafter of a training. Sets the seed of its first weights."""
     set_seed(config.seed)
     drafter = build_drafter(spec, target).train()
     if config.activation_checkpointing:
@@ -303,7 +301,6 @@ def make_checkpoints(
         model,
         optimizer,
         keep=config.keep_checkpoints,
-        background=config.checkpoint_in_background,
     )
 
 

@@ -1,5 +1,6 @@
 """State that a process needs to resume exactly: copies of tensors, and random numbers."""
 
+import logging
 import mmap
 import random
 from collections.abc import Mapping
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 CUDA_HOST_REGISTER_PORTABLE = 1
 """CUDA's cudaHostRegisterPortable: the memory is page-locked for every device."""
@@ -58,17 +61,15 @@ def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor in page-locked host memory, for copies of `tensor`.
 
     `tensor` has at least one element. The memory has the size of `tensor`, rounded up to pages;
-    PyTorch (`pin_memory=True`) would round up to a power of two, which can double it. Raises
-    MemoryError if the memory can't be locked.
+    PyTorch (`pin_memory=True`) would round up to a power of two, which can double it. Where the
+    memory can't be locked, it stays pageable, and copies take longer.
     """
     memory = _Registered(-1, tensor.nbytes)  # shared: a fork must not move its pages
     buffer = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
     if error := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), tensor.nbytes, CUDA_HOST_REGISTER_PORTABLE)):
-        raise MemoryError(
-            f"{tensor.nbytes} bytes of host memory for a checkpoint can't be page-locked (CUDA error {error}); free some, or "
-            "set train.checkpoint_in_background=false, which needs no copy"
-        )
-    memory.address = buffer.data_ptr()
+        logger.warning("%d bytes for checkpoints can't be page-locked (CUDA error %d)", tensor.nbytes, error)
+    else:
+        memory.address = buffer.data_ptr()
     return buffer
 
 

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 
 from ...data.bundles import to_device
-from ...data.host_copies import start_host_copies
 from ...data.shards import LAYER, SCALES, TOP_BYTES
 from ...data.states import StoredStates, are_finite, encode_states, state_bytes
 from ...data.types import DistilledExample, Example, TopTokens
@@ -156,3 +155,27 @@ def _stored_example(config: DistillConfig, example: Example, tensors: Mapping[st
         layers={layer: states(f"{LAYER}{layer}") for layer in config.feature_layers},
         top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
     )
+
+
+def start_host_copies(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    """Start to copy the tensors of one device to the host; return a function that waits for the copies.
+
+    From a GPU the copies go to pinned memory, so the host continues, and one wait is enough for all
+    of them. The function may run in another thread. It returns tensors in pageable memory, because
+    pinned memory is scarce: PyTorch uses it again for the next copies. On other devices the tensors
+    are ready at once.
+    """
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return lambda: host
+    pinned = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items()
+    }
+    copied = torch.cuda.current_stream(next(iter(tensors.values())).device).record_event()
+
+    def wait() -> dict[str, torch.Tensor]:
+        copied.synchronize()
+        return {name: tensor.clone() for name, tensor in pinned.items()}
+
+    return wait

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
-from ...data.differences import differences
+from ...data.fields import differences
 from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
 from ...data.types import Turn

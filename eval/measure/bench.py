@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...data.chat import encode_prompt
-from ...data.differences import differences
+from ...data.fields import differences
 from ...data.suites import Prompt, PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule

@@ -59,8 +59,8 @@ class MethodSpec:
     """Temperatures and batch sizes at which it decodes; None means all."""
     option: str = "drafter"
     """The option that asks for it: `drafter`, `baselines` or `merge`."""
-    micro_batch: int | None = None
-    """Most draft tokens of a pass, if it drafts while the stages of the target read; else None."""
+    pipelined: bool = False
+    """Whether it drafts while the stages of the target read."""
     drafter: str = ""
     """The drafter in words: `ReDrafter`, or `ReDrafter (wide)` beside another ReDrafter."""
     detail: str = ""
@@ -70,11 +70,6 @@ class MethodSpec:
     def label(self) -> str:
         """The name for readers."""
         return ", ".join(filter(None, (self.drafter, self.detail)))
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether it drafts while the stages of the target read."""
-        return self.micro_batch is not None
 
 
 def method_specs(
@@ -153,7 +148,7 @@ def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpe
     pipelined: list[MethodSpec] = []
     for spec in specs:
         setting = {name: value for name, value in (spec.setting or {}).items() if name not in (*SHAPE_OPTIONS, "pace")}
-        changed = replace(spec, setting=setting, micro_batch=config.micro_batch)
+        changed = replace(spec, setting=setting, pipelined=True)
         if changed not in pipelined:
             pipelined.append(changed)
     return pipelined if config.decode == PIPELINED else [*specs, *pipelined]
@@ -250,7 +245,7 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
             "weights": spec.parts.weights,
             **({"calibration": prior} if (prior := spec.parts.prior_digest(spec.setting or {})) else {}),
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
-            **({"decode": PIPELINED, "micro_batch": spec.micro_batch} if spec.pipelined else {}),
+            **({"decode": PIPELINED} if spec.pipelined else {}),
         }
         for name, spec in specs.items()
     }
@@ -316,8 +311,8 @@ def methods_by_place(
         name: Method(name=name, label=spec.label, drafter=proposers.get(name) or NullDrafter()) for name, spec in specs.items()
     }
     for name, spec in specs.items():
-        if spec.micro_batch is not None:
-            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter, spec.micro_batch))
+        if spec.pipelined:
+            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter))
     baseline = Method(name=BASELINE, label=PLAIN_DECODING, drafter=NullDrafter())
     return {
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]
@@ -339,13 +334,13 @@ def require_streaming(parts: DrafterParts) -> None:
             )
 
 
-def pipelined_loop(drafter: Drafter[Any, Any], micro_batch: int) -> Loop:
+def pipelined_loop(drafter: Drafter[Any, Any]) -> Loop:
     """Build the loop in which a drafter drafts while the target's stages read.
 
     What it learns about the costs holds for all texts. Raises ValueError for a drafter that can't
     draft while the target reads.
     """
-    streaming, speculation = streaming_drafter(drafter), ExpectedSpeculation(micro_batch=micro_batch)
+    streaming, speculation = streaming_drafter(drafter), ExpectedSpeculation()
 
     def decode(target: Any, _: Any, rule: Any, prompts: Any, **options: Any) -> Iterator[Step]:
         return generate_pipelined(target, streaming, rule, prompts, speculation=speculation, **options)

@@ -23,22 +23,21 @@ NUM_READS, NUM_QUEUED_READS = 7, 10
 Read = Callable[[], torch.Tensor]
 
 
-def measure_roofline(target: HFTarget, bandwidth_gbs: float | None = None) -> Roofline:
+def measure_roofline(target: HFTarget) -> Roofline:
     """Compute the roofline of a target with torch's current number of threads.
 
-    If `bandwidth_gbs` is None, the bandwidth is measured. A target whose weights are streamed is
+    A target whose weights are streamed is
     bound by the bytes that each pass reads from its files, and by the rate of these reads so far.
     """
     if target.stream is not None and (num_bytes := target.stream.plan.streamed_bytes):
         rate = target.stream.bytes_per_second / 1e9
-        return Roofline(weight_bytes=num_bytes, bandwidth_gbs=rate, given=False, cache_bytes=None, streamed=True)
+        return Roofline(weight_bytes=num_bytes, bandwidth_gbs=rate, cache_bytes=None, streamed=True)
     num_bytes = weight_bytes(target.model)
     if target.stream is not None:  # all of it is in memory, but some units only during their turn
         num_bytes += sum(unit.num_bytes for unit in target.stream.units)
     return Roofline(
         weight_bytes=num_bytes,
-        bandwidth_gbs=bandwidth_gbs or measure_bandwidth(num_bytes, target.device),
-        given=bandwidth_gbs is not None,
+        bandwidth_gbs=measure_bandwidth(num_bytes, target.device),
         cache_bytes=cache_bytes(target.device),
         streamed=False,
     )

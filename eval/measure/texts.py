@@ -50,28 +50,14 @@ class TurnBatch:
     input_ids: Sequence[Int[torch.Tensor, " _"]]
 
 
-def has_room(num_tokens: int, suite: PromptSet, prompt: Prompt, config: EvalConfig, context_length: int) -> bool:
-    """Return whether a prompt of `num_tokens` leaves room for an answer in the context window.
-
-    Raises ValueError if it doesn't and `config.too_long` is "error".
-    """
-    fits = num_tokens + config.max_new_tokens <= context_length
-    if not fits and config.too_long == "error":
-        raise ValueError(
-            f"prompt {prompt.id!r} of {suite.name} leaves no room: {num_tokens} tokens and {config.max_new_tokens} new ones "
-            f"exceed the context window of {context_length} tokens; lower max_new_tokens, or set too_long to skip"
-        )
-    return fits
-
-
 def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any, context_length: int) -> None:
     """Raise ValueError, before any decoding, if no prompt leaves room for an answer."""
-    fitting = []
-    for suite in suites:
-        for prompt in suite.prompts:
-            num_tokens = encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1]
-            fitting.append(has_room(num_tokens, suite, prompt, config, context_length))
-    if not any(fitting):
+    lengths = (
+        encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1]
+        for suite in suites
+        for prompt in suite.prompts
+    )
+    if not any(length + config.max_new_tokens <= context_length for length in lengths):
         raise no_prompt_fits(suites, config.max_new_tokens, context_length)
 
 
@@ -147,7 +133,7 @@ class Texts:
         for index, text in enumerate(prompt.turns):
             messages.append(Turn(role="user", content=text))
             input_ids = encode_prompt(messages, self.tokenizer).to(self.device) if fits else None
-            fits = input_ids is not None and has_room(input_ids.shape[1], suite, prompt, self.config, self.context_length)
+            fits = input_ids is not None and input_ids.shape[1] + self.config.max_new_tokens <= self.context_length
             turn = PromptTurn(
                 suite=suite,
                 prompt=prompt,

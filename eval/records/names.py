@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
+from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
 
 BASELINE = "baseline"
 """Method name of plain decoding."""

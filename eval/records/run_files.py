@@ -18,7 +18,6 @@ RECORDED_OPTIONS = (
     "batch_sizes",
     "repeats",
     "profile_prompts",
-    "too_long",
     "seed",
 )
 """Options of EvalConfig that a record depends on, besides suites and settings. The number of
@@ -83,13 +82,12 @@ class Roofline:
     """Upper bound on plain decoding's speed, set by reading the weights from memory or from files.
 
     The bound ignores the bytes of the KV cache, so it is a little high. The bandwidth is measured
-    with a buffer as large as the weights, unless it was `given`. For weights that fit into the
-    cache this is the cache's bandwidth, and the bound still holds.
+    with a buffer as large as the weights. For weights that fit into the cache this is the cache's
+    bandwidth, and the bound still holds.
     """
 
     weight_bytes: int
     bandwidth_gbs: float
-    given: bool
     cache_bytes: int | None
     """Size of the processor's last-level cache; None if it is unknown."""
     streamed: bool

@@ -17,8 +17,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ...data.fields import OPTIONS, PositiveInt, problems_of
 from ...data.files import read_dataclass, sha256_file
-from ...data.label_stats import STATS_FILE, LabelTotals
-from ...data.manifest import MANIFEST_FILE
+from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals
 from ...data.shards import label_store
 from ...models.drafters.losses import LossChoice, check_loss, describe_loss
 from ...models.drafters.saved.download import HUB_ID

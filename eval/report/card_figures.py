@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from ...data.drafter_names import SEPARATOR, TRAINING_FREE_NAMES
 from ...data.files import read_json, sha256_file
+from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile
 from ..records.names import BASELINE, FACTS_FILE, PIPELINED, SUMMARY_FILE, setting_words, title_of
 from ..results.markdown import Markdown

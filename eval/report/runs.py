@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.differences import differences
+from ...data.fields import differences
 from ..records.names import BASELINE, PLAIN_DECODING, RUN_FILE
 from ..records.run_files import RunInfo, read_info
 from ..results.rows import Row, read_rows

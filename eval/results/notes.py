@@ -268,15 +268,14 @@ def roofline_note(row: Row) -> str:
             f"Roofline of plain decoding: {megabytes:.1f} MB of weights read from files per pass at "
             f"{bound['bandwidth_gbs']:.2f} GB/s (the rate at which they were read): {speed:.3g} tokens/s."
         )
-    how = "given" if bound["given"] else "measured on a buffer of that size, at most 1 GiB (4 GiB on an accelerator)"
     cached = (
         f" The weights fit into the cache ({bound['cache_bytes'] / 1e6:.0f} MB), so main memory doesn't bound this target."
         if bound["fits_in_cache"]
         else ""
     )
     return (
-        f"Roofline of plain decoding: {megabytes:.1f} MB of weights per token at {bound['bandwidth_gbs']:.1f} GB/s ({how}): "
-        f"{speed:.0f} tokens/s.{cached}"
+        f"Roofline of plain decoding: {megabytes:.1f} MB of weights per token at {bound['bandwidth_gbs']:.1f} GB/s (measured "
+        f"on a buffer of that size, at most 1 GiB; 4 GiB on an accelerator): {speed:.0f} tokens/s.{cached}"
     )
 
 

@@ -19,9 +19,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...data.drafter_names import repeated_names
 from ...data.files import read_dataclass, write_json
 from ...data.manifest import TargetIdentity
+from ...data.paths import repeated_names
 
 CALIBRATION_FILE = "calibration.json"
 FORMAT_VERSION = 1

@@ -37,28 +37,9 @@ class ExportConfig:
     without this there is a warning at the start."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """float32, float16 or bfloat16: type of the exported numbers; null leaves them unchanged."""
-    licence: str | None = None
-    """Name of the drafter's licence on the Hub, such as apache-2.0."""
-    base_model: str | None = None
-    """Hub id of the target, if the target was loaded from a directory."""
-    certificate: str | None = None
-    """Path of a certificate by `outrider certify`, to include in the folder."""
-    repo: str | None = None
-    """Hub id of the drafter: `user/name`."""
-    push: bool = False
-    """Upload the folder to `repo` at the end of the run; a new repository is private. No file there
-    is overwritten."""
     overwrite: bool = False
     """Replace the folder for the Hub if its content differs from what would be written now, for
     example if you edited its card."""
-
-    def __post_init__(self) -> None:
-        if self.base_model or self.repo or self.licence:
-            from .package import require_names  # imports torch and transformers
-
-            require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
-        if self.push and self.repo is None:
-            raise ValueError("push is on and repo is null; name the repository: export.repo=user/name")
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.hub import use_hub
+from ...data.hub import use_hub, why_offline
 from ...data.manifest import TargetIdentity
-from ...data.offline import why_offline
 from ...data.paths import looks_like_path
 from ..bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
 from ..machine import parse_device, turn_off_cudnn_attention

@@ -32,7 +32,6 @@ def test_every_whole_number_of_a_recipe_has_an_upper_bound(config_class: type) -
     ("config_class", "name", "most"),
     [
         (TrainConfig, "batch_size", MAX_SMALL_COUNT),
-        (TrainConfig, "num_threads", MAX_THREADS),
         (EvalConfig, "num_threads", MAX_THREADS),
         (EvalConfig, "repeats", MAX_SMALL_COUNT),
         (DistillConfig, "horizon", MAX_SMALL_COUNT),

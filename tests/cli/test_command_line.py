@@ -280,8 +280,8 @@ def test_the_help_of_a_command_has_its_options_in_80_columns(command: str) -> No
 def test_the_help_lists_the_usual_options_and_all_on_demand() -> None:
     short, everything = invoke(["eval", "--help"]).output, invoke(["eval", "--help", "--all"]).output
     assert all(name in short for name in ("--drafter", "--target", "--suites", "eval.max_new_tokens"))
-    assert "eval.too_long" in everything
-    assert "eval.too_long" not in short
+    assert "eval.profile_prompts" in everything
+    assert "eval.profile_prompts" not in short
 
 
 @pytest.mark.parametrize(("name", "near"), [("evl", "eval"), ("data verfy", "data verify"), ("packge", "package")])

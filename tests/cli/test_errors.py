@@ -8,8 +8,15 @@ import pytest
 
 from outrider.cli import main
 from outrider.cli.compose import load_recipe
-from outrider.cli.errors import COMMAND_VARIABLE, INTERRUPTED, command_line, starts_again, user_errors
-from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
+from outrider.cli.errors import (
+    COMMAND_VARIABLE,
+    INTERRUPTED,
+    NOISY_LOGGERS,
+    command_line,
+    silence_libraries,
+    starts_again,
+    user_errors,
+)
 from outrider.cli.run import describe_kept
 
 from ..conftest import REPOSITORY

@@ -125,7 +125,7 @@ def test_a_machine_without_a_gpu_gets_less_data(tmp_path: Path) -> None:
 def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     init_command(InitOptions(recipe=Path("my"), target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl")))
-    few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0", "eval.memory_bandwidth_gbs=10.0"]
+    few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0"]
     run(config_of(Path("my.yaml"), *few, "num_threads=1"))
     rows = json.loads((tmp_path / "outputs/my/eval/summary.json").read_text())
     assert len(rows) == 1 + 3 + 2 + 1, "plain decoding, what needs no training, two settings, and the merge"

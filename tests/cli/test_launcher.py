@@ -119,7 +119,6 @@ def test_a_mistake_is_printed_before_a_launch(
     ("changes", "message"),
     [
         (["--batch-size", "2"], "batch_sizes is [2]: stages decode one prompt at a time; set batch_sizes=[1]"),
-        (["--micro-batch", "0"], "eval.micro_batch=0: must be above 0"),
         (
             ["--decode", "pipelined", "--acceptance", "typical", "--temperature", "1"],
             "acceptance is typical, where answers depend on drafts; set acceptance=exact, or decode=synchronous",

@@ -28,12 +28,12 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         f"output_dir={tmp_path / 'run'}",
         f"target.name_or_path={tiny_target_dir}",
         "num_threads=1",
-        "data={limit: 5, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
+        "data={limit: 5, max_length: 96, prompt_chars: [20, 40]}",
         "distill={horizon: 3, shard_examples: 2}",
         "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
         "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32, gradient_accumulation: 1}",
         f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 12, profile_prompts: 1, memory_bandwidth_gbs: 10.0}",
+        "eval={max_new_tokens: 12, profile_prompts: 1}",
         "eval.settings=[{beam_width: 2, beam_length: 3}]",
     ]
 

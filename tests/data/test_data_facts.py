@@ -11,9 +11,9 @@ from outrider.data.data_facts import (
     describe_target_change,
     describe_template_change,
 )
-from outrider.data.decontamination import PromptOverlap
-from outrider.data.differences import name_digests
+from outrider.data.fields import name_digests
 from outrider.data.manifest import TargetIdentity
+from outrider.data.sources import PromptOverlap
 
 
 def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from outrider.data import hub, offline
+from outrider.data import hub
 from outrider.data.raw_records import load_records
 
 REFUSING = "http://127.0.0.1:9"
@@ -31,4 +31,4 @@ def test_a_hub_that_refuses_is_asked_twice_and_logged_once(
 
 def test_offline_mode_is_named_as_the_reason() -> None:
     assert not hub.use_hub()
-    assert "HF_HUB_OFFLINE is set" in offline.why_offline()
+    assert "HF_HUB_OFFLINE is set" in hub.why_offline()

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
 
-from outrider.data import hub, hub_client, offline
+from outrider.data import hub, hub_client
 from outrider.data.raw_records import load_records
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.export.hub import pull
@@ -95,7 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def client() -> hub_client.BoundedClient:
-    return hub_client.BoundedClient(timeout=None, follow_redirects=True)
+    return hub_client.BoundedClient(hub.go_offline, timeout=None, follow_redirects=True)
 
 
 def get(server: Any, path: str, session: hub_client.BoundedClient | None = None) -> bytes:
@@ -116,7 +116,7 @@ def test_a_reply_that_trickles_or_never_comes_is_given_up(server: Any, attack: A
         get(server, path)
     assert time.monotonic() - started < 5 * SECONDS
     assert constants.HF_HUB_OFFLINE, "the libraries read their caches alone from then on"
-    assert "was given up" in offline.why_offline()
+    assert "was given up" in hub.why_offline()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.data.choices import STATE_DTYPES
-from outrider.data.files import read_json, write_json
-from outrider.data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, ShardEntry, TargetIdentity, examples_sha256
+from outrider.data.config import STATE_DTYPES
+from outrider.data.fields import differences
+from outrider.data.files import read_dataclass, read_json, write_json
+from outrider.data.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    LabelTotals,
+    Manifest,
+    ShardEntry,
+    TargetIdentity,
+    examples_sha256,
+)
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
@@ -380,3 +389,37 @@ def test_a_manifest_that_promises_other_tensors_is_an_error(tmp_path: Path, chan
     verify_shards(tmp_path, manifest)
     with pytest.raises(ValueError, match=message):
         verify_shards(tmp_path, replace(manifest, **changes))
+
+
+def test_each_value_that_differs_is_named_with_both_values() -> None:
+    before = {"same": 1, "kind": "a", "train": {"steps": 10, "seed": 0}, "parts": [1, 2], "gone": {"x": 1}}
+    after = {"train": {"steps": 20, "seed": 0}, "kind": "b", "same": 1, "parts": [2, 1], "new": 3}
+    assert differences(before, after) == {
+        "kind": "kind (was 'a', is 'b')",
+        "train.steps": "train.steps (was 10, is 20)",
+        "parts": "parts (was [1, 2], is [2, 1])",
+        "gone": "gone (was {'x': 1}, is None)",
+        "new": "new (was None, is 3)",
+    }
+
+
+def test_an_option_that_is_missing_equals_one_that_is_off() -> None:
+    assert differences({"train": {}}, {"train": {"patience": None}, "sharding": None}) == {}
+
+
+def test_figures_of_large_runs_are_read_back(tmp_path: Path) -> None:
+    # Bounds of options must not apply: a target of 8B parameters takes more than 2**31 bytes.
+    large = 2**40
+    totals = LabelTotals(
+        num_examples=large,
+        num_text_tokens=large,
+        num_positions=large,
+        agreement=0.5,
+        num_branch_tokens=large,
+        process_seconds=1.0,
+        positions_per_process_second=1.0,
+        peak_memory_bytes=large,
+        dropped={"too long": large},
+    )
+    write_json(tmp_path / "stats.json", asdict(totals))
+    assert read_dataclass(LabelTotals, tmp_path / "stats.json") == totals

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.data.choices import STATE_DTYPES
+from outrider.data.config import STATE_DTYPES
 from outrider.data.states import LARGEST, are_finite, encode_states, state_bytes
 
 WIDTH = 96

@@ -3,9 +3,8 @@ from typing import get_args
 
 import pytest
 
-from outrider.data.choices import Split
-from outrider.data.cuts import Cuts
-from outrider.data.stdlib import OPTIONAL_UNITS, TASK, code_conversations, split_of, stdlib_files, stdlib_root
+from outrider.data.config import Split
+from outrider.data.stdlib import OPTIONAL_UNITS, TASK, Cuts, code_conversations, split_of, stdlib_files, stdlib_root
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 

@@ -30,7 +30,7 @@ ENVIRONMENT = Environment(
     git_hash=None,
     linears="",
 )
-ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None, streamed=False)
+ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, cache_bytes=None, streamed=False)
 
 
 LABELS = {"baseline": "plain decoding", "redrafter": "ReDrafter", "medusa": "Medusa"}

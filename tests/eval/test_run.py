@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
@@ -38,9 +37,10 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 NUM_TURNS = 4  # The second prompt doesn't fit.
 NUM_PROFILED = 2  # one prompt of two turns
+TWO_TEMPERATURES = [0.0, 0.8]
 NUM_WARM_UPS = 2 * 3  # two prompts, with three methods
 
 Evaluate = Callable[..., list[Row]]
@@ -54,7 +54,6 @@ def config(questions: Path) -> EvalConfig:
         max_new_tokens=NEW_TOKENS,
         profile_prompts=1,
         repeats=1,
-        memory_bandwidth_gbs=10.0,
     )
 
 
@@ -123,69 +122,45 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
 
 
-def test_profiled_answers_count_the_tokens_that_shared_prefixes_save(run_tiny: Evaluate, tmp_path: Path) -> None:
-    """Two beams of three tokens. A shared first token, or two, is read once and not twice."""
-    rows = run_tiny(tmp_path, settings=[{}])
-    assert [row["lossless"] for row in rows] == [True] * 2
-    counted = {method: [] for method in ("baseline", "redrafter")}
+def test_profiled_answers_count_what_shared_prefixes_save_and_what_padding_costs(run_tiny: Evaluate, tmp_path: Path) -> None:
+    """Two beams of three tokens. A shared first token, or two, is read once and not twice, unless trees are padded."""
+    rows = run_tiny(tmp_path, settings=[{}, {"tree_padding": "full"}])
+    names = ("baseline", "redrafter", "redrafter tree_padding=full")
+    assert [row["lossless"] for row in rows] == [True] * 3
+    counted: dict[str, list[tuple[int, int, int]]] = {method: [] for method in names}
     for record in read(tmp_path):
         assert (record.tree_tokens is not None) == record.profiled
         if record.tree_tokens is not None:
-            assert len(record.tree_tokens.shared) == record.num_steps
-            counted[record.method] += list(zip(record.tree_tokens.separate, record.tree_tokens.shared, strict=True))
-    assert set(counted["baseline"]) == {(0, 0)}
-    assert {separate for separate, _ in counted["redrafter"]} == {6}
-    assert {shared for _, shared in counted["redrafter"]} <= {4, 5, 6}
-    assert [row["tree_tokens"] is None for row in rows] == [True, False]
+            trees = record.tree_tokens
+            assert len(trees.shared) == record.num_steps
+            counted[record.method] += list(zip(trees.separate, trees.shared, trees.read, strict=True))
+    plain, drafted, padded = (counted[name] for name in names)
+    assert set(plain) == {(0, 0, 0)}
+    assert {separate for separate, _, _ in drafted + padded} == {6}
+    assert {shared for _, shared, _ in drafted + padded} <= {4, 5, 6}
+    assert all(read == shared for _, shared, read in drafted)
+    assert {read for _, _, read in padded} == {6}
+    assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
+    assert rows[2]["draft_tokens_per_step"] == 6.0
 
 
-class Padded:
-    """Drafter that pads every tree to eight nodes, as drafters with one tree shape do."""
-
-    max_nodes = 8
-
-    def __init__(self, drafter: Any, target: HFTarget) -> None:
-        self.drafter, self.feature_layers = drafter, drafter.feature_layers
-        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self.meanwhile = drafter.meanwhile
-
-    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, Any]:
-        tree, drafted = self.drafter.propose(state, last_token)
-        padding = (0, self.max_nodes - tree.num_nodes)
-        tokens, parents = (torch.nn.functional.pad(nodes, padding, value=-1) for nodes in (tree.tokens, tree.parents))
-        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth), drafted
-
-
-def test_records_hold_the_padding_that_the_target_reads(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(methods, "proposer", Padded)
-    rows = run_tiny(tmp_path, settings=[{}])
-    assert rows[1]["lossless"] is True
-    assert rows[1]["draft_tokens_per_step"] == 8.0
-    profiled = [record for record in read(tmp_path) if record.profiled and record.method == "redrafter"]
-    assert len(profiled) == NUM_PROFILED
-    for record in profiled:
-        assert record.tree_tokens is not None
-        assert record.tree_tokens.read == [8] * record.num_steps
-        assert set(record.tree_tokens.shared) <= {4, 5, 6}, "its own nodes"
-
-
-def test_the_second_turn_holds_the_baselines_answer_for_every_method(
+def test_the_second_turn_holds_the_baselines_answer_for_every_method_at_its_temperature(
     run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
 ) -> None:
-    run_tiny(tmp_path)
-    by_turn = {(r.prompt_id, r.turn, r.method): r for r in read(tmp_path) if not r.profiled}
-    answer = tiny_target.tokenizer.decode(by_turn["2", 0, "baseline"].token_ids, skip_special_tokens=True)
-    messages = [
-        Turn(role="user", content="xyz"),
-        Turn(role="assistant", content=answer),
-        Turn(role="user", content="more"),
-    ]
-    expected = encode_prompt(messages, tiny_target.tokenizer).shape[1]
-    seconds = [record for (prompt, turn, _), record in by_turn.items() if prompt == "2" and turn == 1]
-    assert [record.num_prompt_tokens for record in seconds] == [expected] * 3
-    assert {record.context_from for record in seconds} == {"baseline"}
+    run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, settings=[{}], profile_prompts=0)
+    by_turn = {(r.prompt_id, r.turn, r.temperature, r.method): r for r in read(tmp_path)}
+    for temperature in TWO_TEMPERATURES:
+        tokens = by_turn["2", 0, temperature, "baseline"].token_ids
+        messages = [
+            Turn(role="user", content="xyz"),
+            Turn(role="assistant", content=str(tiny_target.tokenizer.decode(tokens, skip_special_tokens=True))),
+            Turn(role="user", content="more"),
+        ]
+        expected = str(encode_prompt(messages, tiny_target.tokenizer)[0].tolist())
+        for method in ("baseline", "redrafter"):
+            second = by_turn["2", 1, temperature, method]
+            assert second.prompt_sha256 == hashlib.sha256(expected.encode()).hexdigest()
+            assert second.context_from == "baseline"
     assert {record.context_from for record in by_turn.values() if record.turn == 0} == {None}
 
 
@@ -195,7 +170,7 @@ def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
     rows = run_tiny(tmp_path)
     whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
     tokens = [record.token_ids for record in read(tmp_path)]
-    for num_kept in (0, 5, len(whole) - 1, len(whole)):
+    for num_kept in (5, len(whole)):
         torn = whole[num_kept][:30] if num_kept < len(whole) else b""
         (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]) + torn)
         generated.clear()
@@ -210,8 +185,8 @@ def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
 def test_records_of_another_evaluation_are_never_mixed(run_tiny: Evaluate, tmp_path: Path) -> None:
     run_tiny(tmp_path)
     before = (tmp_path / "records.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"differs in max_new_tokens \(was 12, is 8\)"):
-        run_tiny(tmp_path, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"differs in max_new_tokens \(was 8, is 6\)"):
+        run_tiny(tmp_path, max_new_tokens=6)
     with pytest.raises(ValueError, match=r"methods\.redrafter beam_width=4 \(was None"):
         run_tiny(tmp_path, settings=[{}, {"beam_width": 4}])
     assert (tmp_path / "records.jsonl").read_bytes() == before
@@ -276,9 +251,6 @@ def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
         evaluate_tuned(config)
 
 
-TWO_TEMPERATURES = [0.0, 0.8]
-
-
 def answers(output_dir: Path) -> dict[tuple[str, int, float], dict[str, list[int]]]:
     """Return the answers of the methods by prompt, turn and temperature."""
     result: dict[tuple[str, int, float], dict[str, list[int]]] = {}
@@ -306,46 +278,6 @@ def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Ev
         "mt_bench.png",
     ]
     assert not any(record.drawn for record in read(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
-    run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
-) -> None:
-    run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, settings=[{}], profile_prompts=0)
-    result = answers(tmp_path)
-    for temperature in TWO_TEMPERATURES:
-        answer = tiny_target.tokenizer.decode(result["2", 0, temperature]["baseline"], skip_special_tokens=True)
-        messages = [
-            Turn(role="user", content="xyz"),
-            Turn(role="assistant", content=answer),
-            Turn(role="user", content="more"),
-        ]
-        tokens = encode_prompt(messages, tiny_target.tokenizer)[0].tolist()
-        seconds = [r for r in read(tmp_path) if (r.prompt_id, r.turn, r.temperature) == ("2", 1, temperature)]
-        assert len(seconds) == 2
-        assert {record.prompt_sha256 for record in seconds} == {hashlib.sha256(str(tokens).encode()).hexdigest()}
-
-
-@pytest.mark.slow
-def test_a_killed_run_of_two_temperatures_is_resumed(
-    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}]}
-    rows = run_tiny(tmp_path, **options)
-    whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
-    tokens = [record.token_ids for record in read(tmp_path)]
-    assert len(whole) == 2 * 2 * (NUM_TURNS + NUM_PROFILED)
-    for num_kept in (3, len(whole) // 2):
-        (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]))
-        generated.clear()
-        again = run_tiny(tmp_path, **options)
-        # The warm-up answers two prompts with every method at every temperature.
-        assert len(generated) == 2 * 2 * 2 + len(whole) - num_kept
-        assert [record.token_ids for record in read(tmp_path)] == tokens
-        assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
-    with pytest.raises(ValueError, match=r"differs in temperatures \(was \[0\.0, 0\.8\], is \[0\.0\]\)"):
-        run_tiny(tmp_path, **{**options, "temperatures": [0.0]})
 
 
 class SamplesHotter(SpeculativeSampling):
@@ -413,36 +345,17 @@ def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
     assert [is_broken(row) for row in rows] == [False, True, True]
 
 
-def test_a_prompt_that_does_not_fit_is_an_error_if_configured(run_tiny: Evaluate, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"prompt '1' of mt_bench leaves no room: \d+ tokens and 12 new ones"):
-        run_tiny(tmp_path, too_long="error")
-
-
 def test_a_suite_without_a_fitting_prompt_is_an_error(run_tiny: Evaluate, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt of mt_bench fits the context window of 1024"):
         run_tiny(tmp_path, max_new_tokens=1023)
 
 
-def test_repeats_are_measured_and_compared(run_tiny: Evaluate, tmp_path: Path) -> None:
-    rows = run_tiny(tmp_path, repeats=2, profile_prompts=0)
-    assert len(read(tmp_path)) == 3 * NUM_TURNS * 2
-    assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 3
-    assert all(row["lossless"] and row["time_split"] is None and row["ceiling"] is None for row in rows)
-
-
-def test_several_drafters_are_named_by_their_directories(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
-) -> None:
-    copies = [tmp_path / name / "drafter" for name in ("one", "two")]
-    for copy in copies:
-        copy.mkdir(parents=True)
-        for file in tiny_drafter_dir.iterdir():
-            (copy / file.name).write_bytes(file.read_bytes())
+def test_several_drafters_are_named_by_their_directories(tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path) -> None:
+    copies = [Path(shutil.copytree(tiny_drafter_dir, tmp_path / name / "drafter")) for name in ("one", "two")]
     config = replace(config, settings=[{}])
-    rows = evaluate(config, tiny_target, tiny_target.tokenizer, copies, tmp_path / "eval")
-    assert [row["method"] for row in rows] == ["baseline", "redrafter one", "redrafter two"]
+    assert list(methods.method_specs(config, copies)) == ["redrafter one", "redrafter two"]
     with pytest.raises(ValueError, match="would be evaluated twice"):
-        evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
+        check_inputs(config, [copies[0]] * 2)
 
 
 def test_known_facts_of_a_drafters_training_are_shown(
@@ -490,18 +403,6 @@ def drafts_per_step(folder: Path) -> dict[str, set[float]]:
     for record in read(folder):
         result.setdefault(record.method, set()).add(record.num_draft_tokens / sum(record.accepted_histogram))
     return result
-
-
-def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_path: Path) -> None:
-    rows = run_tiny(
-        tmp_path, settings=[{"beam_width": 1, "beam_length": 2}, {"beam_width": 3, "beam_length": 4, "tree_nodes": 7}]
-    )
-    assert all(row["lossless"] for row in rows)
-    assert drafts_per_step(tmp_path) == {
-        "baseline": {0},
-        "redrafter beam_width=1 beam_length=2": {2},
-        "redrafter beam_width=3 beam_length=4 tree_nodes=7": {7},
-    }
 
 
 def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
@@ -854,17 +755,11 @@ def test_baselines_and_merges_are_rows_of_the_table(
         run_tiny(tmp_path / "out", **{**options, "merge": []})
 
 
-def test_training_free_drafters_are_evaluated_without_a_folder(
-    tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
-) -> None:
+def test_training_free_drafters_are_methods_without_a_folder(config: EvalConfig) -> None:
     parts = [parse_drafter_name("prompt_lookup")]
     settings = [{"tree_nodes": 3}, {"pace": "fixed", "tree_nodes": 3}]
-    changed = replace(config, settings=settings, batch_sizes=[1, 2])
-    rows = evaluate(changed, tiny_target, tiny_target.tokenizer, parts, tmp_path / "out")
-    assert [row["label"] for row in rows[:3]] == [
-        *("plain decoding", "Prompt lookup, 3 nodes", "Prompt lookup, 3 nodes, fixed pace"),
-    ]
-    assert not any(map(is_broken, rows))
+    specs = methods.method_specs(replace(config, settings=settings), parts)
+    assert [spec.label for spec in specs.values()] == ["Prompt lookup, 3 nodes", "Prompt lookup, 3 nodes, fixed pace"]
     with pytest.raises(ValueError, match="prompt_lookup has no option beam_width; it has: max_ngram"):
         check_inputs(replace(config, settings=[{"beam_width": 2}]), parts)
     with pytest.raises(ValueError, match=r"prompt_lookup would be evaluated twice.*out of baselines \(--baseline\)"):
@@ -894,10 +789,3 @@ def test_a_merge_has_the_first_setting_of_its_trained_drafter(tiny_drafter_dir: 
 
 def test_a_recipe_may_merge_drafters_that_it_has_yet_to_train(config: EvalConfig) -> None:
     check_inputs(replace(config, settings=[{}], merge=["suffix"]), [])
-
-
-def test_a_wrong_name_of_a_baseline_is_an_error() -> None:
-    with pytest.raises(ValidationError, match="must be one of prompt_lookup, suffix, recycling"):
-        EvalConfig(suites=["stdlib"], baselines=["lookahead"])
-    with pytest.raises(ValidationError, match="the same value twice"):
-        EvalConfig(suites=["stdlib"], merge=["suffix", "suffix"])

@@ -52,7 +52,18 @@ def command(
 
 
 def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path) -> None:
-    arguments = ["eval", *command, "--decode", "both", "--setting", "{length: 3, top_k: 1}", "--profile-prompts", "1"]
+    arguments = [
+        "eval",
+        *command,
+        "--decode",
+        "both",
+        "--setting",
+        "{length: 3, top_k: 1}",
+        "--profile-prompts",
+        "1",
+        "--repeats",
+        "1",
+    ]
     arguments += ["--baseline", "recycling", "--merge", "suffix"]
     result = invoke(arguments)
     assert result.exit_code == 0, result.output
@@ -82,15 +93,16 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
     staged: StagedTarget, tiny_target_dir: Path, suite: Path, tmp_path: Path
 ) -> None:
     config = EvalConfig(
-        suites=[SuiteConfig(name="mine", path=str(suite))],
+        suites=[SuiteConfig(name="mine", path=str(suite), limit=1)],
         decode="pipelined",
-        temperatures=[0.0, 1.0],
+        temperatures=[1.0],
         max_new_tokens=12,
         profile_prompts=0,
+        repeats=1,
     )
     drafters = [parse_drafter_name(f"draft_model:{tiny_target_dir}"), parse_drafter_name("suffix")]
     rows = evaluate(config, staged, staged.tokenizer, drafters, tmp_path / "out")
-    assert [row["lossless_label"] for row in rows] == ["yes"] * 6
+    assert [row["lossless_label"] for row in rows] == ["yes"] * 3
 
 
 def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,32 +119,16 @@ def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["eval", "certify"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--decode", "pipelined"], r"decode is pipelined, which needs a target in stages"),
-        (["--decode", "asynchronous"], "must be one of synchronous, pipelined, both"),
-        (["--stage-layers", "4 and 4"], r"target.stage_layers\[0\]=\"4 and 4\": must be a whole number"),
-    ],
-)
-def test_mistakes_are_errors_before_prompts_are_read(
-    tiny_target_dir: Path, name: str, options: list[str], message: str
-) -> None:
-    command = [name, "--target", str(tiny_target_dir), "--drafter", "suffix", "--suite", "no_such_suite", *options]
-    result = invoke(command)
-    assert result.exit_code != 0
-    assert re.search(message, result.message), result.output
+def test_a_loop_without_stages_is_an_error_before_prompts_are_read(tiny_target_dir: Path, name: str) -> None:
+    command = [name, "--target", str(tiny_target_dir), "--drafter", "suffix", "--suite", "no_such_suite"]
+    message = invoke([*command, "--decode", "pipelined"]).message
+    assert "decode is pipelined, which needs a target in stages" in message
 
 
-@pytest.mark.parametrize("kind", ["medusa"])
 def test_kinds_that_need_the_targets_answer_are_refused_before_the_target_is_loaded(
-    command: list[str], tiny_target: HFTarget, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    command: list[str], tiny_target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They decode on stages in the loop that waits."""
-    save_drafter(build_drafter(parse_drafter({"kind": kind}), tiny_target), tmp_path / kind, tiny_target.identity)
-    arguments = ["eval", *command, "--drafter", str(tmp_path / kind), "--profile-prompts", "0"]
-    assert invoke(arguments).exit_code == 0
+    save_drafter(build_drafter(parse_drafter({"kind": "medusa"}), tiny_target), tmp_path / "medusa", tiny_target.identity)
     monkeypatch.setattr("outrider.models.llm.loading.load_target", pytest.fail)
-    result = invoke([*arguments, "--decode", "pipelined"])
-    assert result.exit_code != 0
-    assert re.search("it can't draft while the target reads", result.message), result.output
+    result = invoke(["eval", *command, "--drafter", str(tmp_path / "medusa"), "--decode", "pipelined"])
+    assert "it can't draft while the target reads" in result.message

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from outrider.data.choices import STATE_DTYPES
-from outrider.data.packing import padded
+from outrider.data.collate import padded
+from outrider.data.config import STATE_DTYPES
 from outrider.data.shards import label_store
 from outrider.data.states import BatchStates, StoredStates, encode_states, joined
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example

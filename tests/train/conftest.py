@@ -25,7 +25,7 @@ from outrider.train.run import train
 
 HORIZON = 4
 DRAFTER = {"kind": "redrafter", "exit_width": 16, "num_blocks": 1}
-TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 1, "num_threads": 1}
+TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 1}
 
 
 def make_example(index: int, vocab_size: int) -> DistilledExample:

@@ -27,14 +27,12 @@ from .conftest import edit_marker, no_file_above
 
 
 @contextmanager
-def checkpoints(
-    accelerator: Accelerator, directory: Path, *, keep: int = 9, background: bool = True
-) -> Iterator[tuple[torch.nn.Module, Checkpoints]]:
+def checkpoints(accelerator: Accelerator, directory: Path, *, keep: int = 9) -> Iterator[tuple[torch.nn.Module, Checkpoints]]:
     accelerator.free_memory()
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    with Checkpoints(accelerator, directory, prepared, optimizer, keep=keep, background=background) as saver:
+    with Checkpoints(accelerator, directory, prepared, optimizer, keep=keep) as saver:
         yield prepared, saver
 
 
@@ -58,11 +56,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_only_the_newest_checkpoints_are_kept_and_the_last_is_loaded(
-    accelerator: Accelerator, tmp_path: Path, background: bool
-) -> None:
-    saved(accelerator, tmp_path, 9, 10, 11, keep=2, background=background)
+def test_only_the_newest_checkpoints_are_kept_and_the_last_is_loaded(accelerator: Accelerator, tmp_path: Path) -> None:
+    saved(accelerator, tmp_path, 9, 10, 11, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
     with checkpoints(accelerator, tmp_path) as (model, saver):
         latest = latest_checkpoint(tmp_path)
@@ -124,14 +119,6 @@ def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(
     with pytest.raises(OSError, match=r"checkpoint of step 2 could not be written.*step-00000001\. Make room"):
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_without_a_thread_a_write_error_is_raised_at_once(accelerator: Accelerator, tmp_path: Path) -> None:
-    with checkpoints(accelerator, tmp_path, background=False) as (_, saver):
-        with no_file_above(100), pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
-            saver.save(1, {})
-        saver.save(2, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_an_error_of_training_waits_for_the_write_and_is_raised(

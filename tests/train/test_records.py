@@ -80,7 +80,8 @@ def test_wandb_receives_flat_numbers_in_one_run_for_all_resumes(tmp_path: Path, 
         return SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: finished.append(None))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    write(tmp_path, 1, tracker="wandb", project="drafters")
+    monkeypatch.setenv("WANDB_PROJECT", "drafters")
+    write(tmp_path, 1, tracker="wandb")
     with pytest.raises(ZeroDivisionError):
         write(tmp_path, 2, 0, resume=1, tracker="wandb")
     assert [options["id"] for options in started] == [started[0]["id"]] * 2
@@ -102,8 +103,8 @@ def test_wandb_receives_flat_numbers_in_one_run_for_all_resumes(tmp_path: Path, 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_the_real_wandb_works_without_a_network(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.delenv("WANDB_MODE")
-    assert write(tmp_path, 1, 2, tracker="wandb", wandb_mode=mode) == [1, 2]
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert write(tmp_path, 1, 2, tracker="wandb") == [1, 2]
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == (1 if mode == "offline" else 0)
     json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
 
@@ -132,7 +133,8 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
 
 def test_both_trackers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
-    assert write(tmp_path, 1, tracker="wandb+tensorboard", wandb_mode="disabled") == [1]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert write(tmp_path, 1, tracker="wandb+tensorboard") == [1]
     assert list((tmp_path / "tensorboard").iterdir())
     assert (tmp_path / "wandb_run_id").exists()
 
@@ -194,7 +196,7 @@ def test_wandb_that_cannot_start_is_an_error_with_the_remedy(tmp_path: Path, mon
         raise Error("api_key not configured")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error)))
-    with pytest.raises(ValueError, match=r"can't start \(api_key not configured\); log in, or set train\.wandb_mode=offline"):
+    with pytest.raises(ValueError, match=r"can't start \(api_key not configured\); log in, or set WANDB_MODE=offline"):
         write(tmp_path, 1, tracker="wandb")
 
 

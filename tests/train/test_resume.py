@@ -132,7 +132,7 @@ def test_runs_killed_at_random_moments_resume_to_equal_bits(
 def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
 ) -> None:
-    base = {**TRAIN, "steps": 8, "num_threads": 1}
+    base = {**TRAIN, "steps": 8}
     for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
     script = str(SCRIPTS / "other_processes.py")

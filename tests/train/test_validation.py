@@ -137,7 +137,7 @@ def test_drafters_in_float32_decode_with_a_target_in_bfloat16(
     options: dict[str, object], tiny_target_dir: Path, shards_dir: Path, accelerator: Accelerator, tmp_path: Path
 ) -> None:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16"), torch.device("cpu"))
-    config = TrainConfig(steps=2, batch_size=2, validation_texts=3, validation_tokens=8, num_threads=1)
+    config = TrainConfig(steps=2, batch_size=2, validation_texts=3, validation_tokens=8)
     train(config, parse_drafter(options), target, shards_dir, tmp_path / "train", tmp_path / "drafter", accelerator)
     summary = json.loads((tmp_path / "train/summary.json").read_text())
     assert summary["validation"]["validation_tokens_per_step"] >= 1

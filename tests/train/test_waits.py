@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.data.choices import STATE_DTYPES
-from outrider.data.packing import padded
+from outrider.data.collate import padded
+from outrider.data.config import STATE_DTYPES
 from outrider.data.states import BatchStates, encode_states, joined, state_bytes
 from outrider.data.types import DrafterBatch, Example
 from outrider.distill.config import DistillConfig

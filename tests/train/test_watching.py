@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
@@ -21,7 +20,6 @@ from outrider.train.records import read_records
 from outrider.train.validation import Validation, Validator
 
 from .conftest import Run, edit_marker
-from .resumed import TIMING
 from .test_run import assert_close, records, spy, weights
 
 __all__ = ["spy"]
@@ -185,11 +183,3 @@ def test_another_number_of_texts_per_step_resumes_at_the_same_text(
     assert "a step reads 4 texts and no longer 8; the order stays, from text 3 of epoch 2 on" in message
     assert "the 3 steps left read 12 texts and not 24" in message
     assert summary(run)["steps"] == 6
-
-
-def test_a_write_in_the_background_changes_no_bit(run_train: RunTrain) -> None:
-    apart, at_once = run_train("apart"), run_train("at_once", checkpoint_in_background=False)
-    assert records(apart) == records(at_once)
-    ours, theirs = (load_file(run.drafter_dir / "model.safetensors") for run in (apart, at_once))
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert TIMING.isdisjoint(records(apart)[0])

@@ -17,10 +17,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
-from ....data.drafter_names import MODEL_PREFIX
 from ....data.files import finish_replacing
-from ....data.hub import bound_requests, use_hub
-from ....data.offline import why_offline
+from ....data.hub import bound_requests, use_hub, why_offline
+from ....data.paths import MODEL_PREFIX
 from ..calibration import CALIBRATION_FILE
 from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 

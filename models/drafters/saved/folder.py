@@ -14,11 +14,11 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt
 
-from ....data.choices import LABELS
-from ....data.drafter_names import MODEL_PREFIX
+from ....data.config import LABELS
 from ....data.fields import one_of
 from ....data.files import finish_replacing, read_dataclass, read_json, sha256_file, write_json
 from ....data.manifest import TargetIdentity
+from ....data.paths import MODEL_PREFIX
 
 FORMAT_VERSION = 2
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"

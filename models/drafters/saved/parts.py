@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....data.drafter_names import (
+from ....data.files import read_dataclass, sha256_file
+from ....data.paths import (
     MODEL_PREFIX,
     SEPARATOR,
     TRAINING_FREE_NAMES,
@@ -21,7 +22,6 @@ from ....data.drafter_names import (
     repeated_names,
     split_name,
 )
-from ....data.files import read_dataclass, sha256_file
 from ..calibration import CALIBRATION_FILE
 from .download import resolve_drafter, resolve_model
 from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveInt
 
-from ....data.drafter_names import SEPARATOR
 from ....data.files import read_dataclass, write_json
+from ....data.paths import SEPARATOR
 from ...decoding.protocols import Drafter
 from ...llm.hf_target import HFTarget
 from ...llm.memory_plan import GIB

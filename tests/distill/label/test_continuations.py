@@ -19,9 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from outrider.data.cuts import Cuts
 from outrider.data.manifest import TargetIdentity
-from outrider.data.stdlib import code_conversations
+from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
 from outrider.distill.label.continuations import label_continuations, require_branch_attention

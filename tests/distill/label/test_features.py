@@ -12,8 +12,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from outrider.data.choices import STATE_DTYPES
-from outrider.data.config import DataConfig
+from outrider.data.config import STATE_DTYPES, DataConfig
 from outrider.data.manifest import Manifest
 from outrider.data.shards import read_shard
 from outrider.data.states import LARGEST
@@ -22,7 +21,7 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label import features as features_module
 from outrider.distill.label import run as run_module
 from outrider.distill.label.continuations import label_continuations
-from outrider.distill.label.features import TextFeatures, bytes_per_token, start_storing
+from outrider.distill.label.features import TextFeatures, bytes_per_token, start_host_copies, start_storing
 from outrider.distill.label.run import distill, load_examples
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -258,3 +257,10 @@ def test_nan_in_hidden_states_is_an_error_that_names_the_text(damaged: str, targ
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         DistillConfig(**options)
+
+
+def test_tensors_of_a_cpu_are_returned_as_they_are() -> None:
+    tensors = {"values": torch.arange(6).view(2, 3), "scales": torch.ones(2)}
+    host = start_host_copies(tensors)()
+    assert host.keys() == tensors.keys()
+    assert all(host[name] is tensor for name, tensor in tensors.items())

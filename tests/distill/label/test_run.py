@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerFast
 
+from outrider.data.chat import encode_conversations
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
 from outrider.data.shards import label_store, read_shard, verify_shards
-from outrider.data.types import UNKNOWN, Example
+from outrider.data.types import UNKNOWN, Conversation, Example, Turn
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
-from outrider.distill.label.run import distill, length_batches
+from outrider.distill.label.run import MAX_CHARACTERS, distill, length_batches, preview
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -379,3 +381,46 @@ def test_another_configuration_of_the_same_weights_is_another_target(
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     with pytest.raises(ValueError, match=r"with other .*config\.json"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
+
+
+def conversation(*texts: str) -> Conversation:
+    turns = tuple(Turn(role="assistant" if index % 2 else "user", content=text) for index, text in enumerate(texts))
+    return Conversation(id="a", source="test", turns=turns)
+
+
+def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:
+    return encode_conversations([conversation(*texts)], tokenizer, 1000)[0][0]
+
+
+def test_the_answer_is_marked_and_white_space_is_visible(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    shown = preview(example(tiny_tokenizer, "Hi\tyou", " one\ntwo"), tiny_tokenizer)
+    assert shown == "<|user|>Hi\u2192you<|assistant|>[[\u00b7one\u21b5\ntwo<|end|>]]"
+    assert preview(example(tiny_tokenizer, "a", "b"), tiny_tokenizer, coloured=True).endswith("\x1b[32mb<|end|>\x1b[0m")
+
+
+def test_an_escape_of_a_text_never_reaches_the_terminal(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert "\x1b" not in preview(example(tiny_tokenizer, "\x1b[31mred", "b"), tiny_tokenizer)
+
+
+def test_long_parts_and_many_turns_are_shortened(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    shown = preview(example(tiny_tokenizer, *["x" * 300] * 2, *["y", "z"] * 4), tiny_tokenizer)
+    assert len(shown) < 4 * MAX_CHARACTERS
+    assert shown.endswith("... and 4 more parts")
+    shown = preview(example(tiny_tokenizer, "x" * (MAX_CHARACTERS + 22), "b"), tiny_tokenizer)
+    assert "x" * (MAX_CHARACTERS + 22) in shown, "a cut would save nothing"
+
+
+@pytest.mark.parametrize(("max_length", "level"), [(100, "INFO"), (30, "WARNING")])
+def test_the_tokens_that_are_cut_off_are_counted(
+    tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, max_length: int, level: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    conversations = [conversation("a", "b" * 50), conversation("a", "b" * 3)]
+    whole = [len(example.input_ids) for example in encode_conversations(conversations, tiny_tokenizer, 1000)[0]]
+    caplog.clear()
+    encode_conversations(conversations, tiny_tokenizer, max_length)
+    lost = sum(max(0, length - max_length) for length in whole)
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert f"{int(lost > 0)} of 2 examples are cut at data.max_length {max_length}" in record.getMessage()
+    assert f"{100 * lost / sum(whole):.1f} %" in record.getMessage()

@@ -66,7 +66,8 @@ def test_a_target_and_a_drafter_are_certified(
 def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # traced and run, without a C++ compiler
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    result = invoke(["certify", *decoding, "--compiled"])
+    monkeypatch.setattr(samples, "NUM_SAMPLED_PROMPTS", 1)
+    result = invoke(["certify", *decoding, "--compiled", "--max-new-tokens", "3"])
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert (certificate["passed"], certificate["dtype"], certificate["form"]) == (True, "float32", "compiled")

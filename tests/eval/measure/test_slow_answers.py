@@ -90,7 +90,7 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path, cloc
         suite = tmp_path / "question.jsonl"
         suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
         options: dict[str, Any] = {"max_new_tokens": 5, "profile_prompts": 0, "repeats": 1, **changes}
-        config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], memory_bandwidth_gbs=10.0, **options)
+        config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], **options)
         clock.decoded.clear()
         return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
 

@@ -21,7 +21,7 @@ from ...models.recorder import ReplayingRecorder
 
 STEP = 16
 """Columns by which the read part of the cache grows: it does so in every answer."""
-NEW_TOKENS = 40
+NEW_TOKENS = 20
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def evaluate_graphed(tiny_target: HFTarget, suites: list[SuiteConfig], tmp_path:
         save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
         graphed = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
         common: dict[str, Any] = {"suites": suites, "max_new_tokens": NEW_TOKENS, "repeats": 1, "profile_prompts": 1}
-        config = EvalConfig(**common, memory_bandwidth_gbs=10.0, **changes)
+        config = EvalConfig(**common, **changes)
         return evaluate(config, graphed, graphed.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
 
     return run
@@ -100,9 +100,8 @@ def test_a_warm_up_answers_two_prompts_briefly_with_each_method(
         return original(*arguments, **options)
 
     monkeypatch.setattr(measure, "time_generation", counted)
-    config = EvalConfig(
-        suites=suites, max_new_tokens=40, profile_prompts=0, repeats=1, batch_sizes=[1, 2], memory_bandwidth_gbs=10.0
-    )
+    monkeypatch.setattr(measure, "WARMUP_TOKENS", 3)
+    config = EvalConfig(suites=suites, max_new_tokens=4, profile_prompts=0, repeats=1, batch_sizes=[1, 2])
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path)
     warm_up = [call for call in calls if call[2] == measure.WARMUP_TOKENS]
     assert warm_up == calls[: len(warm_up)], "it comes first"

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.eval.records.records import EvalRecord, RecordFile
+from outrider.eval.records.records import EvalRecord, RecordFile, Runs
 from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
+
+RUNS = Runs(num_runs=2, num_entries=2, num_cancelled=0, num_cancelled_entries=0)
 
 
 def write(path: Path, records: list[EvalRecord]) -> None:
@@ -20,7 +22,11 @@ def write(path: Path, records: list[EvalRecord]) -> None:
 
 def test_written_records_are_read_back_unchanged(tmp_path: Path, make_record: MakeRecord) -> None:
     phases = PhaseSeconds(draft=0.1, verify=0.2, accept=0.3)
-    records = [make_record(category="Schreiben ü\n"), make_record(phase_seconds=phases), make_record(turn=1, context_from="x")]
+    records = [
+        make_record(category="Schreiben ü\n"),
+        make_record(phase_seconds=phases),
+        make_record(turn=1, context_from="x", runs=RUNS),
+    ]
     write(tmp_path / "records.jsonl", records)
     with RecordFile(tmp_path / "records.jsonl") as file:
         assert list(file.records.values()) == records

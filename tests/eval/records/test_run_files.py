@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.data.differences import differences
+from outrider.data.fields import differences
 from outrider.eval.records.run_files import RECORDED_OPTIONS, RunInfo
 
 from ..conftest import ENVIRONMENT, ROOFLINE

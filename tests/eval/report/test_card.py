@@ -41,7 +41,7 @@ def evaluation(
     command = [
         *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(output)),
         *("--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6"),
-        *("--memory-bandwidth-gbs", "10", "--profile-prompts", "0", "--setting", "{beam_width: 3}"),
+        *("--profile-prompts", "0", "--setting", "{beam_width: 3}"),
     ]
     result = invoke(["eval", *command])
     assert result.exit_code == 0, result.output
@@ -314,11 +314,6 @@ def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir,
     ("changes", "message"),
     [
         ({"lines": []}, r"lines=\[\]: must not be empty"),
-        ({"lines": [{"subject": "x"}]}, r"lines\[0\].method: is missing"),
-        ({"lines": "x"}, 'lines="x": must be a list'),
-        ({"passed": "yes"}, 'passed="yes": must be true or false'),
-        ({"false_alarm_rate": "1"}, 'false_alarm_rate="1": must be a number'),
-        ({"drafters": ["redrafter"]}, "drafters=.*: must be a mapping"),
         ({"passed": False}, "passed: the verdict contradicts the lines"),
     ],
 )
@@ -335,11 +330,20 @@ def test_the_card_shows_a_failed_certificate_as_failed(tiny_drafter_dir: Path, t
     assert "doesn't record the weights of its drafter" in card
 
 
+DATA: dict[str, Any] = {"source": "stdlib", "path": None, "max_length": 512}
+
+
+def write_run(folder: Path, trained: Path, drafter: dict[str, Any] | None = None, **data: Any) -> Path:
+    """Write the folder of a training run with options of its drafter and of its data."""
+    shutil.copytree(trained, folder / "drafter")
+    config = {"data": {**DATA, **data}, "drafter": {"kind": "redrafter"} if drafter is None else drafter}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
 def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_drafter_dir, run / "drafter")
-    data: dict[str, Any] = {"source": "messages", "path": "HuggingFaceH4/ultrachat_200k", "max_length": 512}
-    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    data = {**DATA, "source": "messages", "path": "HuggingFaceH4/ultrachat_200k"}
+    run = write_run(tmp_path / "run", tiny_drafter_dir, **data)
     card = model_card(tiny_drafter_dir, CardOptions(run=run))
     assert "- Data: HuggingFaceH4/ultrachat_200k, cut at 512 tokens" in card
     assert "- Loss" not in card, "this configuration has none"
@@ -366,38 +370,42 @@ def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir
     ],
 )
 def test_the_card_names_the_initial_weights_of_the_training(tiny_drafter_dir, tmp_path, drafter, name):
-    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
-    data = {"source": "stdlib", "path": None, "max_length": 512}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": drafter}))
-    card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+    card = model_card(tiny_drafter_dir, CardOptions(run=write_run(tmp_path, tiny_drafter_dir, drafter)))
     lines = [line for line in card.splitlines() if line.startswith("- Started")]
     assert lines == ([f"- Started from: the weights of {name}, not from random ones"] if name else [])
 
 
 def test_a_path_that_looks_like_a_hub_name_is_left_out_of_the_card(tiny_drafter_dir, tmp_path, monkeypatch):
     """A run's paths are relative to its working directory, and not to that of packaging."""
-    run = tmp_path / "outputs" / "demo"
-    shutil.copytree(tiny_drafter_dir, run / "drafter")
     (tmp_path / "private" / "old").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
-    data = {"source": "sharegpt", "path": "private/chats.jsonl", "max_length": 512}
-    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"start_from": "private/old"}}))
+    data = {"source": "sharegpt", "path": "private/chats.jsonl"}
+    run = write_run(tmp_path / "outputs" / "demo", tiny_drafter_dir, {"start_from": "private/old"}, **data)
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert "private" not in model_card(tiny_drafter_dir, CardOptions(run=run))
-
-
-@pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "\x00"])
-def test_a_run_with_an_invalid_configuration_is_refused(tiny_drafter_dir, tmp_path, text):
-    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
-        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
 
 
 @pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
 def test_options_that_would_inject_text_into_the_card_are_refused(options):
     with pytest.raises(ValueError, match="give"):
         CardOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        *(("config.yaml", text, "is not the configuration of a run") for text in ("a: [", "- x", "data: 3", "\x00")),
+        ("config.yaml", yaml.safe_dump({"data": {**DATA, "max_length": "<b>"}, "drafter": {}}), r"data\.max_length"),
+        ("config.yaml", yaml.safe_dump({"data": {"path": None}, "drafter": {}}), r"data\.source"),
+        ("distill/stats.json", '{"process_seconds": "many"}', "process_seconds"),
+    ],
+)
+def test_an_invalid_file_of_a_run_is_named(tiny_drafter_dir: Path, tmp_path: Path, file: str, text: str, message: str) -> None:
+    run = write_run(tmp_path / "run", tiny_drafter_dir)
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
+        model_card(tiny_drafter_dir, CardOptions(run=run))
 
 
 def test_the_card_gives_the_cost_of_the_training(tiny_drafter_dir: Path, tmp_path: Path) -> None:
@@ -485,32 +493,15 @@ def test_the_card_loads_a_quantised_target(tiny_drafter_dir, tmp_path, quantizat
     assert f"quantization_config={code}" in model_card(trained, CardOptions()), "as it was for the training"
 
 
-def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
-    for template, name in ((None, "the target's own"), ("vicuna_v1.1", "vicuna_v1.1"), ("/home/me/mine.jinja", "mine.jinja")):
-        data = {"source": "stdlib", "path": None, "max_length": 512, "chat_template": template}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
-        card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
-        assert f"- Chat template: {name}\n" in card
-        assert ("apply_chat_template" in card) == (template is None)
-
-
-def test_names_write_no_html_into_a_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
-    nasty = "<img src=x onerror=alert(1)>`</code>"
-    config = json.loads((drafter / "config.json").read_text())
-    config["target"] |= {"name": nasty, "revision": None}
-    (drafter / "config.json").write_text(json.dumps(config))
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"data": {"source": nasty, "path": None, "max_length": 5, "chat_template": nasty}, "drafter": {}})
-    )
-    measured = Path(shutil.copytree(evaluation, tmp_path / "measured"))
-    info = json.loads((measured / "run.json").read_text())
-    info["environment"] |= {"cpu": nasty, "packages": {nasty: nasty}}
-    (measured / "run.json").write_text(json.dumps(info))
-    card = model_card(drafter, CardOptions(evaluations=[measured], run=tmp_path))
-    text = re.sub(r"`[^`\n]*`", "", card)  # code is shown as it is
-    assert not re.search(r"(?<!\\)<", text)
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(None, "the target's own"), ("vicuna_v1.1", "vicuna_v1.1"), ("/home/me/mine.jinja", "mine.jinja")],
+)
+def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir, tmp_path, template, name):
+    run = write_run(tmp_path, tiny_drafter_dir, chat_template=template)
+    card = model_card(tiny_drafter_dir, CardOptions(run=run))
+    assert f"- Chat template: {name}\n" in card
+    assert ("apply_chat_template" in card) == (template is None)
 
 
 def test_the_card_of_a_merge_names_all_parts_in_its_command(tiny_drafter_dir: Path) -> None:
@@ -537,7 +528,6 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
         merge=["prompt_lookup"],
         max_new_tokens=4,
         profile_prompts=0,
-        memory_bandwidth_gbs=10.0,
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(evaluations=[tmp_path / "eval"])
@@ -547,7 +537,8 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
 NASTY = "<script>alert(1)</script> [x](javascript:y) `z`\n\n# Mine\n---"
 
 
-def test_texts_of_a_strangers_drafter_and_its_facts_are_never_markup(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_texts_of_strangers_are_never_markup(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    """Neither those of a drafter and its facts, nor those of its run and its evaluation."""
     drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
     config = json.loads((drafter / "config.json").read_text())
     for name in ("name", "revision", "weights_sha256", "tokenizer_sha256"):
@@ -556,12 +547,16 @@ def test_texts_of_a_strangers_drafter_and_its_facts_are_never_markup(tiny_drafte
     facts: dict[str, Any] = {"steps": 5, "seconds": 1.5, "positions_seen": 1, "tokens_seen": 2, "parameters": 3}
     facts |= {"tokens_per_step_estimate": 2.0, "labels": "text", "hardware": NASTY}
     (drafter / "training.json").write_text(json.dumps(facts))
-    page = ModelCard(model_card(drafter, CardOptions())).text
+    measured = Path(shutil.copytree(evaluation, tmp_path / "measured"))
+    info = json.loads((measured / "run.json").read_text())
+    info["environment"] |= {"cpu": NASTY, "packages": {NASTY: NASTY}}
+    (measured / "run.json").write_text(json.dumps(info))
+    run = write_run(tmp_path / "run", tiny_drafter_dir, source=NASTY, chat_template=NASTY)
+    page = ModelCard(model_card(drafter, CardOptions(evaluations=[measured], run=run))).text
     tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]
     assert not [token for token in tokens if token.type in ("html_block", "html_inline", "image")]
-    assert [token.attrGet("href") for token in tokens if token.type == "link_open"] == [
-        "https://github.com/huggingface/transformers"
-    ]
+    links = {token.attrGet("href") for token in tokens if token.type == "link_open"}
+    assert links <= {"https://github.com/huggingface/transformers", "#speed"}
     headings = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
     assert "Mine" not in headings
     assert len(headings) == 6
@@ -585,27 +580,6 @@ def test_values_that_would_be_code_in_the_card_are_errors(tiny_drafter_dir, tmp_
     (drafter / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         model_card(drafter, CardOptions())
-
-
-@pytest.mark.parametrize("value", ["many", -1, None, [1]])
-def test_statistics_that_are_no_numbers_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, value):
-    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
-    data = {"source": "stdlib", "path": None, "max_length": 512}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
-    (tmp_path / "distill").mkdir()
-    (tmp_path / "distill" / "stats.json").write_text(json.dumps({"process_seconds": value}))
-    with pytest.raises(ValueError, match=r"stats\.json.*process_seconds"):
-        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
-
-
-@pytest.mark.parametrize("change", [{"path": 3}, {"max_length": "<b>"}, {"source": None}, {"source": ...}])
-def test_options_of_a_run_of_a_wrong_type_are_errors_and_no_tracebacks(tiny_drafter_dir, tmp_path, change):
-    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
-    data = {"source": "stdlib", "path": None, "max_length": 512} | change
-    data = {name: value for name, value in data.items() if value is not ...}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
-    with pytest.raises(ValueError, match=r"config\.yaml: data\."):
-        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
 
 
 def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from outrider.eval.results.tables import cells, csv_table, markdown, print_table
 
 from ..conftest import MakeRecord, info_of, rows_of
 
-ROOFLINE = Roofline(weight_bytes=2 * 10**9, bandwidth_gbs=0.5, given=False, cache_bytes=None, streamed=True)
+ROOFLINE = Roofline(weight_bytes=2 * 10**9, bandwidth_gbs=0.5, cache_bytes=None, streamed=True)
 BUDGET = BudgetFacts(plan="36 layers: 7 stay, 29 stream (9.10 GiB a pass); 3.93 of 4.00 GiB", read_gbs=1.5, peak_bytes=5 << 30)
 COUNTS = Streaming(
     passes=3,

@@ -23,7 +23,6 @@ def answers_of(tiny_target: HFTarget, drafter: Path, output: Path, suites: list[
         settings=[{"beam_width": 1}],
         profile_prompts=0,
         repeats=1,
-        memory_bandwidth_gbs=10.0,
         **{"max_new_tokens": 6, **changes},
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [drafter], output)

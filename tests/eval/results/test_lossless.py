@@ -43,6 +43,7 @@ def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord
 def test_only_greedy_full_precision_requires_equal_tokens() -> None:
     assert [is_exact(dtype) for dtype in ("float32", "torch.float64", "torch.bfloat16")] == [True, True, False]
     assert not any(is_exact(dtype, temperature=0.7) for dtype in ("float32", "float64", "bfloat16"))
+    assert not is_exact("float32", batch_size=2)
 
 
 def test_answers_are_compared_within_their_temperature(make_record: MakeRecord) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from outrider.eval.records.records import BASELINE, EvalRecord
-from outrider.eval.records.run_files import OutOfMemory
 from outrider.eval.results.notes import headline, notes, speed_note
 from outrider.eval.results.repeats import counted, is_noisy, is_slow
 from outrider.eval.results.rows import Row
@@ -132,20 +131,3 @@ def test_an_accelerator_is_judged_by_repeats_alone(clock: None, run: list[EvalRe
     assert not any(row["noisy"] for row in rows_of(waiting, info=info))
     slow = [record for record in stalled(run, 3.0, repeats=(0, 1), method="redrafter") if record.method == "redrafter"]
     assert is_noisy([replace(record, processor_seconds=None) for record in slow], on_cpu=False)
-
-
-def test_no_row_is_above_the_claim_of_the_headline(clock: None, run: list[EvalRecord], make_record: MakeRecord) -> None:
-    """A method without a valid speed in one group still has its speeds in the others."""
-    sampled = [replace(record, temperature=1.0) for record in run if record.method != "redrafter"]
-    failed = OutOfMemory(
-        suite="mt_bench",
-        prompt_set_revision="0",
-        prompt_set_source=None,
-        temperature=1.0,
-        batch_size=1,
-        method="redrafter",
-        label="ReDrafter",
-    )
-    rows = rows_of([*run, *sampled], out_of_memory=[failed])
-    assert headline(rows).startswith("Fastest: 1.25x [1.25, 1.25] by ReDrafter;")
-    assert headline(rows).endswith("(mt_bench, greedy). Without a valid speed: 1 row (out of memory).")

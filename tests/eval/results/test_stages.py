@@ -3,10 +3,9 @@
 from io import StringIO
 from typing import Any
 
-import pytest
 from rich.console import Console
 
-from outrider.eval.records.records import EvalRecord, Runs
+from outrider.eval.records.records import Runs
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
 from outrider.eval.results.tables import cells, csv_table, markdown, print_table
@@ -74,11 +73,3 @@ def test_tables_without_stages_have_nothing_of_them(make_record: MakeRecord) -> 
     for text in (markdown(rows), printed(rows)):
         assert "tages" not in text
         assert "ipelined" not in text
-
-
-@pytest.mark.parametrize("changes", [{"runs": None}, {"runs": PLAIN}])
-def test_records_with_and_without_runs_are_read_back(make_record: MakeRecord, changes: dict[str, Any]) -> None:
-    from pydantic import TypeAdapter
-
-    record = make_record(**changes)
-    assert TypeAdapter(EvalRecord).validate_json(record.to_json()) == record

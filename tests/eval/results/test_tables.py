@@ -217,7 +217,7 @@ def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRec
 
 
 def test_a_note_names_a_roofline_of_weights_that_fit_the_cache(records: list[EvalRecord]) -> None:
-    cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, given=False, cache_bytes=2**25, streamed=False)
+    cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, cache_bytes=2**25, streamed=False)
     assert cached.tokens_per_second == 2000.0
     assert any(
         "fit into the cache (34 MB)" in note for note in notes(rows_of(records, [], info=info_of(records, roofline=cached)))

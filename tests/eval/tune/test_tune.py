@@ -1,12 +1,13 @@
 """Tuning: the search finds the fastest setting, and the choice is written and read for its setup."""
 
+import itertools
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from outrider.cli.tune import setting_namer, tuning_table, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.measure import timing
 from outrider.eval.run import load_suites
 from outrider.eval.tune import halving
 from outrider.eval.tune import run as tune_module
@@ -157,12 +159,14 @@ def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tm
 def test_tuning_finds_measures_and_writes(
     tune_tiny: Callable[..., Tuning], tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    propose = Redrafter.propose
+    propose, now = Redrafter.propose, itertools.count()
 
     def slow_propose(self: Redrafter, *arguments: Any, **options: Any) -> DraftTree:
-        time.sleep(0.05 if self.config.beam_width >= 3 else 0)
+        for _ in range(5 if self.config.beam_width >= 3 else 0):
+            next(now)
         return propose(self, *arguments, **options)
 
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(now)), process_time=float))
     monkeypatch.setattr(Redrafter, "propose", slow_propose)
     fast = [{"beam_width": 1, "beam_length": length} for length in (1, 2, 3)]
     slow = [{"beam_width": width, "beam_length": 2} for width in (3, 4, 5)]

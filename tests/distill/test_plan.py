@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.distill.label import behind as behind_module
-from outrider.distill.label.behind import Behind
+from outrider.distill import plan
+from outrider.distill.plan import Behind
 
 
 def test_one_piece_runs_at_a_time_and_in_order() -> None:
@@ -64,7 +64,7 @@ def test_an_error_is_logged_if_the_caller_is_interrupted_while_it_waits(
     def interrupted(futures: list[object]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(behind_module, "wait", interrupted)
+    monkeypatch.setattr(plan, "wait", interrupted)
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
         run_pieces(fail, fail)
     assert "the disk is full" in caplog.text
