@@ -117,6 +117,7 @@ def test_no_option_takes_a_token() -> None:
         assert "token" not in invoke([command, "--help"]).output.replace("The token", "")
 
 
+@pytest.mark.slow
 def test_a_dry_run_imports_no_model_library(drafter: Path) -> None:
     """Importing one takes three times as long as the dry run itself."""
     code = (

@@ -141,7 +141,7 @@ def run_here(*overrides: str) -> None:
     run(load_recipe(*overrides))
 
 
-@pytest.mark.parametrize("place", ["loss", "propose"])
+@pytest.mark.parametrize("place", ["loss", pytest.param("propose", marks=pytest.mark.slow)])
 def test_a_drafter_that_cannot_train_or_draft_is_refused_before_the_distillation(place, options, tmp_path, monkeypatch):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise TypeError("forward() missing 1 required argument: 'position_ids'")
@@ -166,7 +166,7 @@ def test_a_drafter_that_cannot_train_or_draft_is_refused_before_the_distillation
         ("train={validation_texts: 1, validation_tokens: 1024}", "train.validation_tokens is 1024"),
     ],
 )
-@pytest.mark.parametrize("plan", ["plan=false", "plan=true"])
+@pytest.mark.parametrize("plan", ["plan=false", pytest.param("plan=true", marks=pytest.mark.slow)])
 def test_answers_beyond_the_context_are_refused_before_the_distillation(override, words, plan, options, tmp_path):
     with pytest.raises(ValueError, match=words):
         run_here(*options, override, plan)

@@ -132,7 +132,7 @@ def accepted_of(steps: list[Any]) -> int:
 
 
 @ROWS
-@pytest.mark.parametrize(("num_calls", "seconds"), [(0, 0.0), (1, 1e6), (5, 1e6), (3, 1e-9)])
+@pytest.mark.parametrize(("num_calls", "seconds"), [(0, 0.0), (5, 1e6)])
 @pytest.mark.parametrize("pace", PACES)
 def test_answers_are_those_of_plain_decoding(target, twin, waits, pace, num_calls, seconds, rows):
     plain, _ = decode(target, NullDrafter(), rows, num_new=16)
