@@ -73,9 +73,6 @@ class DataConfig:
     prompt_chars: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [200, 900])
     """Shortest and longest prompt cut from `text` or `stdlib`, in characters: [200, 900]."""
 
-    answer_chars: PositiveInt = 1500
-    """Length of an answer cut from `text` or `stdlib`, in characters."""
-
     def __post_init__(self) -> None:
         problems = []
         shortest, longest = self.prompt_chars

@@ -176,11 +176,7 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
 
 def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
     # 1. The standard library, and plain text, are cut into conversations.
-    cuts = Cuts(
-        seed=config.seed,
-        prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]),
-        answer_chars=config.answer_chars,
-    )
+    cuts = Cuts(seed=config.seed, prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]))
     if config.source == "stdlib":
         split: Split = config.split  # type: ignore[assignment] # DataConfig has checked it
         yield from code_conversations(split, cuts)

@@ -23,12 +23,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_conversations
 from ...data.config import DataConfig
-from ...data.data_facts import describe_data
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
-from ...data.store import STATS_SUFFIX
+from ...data.store import STATS_SUFFIX, describe_data
 from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker

@@ -17,10 +17,9 @@ from tqdm import tqdm
 
 from ...data.chat import require_template
 from ...data.config import DataConfig
-from ...data.data_facts import describe_data
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
-from ...data.store import STATS_SUFFIX
+from ...data.store import STATS_SUFFIX, describe_data
 from ...data.types import Conversation, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker

@@ -218,7 +218,7 @@ def test_an_unreachable_hub_is_explained() -> None:
         load("org/none", file="a.json")
 
 
-LINES = "".join(f"line {index} of a text\n" for index in range(60))
+LINES = "".join(f"line {index} of a text\n" for index in range(600))
 
 
 def test_a_directory_of_text_and_code_is_cut_at_line_ends(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_directory_of_text_and_code_is_cut_at_line_ends(tmp_path: Path) -> Non
     (root / ".git" / "config").write_text(LINES)
     (root / "image.png").write_bytes(b"\x89PNG\xff")
     (root / "short.md").write_text("one line\n")
-    options = {"prompt_chars": [50, 100], "answer_chars": 200}
+    options = {"prompt_chars": [50, 100]}
     conversations, dropped = load(root, "text", **options)
     assert conversations == load(root, "text", **options)[0]
     assert {conversation.id.split(":")[0] for conversation in conversations} == {"corpus/book.txt", "corpus/sub/code.py"}
@@ -244,7 +244,7 @@ def test_a_directory_of_text_and_code_is_cut_at_line_ends(tmp_path: Path) -> Non
 
 
 def test_text_comes_from_one_file_or_from_records_too(tmp_path: Path) -> None:
-    options = {"prompt_chars": [50, 100], "answer_chars": 200}
+    options = {"prompt_chars": [50, 100]}
     (tmp_path / "a.py").write_text(LINES)
     assert len(load(tmp_path / "a.py", "text", **options)[0]) > 1
     records = write_jsonl(tmp_path / "a.jsonl", [{"text": LINES}, {"content": LINES}, {"body": LINES}])

@@ -4,16 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.data.config import DataConfig
-from outrider.data.data_facts import (
+from outrider.data.fields import name_digests
+from outrider.data.manifest import TargetIdentity
+from outrider.data.sources import PromptOverlap
+from outrider.data.store import (
     TEMPLATE,
     describe_change,
     describe_data,
     describe_target_change,
     describe_template_change,
 )
-from outrider.data.fields import name_digests
-from outrider.data.manifest import TargetIdentity
-from outrider.data.sources import PromptOverlap
 
 
 def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:
