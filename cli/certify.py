@@ -16,7 +16,7 @@ from .options import Drafters, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.parts import DrafterParts
-    from ..models.export.certificate_file import CertificateLine
+    from ..models.export.package import CertificateLine
     from ..models.llm.hf_target import HFTarget
 
 USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "seed", "num_threads"})

@@ -23,7 +23,7 @@ from ..models.llm.config import TargetConfig
 from ..train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from ..models.drafters.saved.build import DrafterSpec
+    from ..models.drafters.registry import DrafterSpec
 
 STAGES = ("distill", "train", "eval", "export")
 

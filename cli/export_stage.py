@@ -12,7 +12,7 @@ from ..eval.report.card import model_card
 from ..eval.report.card_figures import rows_of
 from ..eval.report.card_options import CardOptions
 from ..eval.results.rows import method_name
-from ..models.drafters.saved.build import DrafterSpec
+from ..models.drafters.registry import DrafterSpec
 from ..models.drafters.saved.folder import read_drafter_config
 from ..models.export.config import ExportConfig
 from ..models.export.package import make_package, names_left_open

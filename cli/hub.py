@@ -102,8 +102,7 @@ def push_command(options: PushOptions) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     from ..models.drafters.saved.download import HUB_ID, telling_hub_errors
-    from ..models.export.certificate_file import read_certificate
-    from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files
+    from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files, read_certificate
 
     folder, repo, revision, public = options.folder, options.repo, options.revision, options.public
     if HUB_ID.fullmatch(repo) is None or "@" in repo:

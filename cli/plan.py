@@ -30,11 +30,11 @@ from ..distill.regenerate.run import count_turns, missing_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.run import cpu_threads
-from ..models.drafters.chunks import max_chunk
+from ..models.drafters.objective import max_chunk
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of
-from ..train.division import with_accumulation
+from ..train.config import with_accumulation
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
 from .samples import PlainDecoding, sample_decoding, sample_labels, sample_training

@@ -30,9 +30,8 @@ from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
-from ..models.llm.text_states import require_packing
 from ..models.machine import is_out_of_memory
-from ..train.batches import target_reads, with_hidden_states
+from ..train.batches import require_packing, target_reads, with_hidden_states
 from ..train.missed_by import open_other
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room

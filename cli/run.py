@@ -50,10 +50,9 @@ from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.batches import target_reads
 from ..train.checkpoint import latest_checkpoint, step_of
-from ..train.division import with_accumulation
-from ..train.launch import make_accelerator
+from ..train.config import with_accumulation
 from ..train.missed_by import open_other, require_other
-from ..train.processes import require_supported_launch
+from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train

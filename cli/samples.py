@@ -21,7 +21,7 @@ from ..eval.measure.timing import time_generation
 from ..models.decoding import GreedyAcceptance
 from ..models.decoding.stopping import Finish
 from ..models.drafters import NullDrafter
-from ..models.drafters.saved.build import DrafterSpec
+from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import agreed
 from ..models.machine import synchronize

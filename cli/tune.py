@@ -73,8 +73,8 @@ def tune_command(options: TuneOptions) -> None:
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID
+    from ..models.drafters.saved.loading import tuned_folder
     from ..models.drafters.saved.parts import parse_drafter_name
-    from ..models.drafters.saved.tuned import tuned_folder
 
     # 1. Check what doesn't need the target.
     config, output = with_limit(options.eval, options.limit), options.output

@@ -121,18 +121,6 @@ def hardware(device: torch.device, num_processes: int) -> str:
     return name if num_processes == 1 else f"{num_processes} x {name}"
 
 
-def cpu_details() -> str:
-    """Return the processor's family, model, stepping and instructions, as far as they are known.
-
-    A virtual machine may give the same name to different processors.
-    """
-    names = ("cpu family", "model", "stepping", "flags", "Features", "CPU part")
-    with suppress(OSError):
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-        return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in names)
-    return platform.machine()
-
-
 def cpu_model() -> str:
     """Return the processor's name, as far as the system knows it."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -33,8 +33,7 @@ from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
 from outrider.models.drafters.calibration import CALIBRATION_FILE
-from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS
-from outrider.models.drafters.eagle3 import default_feature_layers
+from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS, default_feature_layers
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from outrider.models.drafters.small_models import PER_LAYER
 from outrider.models.llm.loading import TOKENIZER_PATTERNS

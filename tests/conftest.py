@@ -4,7 +4,6 @@ import fcntl
 import gc
 import math
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -16,8 +15,6 @@ sys.dont_write_bytecode = False
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
-# The speeds of linear layers, which processes of all tests share, and which aren't the user's.
-os.environ["OUTRIDER_CACHE"] = str(pathlib.Path(__file__).parents[1] / "build" / "test-cache")
 # One thread, also in processes that tests start: the models are so small that a second thread slows
 # them down.
 os.environ["OMP_NUM_THREADS"] = "1"

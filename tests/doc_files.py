@@ -10,7 +10,7 @@ from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.saved.folder import FORMAT_VERSION, DrafterFile
-from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tuned
+from outrider.models.drafters.saved.loading import Choice, describe_setup, save_tuned
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 

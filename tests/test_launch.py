@@ -11,9 +11,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from outrider.train import launch
-from outrider.train.launch import make_accelerator
-from outrider.train.processes import require_supported_launch
+from outrider.train import processes as launch
+from outrider.train.processes import make_accelerator, require_supported_launch
 
 from .conftest import REPOSITORY
 

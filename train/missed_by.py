@@ -21,10 +21,9 @@ from ..data.types import UNKNOWN, DrafterBatch, TargetReads
 from ..models.decoding import DraftTree, Prompts
 from ..models.decoding.acceptance import follow
 from ..models.decoding.types import NO_NODE, TargetOutput
-from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.base import LastStateDrafter, TrainableDrafter
 from ..models.drafters.candidates import Candidates
 from ..models.drafters.draft_model import DraftModel
-from ..models.drafters.last_state import LastStateDrafter
 from ..models.drafters.losses import MISSED_BY
 from ..models.drafters.registry import TRAINING_FREE, make_training_free
 from ..models.drafters.saved.loading import load_part

@@ -7,7 +7,7 @@ from accelerate.utils import set_seed
 
 from .batches import derived_seed
 from .checkpoint import latest_checkpoint, remove_incomplete
-from .division import Division, describe_change
+from .config import Division, describe_change
 from .results import steps_of
 from .setup import Training
 

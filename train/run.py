@@ -6,11 +6,10 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from ..data.shards import label_store, verify_shards
-from ..models.drafters.saved.build import DrafterSpec
+from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
-from .config import TrainConfig
-from .division import with_accumulation
+from .config import TrainConfig, with_accumulation
 from .loop import fit
 from .missed_by import require_other
 from .processes import require_supported_launch

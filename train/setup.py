@@ -19,17 +19,16 @@ from ..data.manifest import Manifest
 from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.drafters.saved.build import DrafterSpec, build_drafter
+from ..models.drafters.registry import DrafterSpec
+from ..models.drafters.saved.build import build_drafter
 from ..models.llm.hf_target import HFTarget
-from ..models.llm.text_states import require_packing
-from .batches import BatchStream, count_label_tokens, target_reads
-from .best import Best
+from .batches import BatchStream, count_label_tokens, require_packing, target_reads
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
 from .metrics import LOSS_FIELDS, Meter
 from .missed_by import OtherDrafter, open_other
 from .parallel import gather_weights, needs_whole_copy, prepare
-from .results import CHECKPOINTS_DIR
+from .results import CHECKPOINTS_DIR, Best
 from .validation import HeldOut, Validator, hold_out
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
-from ...models.export.certificate_file import CertificateLine
+from ...models.export.package import CertificateLine
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from ...models.decoding.acceptance import SpeculativeSampling
 from ...models.decoding.protocols import Drafter
 from ...models.decoding.sampling import RowSeeds, Sampling, warp
-from ...models.export.certificate_file import CertificateLine
+from ...models.export.package import CertificateLine
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.environment import recorded_stages

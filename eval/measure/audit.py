@@ -7,9 +7,9 @@ arithmetic explains the difference.
 import torch
 from jaxtyping import Int
 
-from ...models.decoding.prompts import Prompts
 from ...models.decoding.sampling import MIN_PRECISION, wind_clocks
 from ...models.decoding.tree import accepted_path, empty_tree
+from ...models.decoding.types import Prompts
 from ...models.llm.hf_target import HFTarget
 from ..records.run_files import Audit
 

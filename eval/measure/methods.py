@@ -27,7 +27,7 @@ from ...models.drafters.merged import MergedConfig
 from ...models.drafters.registry import DRAFTERS
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.drafters.streaming import REASONS, streaming_drafter
+from ...models.drafters.streaming_merge import REASONS, streaming_drafter
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig

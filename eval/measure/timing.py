@@ -11,10 +11,10 @@ from jaxtyping import Int
 
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
-from ...models.decoding.runs import RunCounts
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
+from ...models.decoding.window import RunCounts
 from ...models.llm.cuda_graphs import num_graphs
 from ...models.llm.weight_stream import StreamStats, WeightStream
 from ...models.machine import synchronize

@@ -23,8 +23,7 @@ from ...models.drafters.losses import LossChoice, check_loss, describe_loss
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.export.certificate_file import Certificate, read_certificate
-from ...models.export.package import packaged_folder
+from ...models.export.package import Certificate, packaged_folder, read_certificate
 from ..records.names import TITLES, title_of
 from ..results.markdown import Markdown, code_span, render
 from ..results.rows import is_broken

@@ -15,9 +15,9 @@ from ...data.chat import encode_prompt
 from ...data.files import write_json
 from ...data.types import Turn
 from ...models.drafters import load_drafter
-from ...models.drafters.saved.build import DrafterSpec
+from ...models.drafters.registry import DrafterSpec
+from ...models.drafters.saved.loading import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
 from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment, within_memory

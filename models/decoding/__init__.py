@@ -2,15 +2,13 @@
 
 from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
-from .loop import generate
+from .loop import generate, stream_text
 from .pipelined import generate_pipelined
-from .prompts import Prompts
 from .sampling import RowSeeds, Sampling, warp
 from .speculation import ExpectedSpeculation, PaperSpeculation
 from .stopping import Finish
-from .text_stream import stream_text
 from .tree import DraftTree, chain_tree, empty_tree
-from .types import Acceptance, Step, TargetOutput
+from .types import Acceptance, Prompts, Step, TargetOutput
 
 __all__ = [
     "Acceptance",

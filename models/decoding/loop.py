@@ -5,22 +5,22 @@ cut the padding of its tree.
 """
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..machine import synchronize
 from ..phases import PhaseSeconds
-from .prompts import Prompts
 from .protocols import AcceptanceRule, Drafter, State, Target
 from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import AcceptedPath, Step, TargetOutput
+from .types import AcceptedPath, Prompts, Step, TargetOutput
 
 
 @torch.inference_mode()
@@ -187,3 +187,47 @@ class Stopwatch:
         synchronize(self.device)
         last, self.last = self.last, time.perf_counter()
         return self.last - last
+
+
+def stream_text(steps: Iterable[Step], streamer: BaseStreamer) -> list[int]:
+    """Pass one prompt's tokens to a streamer of transformers as they come; return all of them.
+
+    Raises ValueError for a batch of several prompts, whose texts would mix. Leave the streamer's
+    `skip_prompt` (of `TextStreamer`, for example) off: the steps don't contain the prompt, so it
+    would skip the first tokens of the answer.
+    """
+    answer: list[int] = []
+    for step in steps:
+        if step.rows != (0,):
+            raise ValueError(f"a streamer takes one text, and this step has rows {step.rows}; stream one prompt at a time")
+        streamer.put(torch.tensor(step.tokens[0]))
+        answer += step.tokens[0]
+    streamer.end()
+    return answer
+
+
+class NullDrafter:
+    """Proposes an empty tree, so each step emits the one token that the target chooses.
+
+    Its state is this tree.
+    """
+
+    max_nodes = 0
+    feature_layers = ()
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> DraftTree:
+        return empty_tree(len(prompts.lengths), prompts.input_ids.device)
+
+    def propose(
+        self, state: DraftTree, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, DraftTree]:
+        return state, state
+
+    def meanwhile(self, drafted: DraftTree) -> None:
+        return None
+
+    def advance(self, drafted: DraftTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> DraftTree:
+        return drafted
+
+    def select(self, state: DraftTree, rows: Sequence[int]) -> DraftTree:
+        return empty_tree(len(rows), state.tokens.device)

@@ -22,14 +22,13 @@ from transformers import PreTrainedTokenizerBase
 from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling
 from .loop import Stopwatch, make_step, require_same_batch
-from .prompts import Prompts
 from .protocols import AcceptanceRule, AsyncTarget, State, StreamingDrafter
 from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
 from .speculation import ExpectedSpeculation, Speculation
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Step, TargetOutput
+from .types import Prompts, Step, TargetOutput
 from .window import Known, Window
 
 Verified = tuple[int, DraftTree, TargetOutput]

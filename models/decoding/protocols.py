@@ -31,11 +31,10 @@ import torch
 from jaxtyping import Int
 
 from .growing_tree import GrowingTree
-from .prompts import Prompts
-from .runs import Answer, Run
 from .sampling import Randomness
 from .tree import DraftTree
-from .types import Acceptance, AcceptedPath, TargetOutput
+from .types import Acceptance, AcceptedPath, Prompts, TargetOutput
+from .window import Answer, Run
 
 State = TypeVar("State")
 """A drafter's state for a batch of texts."""

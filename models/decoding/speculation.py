@@ -10,9 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from .growing_tree import GrowingTree
 from .pacing import Seconds, interpolated
-from .runs import Run
 from .types import NO_NODE
-from .window import Window
+from .window import Run, Window
 
 MAX_NODES = 64
 """Most nodes of a window."""

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..phases import PhaseSeconds
 from .stopping import Finish
@@ -197,3 +199,65 @@ class Step:
     def unfinished(self) -> list[int]:
         """The indexes in `rows` of the unfinished answers."""
         return [index for index, finish in enumerate(self.finishes) if finish is None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Token ids padded on the right, and the number of real tokens in each row.
+
+    `lengths` are on the host, because they decide the size of the KV cache.
+    """
+
+    input_ids: Int[torch.Tensor, "batch seq"]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(self.lengths) != len(self.input_ids):
+            raise ValueError(f"{len(self.lengths)} lengths for {len(self.input_ids)} prompts; give one per row")
+        if min(self.lengths) < 1 or max(self.lengths) != self.input_ids.shape[1]:
+            raise ValueError(
+                f"prompts of {', '.join(map(str, self.lengths))} tokens, padded to {self.input_ids.shape[1]}; decoding takes "
+                "prompts of at least one token, padded to the longest"
+            )
+
+    @classmethod
+    def of(cls, prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]]) -> "Prompts":
+        """Build a batch from a tensor of equally long rows, or from vectors of any lengths."""
+        if isinstance(prompts, torch.Tensor):
+            return cls(input_ids=prompts, lengths=(prompts.shape[1],) * len(prompts))
+        if not prompts:
+            raise ValueError("there is no prompt to decode; give at least one")
+        return cls(input_ids=pad_sequence(list(prompts), batch_first=True), lengths=tuple(len(prompt) for prompt in prompts))
+
+    def last(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "batch *rest"]:
+        """Return the values (ids, hidden states) at each row's last real token."""
+        row = torch.arange(len(self.lengths), device=values.device)
+        return values[row, torch.tensor(self.lengths, device=values.device) - 1]
+
+
+MAX_UNREAD = 64
+"""A drafter that is skipped reads its text after so many tokens, so that the next draft
+doesn't have to read a long text at once."""
+
+
+def to_width(values: Shaped[torch.Tensor, "batch width *item"], width: int) -> Shaped[torch.Tensor, "batch wide *item"]:
+    """Return so many values of each row: cut, or padded with zeros."""
+    missing = width - values.shape[1]
+    return pad(values, (0, 0) * (values.ndim - 2) + (0, missing)) if missing > 0 else values[:, :width]
+
+
+def append(
+    values: Shaped[torch.Tensor, "batch width *item"], counts: Counts, new: Shaped[torch.Tensor, "batch added *item"]
+) -> Shaped[torch.Tensor, "batch longer *item"]:
+    """Write `new` behind the first `counts` values of each row.
+
+    What follows the new values in a row is arbitrary.
+        rows  a b c   counts 3, new x y   ->   a b c x y
+              d . .          1      z .        d z . . .
+    """
+    width, added = max(counts.host), new.shape[1]
+    if min(counts.host) == width:
+        return torch.cat([values[:, :width], new], dim=1)
+    longer = torch.cat([values[:, :width], torch.zeros_like(new)], dim=1)
+    columns = counts.device[:, None] + torch.arange(added, device=new.device)
+    return longer.scatter(1, columns.view(*columns.shape, *[1] * (new.ndim - 2)).expand_as(new), new)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .null import NullDrafter as NullDrafter
+    from ..decoding.loop import NullDrafter as NullDrafter
     from .registry import DRAFTERS as DRAFTERS
     from .registry import TRAINING_FREE as TRAINING_FREE
     from .registry import make_training_free as make_training_free
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from .saved.loading import save_drafter as save_drafter
 
 MODULES = {
-    "DRAFTERS": "registry",
-    "NullDrafter": "null",
-    "TRAINING_FREE": "registry",
-    "build_drafter": "saved.build",
-    "load_drafter": "saved.loading",
-    "make_training_free": "registry",
-    "parse_drafter": "saved.build",
-    "save_drafter": "saved.loading",
+    "DRAFTERS": ".registry",
+    "NullDrafter": "..decoding.loop",
+    "TRAINING_FREE": ".registry",
+    "build_drafter": ".saved.build",
+    "load_drafter": ".saved.loading",
+    "make_training_free": ".registry",
+    "parse_drafter": ".saved.build",
+    "save_drafter": ".saved.loading",
 }
 
 
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> Any:
     """
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{MODULES[name]}", __name__), name)
+    return getattr(import_module(MODULES[name], __name__), name)

@@ -25,26 +25,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
-from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, TargetOutput
+from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
-from .branches.attention import Masks, Slots
-from .branches.layout import Branches
+from .branches import Branches, Masks, Slots
 from .cached_drafter import CachedDrafter
-from .corrections import Pairwise, Recurrent, make_correction
-from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
-from .eagle3 import spread_feature_layers
+from .corrections import Pairwise, Recurrent, lattice_search, make_correction
+from .decoder_layer import make_layer, make_rotary, rotary_options, spread_feature_layers, start_from_target
 from .labels import Labels
-from .lattice import lattice_search
 from .objective import Loss, Objective, score
 from .options import BlockConfig
-from .unread import MAX_UNREAD, to_width
 from .vocabulary import ReducedVocabulary
 
 SLOT_STD = 0.02

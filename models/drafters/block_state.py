@@ -7,11 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 
-from ..decoding.prompts import Prompts
-from ..decoding.types import AcceptedPath, Counts
+from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import CacheSnapshot, TreeCache
-from .unread import append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
-from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .base import TrainableDrafter
 from .beams import SearchTree

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -16,9 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
-from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
-from .branches.attention import Entries
+from .branches import Entries
 from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -201,3 +201,50 @@ def _attention(
 
 # A mask is always passed when this name is used, so it needs no mask function.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
+
+
+def require_plain_weights(module: nn.Module, remedy: str) -> None:
+    """Raise ValueError if linear layers of a module have no plain weights to copy.
+
+    Quantised layers have none.
+    """
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
+        if name.endswith(("proj", "fc1", "fc2")) and not plain:
+            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
+
+
+def require_resident_weights(target: HFTarget, remedy: str) -> None:
+    """Raise ValueError if a target's layers are streamed, or in other processes."""
+    if not target.has_layers:
+        raise ValueError(
+            f"the target's layers are in other processes (target.stage_layers), so their weights can't be copied: {remedy}"
+        )
+    if target.stream is not None:
+        raise ValueError(
+            "the target's layers are read from its files during passes (target.memory_budget_gib), so their weights can't be "
+            f"copied: {remedy}"
+        )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter in full. If it is sliced, all processes must call this together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
+"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """Return an early, a middle and a late layer: the layers that EAGLE-3's release reads."""
+    return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
+
+
+def spread_feature_layers(num_layers: int) -> list[int]:
+    """Return the layers that are read by default."""
+    if num_layers < DEEP_TARGET:
+        return default_feature_layers(num_layers)
+    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
+    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]

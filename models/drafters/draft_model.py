@@ -24,16 +24,15 @@ from jaxtyping import Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
-from .branches.layout import Branches
+from .branches import Branches
 from .cached_drafter import CachedDrafter
 from .calibration import Prior
 from .fixed_draft import FixedSearch, TextState, UnreadTree
@@ -50,7 +49,6 @@ from .small_models import (
     smaller_architecture,
     weights_digest_at,
 )
-from .unread import to_width
 from .vocabulary import DraftVocabulary
 
 

@@ -22,28 +22,12 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
-from .decoder_layer import start_from_target
+from .decoder_layer import default_feature_layers, start_from_target
 from .feature_drafter import FeatureDrafter
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import Eagle3Config
 from .vocabulary import ReducedVocabulary
-
-DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
-"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
-
-
-def default_feature_layers(num_layers: int) -> list[int]:
-    """Return an early, a middle and a late layer: the layers that EAGLE-3's release reads."""
-    return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
-
-
-def spread_feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that are read by default."""
-    if num_layers < DEEP_TARGET:
-        return default_feature_layers(num_layers)
-    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
-    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]
 
 
 class Eagle3(ReducedVocabulary, FeatureDrafter):

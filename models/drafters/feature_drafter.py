@@ -20,16 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
-from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, TargetOutput
+from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, append, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, pack_likeliest
-from .branches.attention import Entries, KeysAndValues, Masks
-from .branches.layout import Branches
+from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
@@ -45,7 +43,6 @@ from .feature_search import (
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
-from .unread import MAX_UNREAD, append, to_width
 from .vocabulary import DraftVocabulary
 
 Rotation = tuple[torch.Tensor, torch.Tensor]

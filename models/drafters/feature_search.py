@@ -7,14 +7,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 
-from ..decoding.prompts import Prompts
-from ..decoding.types import AcceptedPath, Counts
+from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import CacheSnapshot, TreeCache
-from .beams import SearchTree
+from .beams import SearchTree, largest
 from .group_search import GroupDrawing, GroupSearch
-from .ranking import largest
-from .unread import append
 from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6

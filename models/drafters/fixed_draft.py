@@ -9,14 +9,13 @@ from torch.nn.functional import pad
 
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
-from ..decoding.types import NO_NODE, AcceptedPath, Counts
+from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, append
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .options import DraftModelConfig
-from .unread import MAX_UNREAD, append
 from .vocabulary import DraftVocabulary
 
 

@@ -5,11 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Int
 
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import Counts, TargetOutput
+from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, pack_likeliest

@@ -33,7 +33,7 @@ from ..decoding.pacing import Seconds
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import NO_NODE, AcceptedPath, Counts
+from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
@@ -41,7 +41,6 @@ from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, tree_of
 from .options import DraftModelConfig
 from .scored_tree import add_children, learn, likeliest_children
-from .unread import MAX_UNREAD
 
 MAX_READS = 8
 """Most nodes that a draft pass reads. So few take about the time of one: reading the weights."""

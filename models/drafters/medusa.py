@@ -28,12 +28,11 @@ from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 from ..llm.hf_target import HFTarget
-from .beams import SearchTree
+from .base import LastStateDrafter
+from .beams import SearchTree, largest
 from .labels import Labels
-from .last_state import LastStateDrafter
 from .objective import HIT_RANKS, Loss, Objective, score
 from .options import MedusaConfig
-from .ranking import largest
 from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
 

@@ -25,11 +25,10 @@ from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
 from ..decoding.pacing import Pacer, widths_up_to
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
+from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import MAX_SOURCES, Counts, Prior
 from .candidates import tree_of

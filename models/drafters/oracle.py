@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Int
 
 from ..decoding.growing_tree import GrowingTree
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import StreamingDrafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
+from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 
 
 class OracleDrafter:

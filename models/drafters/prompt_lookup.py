@@ -19,8 +19,7 @@ from pydantic.dataclasses import dataclass
 from ...data.fields import OPTIONS, PositiveInt
 from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
-from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys
-from .training_free import TrainingFreeDrafter, read_references
+from .training_free import NOWHERE, SEPARATOR, NgramIndex, TrainingFreeDrafter, continuation, ngram_keys, read_references
 
 PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
 """Estimates that a draft token is accepted, by n (1, 2, more) and depth (1, 2, deeper)."""

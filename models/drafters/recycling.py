@@ -27,11 +27,9 @@ from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from ..llm.hf_target import HFTarget
+from .beams import largest
 from .candidates import Candidates
-from .journal import Journal
-from .ngrams import TOKEN_BITS
-from .ranking import largest
-from .training_free import TrainingFreeDrafter
+from .training_free import TOKEN_BITS, Journal, TrainingFreeDrafter
 
 PRIOR = (
     (0.40, 0.12, 0.07, 0.05, 0.03, 0.02, 0.02, 0.02),

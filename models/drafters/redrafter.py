@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..llm.hf_target import HFTarget
+from .base import LastStateDrafter
 from .beams import (
     SearchTree,
     beam_search,
@@ -30,7 +31,6 @@ from .beams import (
     pack_survivors,
 )
 from .labels import Labels
-from .last_state import LastStateDrafter
 from .objective import Loss, Objective, score
 from .options import RedrafterConfig
 from .vocabulary import ReducedVocabulary

@@ -4,7 +4,8 @@ A training-free drafter is a module and a row.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -68,3 +69,35 @@ def checked_options(kind: str, config_class: type[Any], options: Mapping[str, An
         return config_class(**options)
     except ValidationError as error:
         raise ValueError("\n".join(problems_of(error, section))) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """A drafter's kind and configuration, and the folder of its initial weights."""
+
+    kind: str
+    config: Any
+    start_from: Path | None = None
+
+    @classmethod
+    def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
+        """Check a kind and its options.
+
+        Raises ValueError that lists unknown options and wrong values.
+        """
+        if not isinstance(kind, str) or kind not in DRAFTERS:
+            raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
+        config = checked_options(kind, DRAFTERS[kind].Config, options, section="drafter")
+        return cls(kind=kind, config=config, start_from=start_from)
+
+    def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
+        """Return the same drafter with other drafting options.
+
+        Raises ValueError for options that would change the weights.
+        """
+        runtime, current = self.config.RUNTIME_FIELDS, asdict(self.config)
+        if forbidden := sorted(options.keys() & current.keys() - runtime):
+            raise ValueError(
+                f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
+            )
+        return self.of(self.kind, {**current, **options}, self.start_from)

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from ..decoding.growing_tree import GrowingTree
 from ..decoding.growth import LEAST_PROB
 from ..decoding.types import NO_NODE
+from .beams import largest
 from .calibration import ScoreCalibration
-from .ranking import largest
 from .vocabulary import DraftVocabulary
 
 MAX_CHILDREN = 8

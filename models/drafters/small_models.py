@@ -12,7 +12,7 @@ from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
-from ..llm.plain_weights import require_plain_weights, require_resident_weights, whole
+from .decoder_layer import require_plain_weights, require_resident_weights, whole
 from .options import DraftModelConfig
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")

@@ -10,6 +10,10 @@ source, whichever has proposed it.
 
 A node's probability is calibrated as in a merged tree that is drafted step by step. The calibration
 belongs to the text. A merge of one training-free drafter is how such a drafter is streamed.
+
+The tree of a `StreamingDrafter` is a function of the text and of what the drafter has learned; it
+never reads random numbers. So the tokens are those of plain decoding, whenever the target's answers
+arrive.
 """
 
 from bisect import bisect
@@ -20,14 +24,21 @@ from typing import Any
 import torch
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
-from ..decoding.prompts import Prompts
-from ..decoding.protocols import StreamingDrafter
+from ..decoding.loop import NullDrafter
+from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.tree import accepted_path, chain_tree
-from ..decoding.types import NO_NODE, TargetOutput
+from ..decoding.types import NO_NODE, Prompts, TargetOutput
+from .block import Block
 from .calibration import BIN_BOUNDS, Counts
+from .draft_model import DraftModel
+from .eagle import Eagle
+from .eagle3 import Eagle3
 from .growing_draft import MAX_READS
+from .medusa import Medusa
+from .merged import MergedDrafter
 from .merging import MergedRow, Proposals, Walk, follow, grow
-from .streaming_models import LEAST_PROB, StreamingModel, worth_reading
+from .redrafter import Redrafter
+from .streaming_models import LEAST_PROB, StreamingDraftModel, StreamingModel, StreamingRedrafter, worth_reading
 from .training_free import State, TextState, TrainingFreeDrafter
 
 MAX_NODES = 256
@@ -209,3 +220,60 @@ def _append(proposals: Proposals, tree: GrowingTree, scores: Sequence[float]) ->
     for node in range(len(proposals.tokens), len(tree)):
         parent = tree.parents[node] if scores[node] > 0.0 else FOREIGN
         proposals.add(parent, tree.tokens[node], scores[node], bisect(BIN_BOUNDS, scores[node]))
+
+
+# --- drafters for a target that reads parts of a draft tree while the tree grows
+
+
+REASONS: dict[type[Any], str] = {
+    Block: "a block drafter reads what enters inner layers of the target, which are in other processes",
+    Eagle3: "EAGLE-3 reads what enters inner layers of the target, which are in other processes",
+    Eagle: "EAGLE reads the target's hidden states of all accepted tokens, and drafts each tree anew from them",
+    Medusa: "Medusa's heads draft a fixed number of tokens from one hidden state, so its tree can't grow",
+}
+"""Why drafters of some kinds can't be pipelined."""
+
+
+def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
+    """Return a drafter's streaming form. It shares the weights, and what the drafter has learned.
+
+    Raises ValueError for a drafter whose tree can't grow while the target reads it.
+    """
+    if isinstance(drafter, NullDrafter):
+        return StreamingNull()
+    if isinstance(drafter, MergedDrafter):
+        return StreamingMerge([_source(source) for source in drafter.sources.values()], drafter.prior_counts)
+    source = _source(drafter)
+    return StreamingMerge([source], {}) if isinstance(source, TrainingFreeDrafter) else source
+
+
+def _source(drafter: Drafter[Any, Any]) -> StreamingSource:
+    """Return a drafter as a source of a merge."""
+    if isinstance(drafter, TrainingFreeDrafter):
+        return drafter
+    if isinstance(drafter, DraftModel):
+        return StreamingDraftModel(drafter)
+    if isinstance(drafter, Redrafter):
+        return StreamingRedrafter(drafter)
+    reason = next((reason for kind, reason in REASONS.items() if isinstance(drafter, kind)), None)
+    reason = reason or f"{type(drafter).__name__} drafts a whole tree at each step, so its tree can't grow"
+    raise ValueError(
+        f"{reason}: it can't draft while the target reads. Choose a draft model, a ReDrafter, training-free drafters or a "
+        "merge of these, or decode step by step"
+    )
+
+
+class StreamingNull(StreamingDrafter[GrowingTree]):
+    """Drafter that proposes nothing. Its state is an empty tree."""
+
+    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> GrowingTree:
+        return GrowingTree()
+
+    def tree(self, state: GrowingTree) -> GrowingTree:
+        return state
+
+    def grow(self, state: GrowingTree) -> bool:
+        return False
+
+    def follow(self, state: GrowingTree, tokens: Sequence[int], output: TargetOutput) -> GrowingTree:
+        return state

@@ -18,9 +18,8 @@ import torch
 from jaxtyping import Float
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import State, StreamingDrafter
-from ..decoding.types import NO_NODE, TargetOutput
+from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from .calibration import ScoreCalibration
 from .draft_model import DraftModel
 from .growing_draft import MAX_READS, GrowingDraft, GrowingSearch

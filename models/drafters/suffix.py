@@ -22,9 +22,16 @@ from ...data.fields import OPTIONS, PositiveInt, Share
 from ..decoding.types import NO_NODE
 from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
-from .journal import Journal
-from .ngrams import NOWHERE, SEPARATOR, NgramIndex, continuation, ngram_keys
-from .training_free import TrainingFreeDrafter, read_references
+from .training_free import (
+    NOWHERE,
+    SEPARATOR,
+    Journal,
+    NgramIndex,
+    TrainingFreeDrafter,
+    continuation,
+    ngram_keys,
+    read_references,
+)
 
 INDEXED_NGRAM = 4
 """Longest n-gram that is indexed. The positions of longer ones are filtered from its positions."""

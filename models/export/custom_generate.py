@@ -64,8 +64,7 @@ def generate(
     batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
     default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
     where they are faster (see `packed_where_faster`). This rounds differently, and may need twice
-    the memory of the weights. The first such call on a machine measures for up to two seconds, and
-    writes the result to `~/.cache/outrider`.
+    the memory of the weights. The first such call of a process times the ways for half a second.
 
     Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
     options that speculative decoding can't follow. Raises RuntimeError if the model is already

@@ -46,7 +46,7 @@ from .llama import (
     read_config,
     write_config,
 )
-from .speculators_config import proposal_problems, raise_problems, write_proposal
+from .speculators import proposal_problems, raise_problems, write_proposal
 
 logger = logging.getLogger(__name__)
 

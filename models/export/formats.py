@@ -19,8 +19,8 @@ import torch
 from ...data.files import atomic_write_bytes, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
-from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import DrafterSpec, shapes_of
+from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
+from ..drafters.saved.build import shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
 from ..llm.hf_target import HFTarget

@@ -13,10 +13,13 @@ Nothing else is in such a folder, and nothing else is ever uploaded.
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
-from ...data.files import atomic_write_text, finish_replacing, replacing_directory, write_json
+from pydantic import Field
+
+from ...data.files import atomic_write_text, finish_replacing, read_dataclass, replacing_directory, write_json
 from ..drafters.calibration import CALIBRATION_FILE, read_prior
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
@@ -32,7 +35,6 @@ from ..drafters.saved.folder import (
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
-from .certificate_file import read_certificate
 from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
@@ -219,3 +221,54 @@ def is_package(folder: Path) -> bool:
     """Check whether a folder has a model card and the code for transformers."""
     finish_replacing(folder)
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()
+
+
+# --- the certificate's file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateLine:
+    """One line of the certificate."""
+
+    subject: str
+    method: str
+    num_cases: int
+    result: str
+    passed: bool
+    false_alarm_rate: float = 0.0
+    """Bound on the probability that this line fails although everything is sound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Content of a certificate.
+
+    Fields with a default are set only if a target was certified too.
+    """
+
+    passed: bool
+    false_alarm_rate: Annotated[float, Field(ge=0, le=1)]
+    environment: dict[str, Any]
+    lines: Annotated[list[CertificateLine], Field(min_length=1)]
+    target: str | None = None
+    weights_sha256: str | None = None
+    suites: dict[str, str] = field(default_factory=dict)
+    """Digest of the prompts of each suite, by its name."""
+    dtype: str | None = None
+    quantization: str | None = None
+    """Quantisation of the target at load time; empty without."""
+    form: str | None = None
+    drafters: dict[str, str] = field(default_factory=dict)
+    """Digest of each drafter's weights, by the drafter's name."""
+
+    def __post_init__(self) -> None:
+        if self.passed != all(line.passed for line in self.lines):
+            raise ValueError("passed: the verdict contradicts the lines, so the file was altered; run `outrider certify` again")
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read a certificate.
+
+    Raises ValueError for any other file.
+    """
+    return read_dataclass(Certificate, path)

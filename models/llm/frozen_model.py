@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.manifest import TargetIdentity
-from ..decoding.prompts import Prompts
+from ..decoding.types import Prompts
 from .hidden_states import CapturedHiddenStates, decoder_layers, without_head
 
 ROUNDING = 0.001

@@ -11,10 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
-from ..decoding.prompts import Prompts
 from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
-from ..decoding.types import AcceptedPath, Counts, TargetOutput
+from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears

@@ -8,39 +8,70 @@ for a draft tree. Three ways compute the same product:
 - packed: a oneDNN kernel on a second copy of the weights, in a layout of its own.
 
 Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
-So `linear_speeds` measures it, once per machine, and plain decoding and tree decoding use the same
-choice: otherwise a speedup over plain decoding would partly be that of a kernel.
+So the ways are timed when a model is loaded, for the shapes with the most weights. Plain decoding
+and tree decoding use the same choice: otherwise a speedup over plain decoding would partly be that
+of a kernel. Only clear gains count, so a process seldom chooses otherwise than the one before it.
 """
 
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from functools import cache
+from itertools import cycle, islice
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from ..machine import available_memory
-from .linear_speeds import TYPES, Shape, Times, linear_speeds, pack, packed_linear
 
 logger = logging.getLogger(__name__)
 
+TYPES = (torch.float32, torch.bfloat16)
+"""Types with fast kernels on some CPUs."""
 MIN_ELEMENTS = 1 << 15
 """Smaller matrices stay as they are: their product takes a few microseconds in any way."""
-PLAIN_TOLERANCE = 1.02
-"""Largest ratio to the fastest way at one row. Plain decoding is what drafters are compared with, so
-it comes first."""
-MIN_GAIN = 1.04
-"""Smallest ratio that decides for columns first or packed; a smaller one may be chance."""
-MIN_GAIN_OF_SECOND_COPY = 1.15
-"""Smallest ratio that decides for packed only at several rows. A step of a drafter then reads both
-copies of the weights, so that fewer of them stay in the processor's cache."""
+NUM_SHAPES = 4
+"""Shapes that are timed: those with the most weights. The others stay as they are."""
+TIMED_ROWS = (1, 8)
+"""Rows of plain decoding, and those that stand for all draft trees."""
+MOST_PACKED_ROWS = 64
+"""More rows, as of prompts, are multiplied by the weights as they are stored."""
+MIN_GAIN = 1.2
+"""Smallest ratio that decides for another way than rows first; a smaller one may be chance."""
 MAX_MEMORY_SHARE = 0.5
 """Largest share of the free memory that packed copies may take."""
+SECONDS_PER_SHAPE, MIN_ROUNDS = 0.1, 4
+"""A shape is timed in rounds until the seconds are over; the first round warms up."""
+MAX_ELEMENTS = 1 << 22
+"""A larger matrix is timed with fewer outputs."""
+POOL_BYTES, MAX_POOL = 1 << 25, 16
+"""Equal matrices that take turns, as the layers of a model do: kernels differ most in how they read
+weights that are not in the innermost cache."""
+SAMPLE_WORK = 1 << 22
+"""Multiplications of one timed sample, unless a single product has more."""
+
+
+class Shape(NamedTuple):
+    """A linear layer's shape and type."""
+
+    num_outputs: int
+    num_inputs: int
+    dtype: torch.dtype
+
+
+class Times(NamedTuple):
+    """Seconds of one product in each way, for each number of TIMED_ROWS."""
+
+    rows_first: tuple[float, float]
+    columns_first: tuple[float, float]
+    packed: tuple[float, float]
+    """Infinite where the type can't be packed on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,79 +79,105 @@ class Choice:
     """How the products of one matrix are computed."""
 
     columns_first: bool = False
-    packed_rows: tuple[int, int] | None = None
-    """Fewest and most rows that the packed copy multiplies; None packs nothing."""
+    packed_from: int | None = None
+    """Fewest rows that the packed copy multiplies; None packs nothing."""
 
     def __str__(self) -> str:
         order = "columns first" if self.columns_first else "rows first"
-        return order if self.packed_rows is None else f"{order}, packed for {self.packed_rows[0]} to {self.packed_rows[1]} rows"
+        return order if self.packed_from is None else f"{order}, packed from {self.packed_from} to {MOST_PACKED_ROWS} rows"
 
 
 def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice:
     """Choose how to compute a matrix's products, from the seconds of each way.
 
-    The memory order must be within PLAIN_TOLERANCE of the fastest way at one row. Among such orders
-    the one with the lowest mean of relative seconds over all numbers of rows counts. Without
-    `in_place` the memory order stays rows first, and without `packs` nothing is packed.
+    Without `in_place` the memory order stays rows first, and without `packs` nothing is packed.
     """
-    # 1. The range of rows that is packed in each memory order, and the seconds that follow.
-    rows_first, rows_first_seconds = _with_packed(times, times.rows_first, columns_first=False, packs=packs)
-    columns_first, columns_first_seconds = _with_packed(times, times.columns_first, columns_first=True, packs=packs)
-    if not in_place:
-        return rows_first
-    # 2. At one row, an order that is too slow is out.
-    fastest = min(rows_first_seconds[0], columns_first_seconds[0])
-    if columns_first_seconds[0] > PLAIN_TOLERANCE * fastest:
-        return rows_first
-    if rows_first_seconds[0] > PLAIN_TOLERANCE * fastest:
-        return columns_first
-    # 3. Over all numbers of rows, columns first must be clearly faster.
-    ratios = [rows / columns for rows, columns in zip(rows_first_seconds, columns_first_seconds, strict=True)]
-    return columns_first if sum(ratios) / len(ratios) > MIN_GAIN else rows_first
+    # 1. Plain decoding decides about the memory order: drafters are compared with it.
+    columns_first = in_place and times.rows_first[0] > MIN_GAIN * times.columns_first[0]
+    one, several = times.columns_first if columns_first else times.rows_first
+    # 2. The packed copy serves draft trees, and one row too where it is faster.
+    if not packs or several <= MIN_GAIN * times.packed[1]:
+        return Choice(columns_first)
+    return Choice(columns_first, packed_from=1 if one > MIN_GAIN * times.packed[0] else 2)
 
 
-def _with_packed(times: Times, plain: Sequence[float], *, columns_first: bool, packs: bool) -> tuple[Choice, list[float]]:
-    """Return the choice in one memory order, and its seconds by number of rows."""
-    packed_rows = _packed_range(times, plain) if packs else None
-    fewest, most = packed_rows or (0, 0)
-    pairs = zip(times.rows, plain, times.packed, strict=True)
-    return Choice(columns_first, packed_rows), [
-        packed if fewest <= rows <= most else without for rows, without, packed in pairs
-    ]
+# --- timing
 
 
-def _packed_range(times: Times, plain: Sequence[float]) -> tuple[int, int] | None:
-    """Return the range of rows at which the packed copy is clearly faster than another order."""
-    from_one = _best_run(times, plain, MIN_GAIN, firsts=(0,))
-    return from_one or _best_run(times, plain, MIN_GAIN_OF_SECOND_COPY, firsts=range(len(plain)))
+@cache
+def timed(shape: Shape, num_threads: int) -> Times:
+    """Time the ways in turns; the fastest sample of each counts, because others were disturbed.
 
-
-def _best_run(times: Times, plain: Sequence[float], min_gain: float, firsts: Sequence[int]) -> tuple[int, int] | None:
-    """Return the range of rows with the largest gains above `min_gain`; None without a gain.
-
-    The range starts at one of the `firsts`, and ends before a number of rows that loses. A disturbed
-    measurement inside the range doesn't end it.
+    A process times a shape once for each number of threads. A clock that stands still makes all ways
+    equal.
     """
-    # 1. The range whose sum of gains is largest: it begins and ends with a gain.
-    ratios = [without / packed for without, packed in zip(plain, times.packed, strict=True)]
-    gains = [math.log(ratio / min_gain) if ratio else -math.inf for ratio in ratios]
-    runs = [range(first, end) for first in firsts for end in range(first + 1, len(gains) + 1)]
-    best = max(runs, key=lambda run: sum(gains[index] for index in run))
-    if gains[best[0]] <= 0:
-        return None
-    # 2. The numbers of rows up to the neighbours.
-    first, last = best[0], best[-1]
-    fewest = times.rows[first - 1] + 1 if first > 0 and ratios[first - 1] >= 1 else times.rows[first]
-    most = times.rows[last + 1] - 1 if last + 1 < len(ratios) and ratios[last + 1] >= 1 else times.rows[last]
-    return fewest, most
+    with torch.inference_mode():
+        return _timed(shape)
+
+
+def _timed(shape: Shape) -> Times:
+    # 1. Matrices that take turns, in each way that this machine has.
+    num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
+    size = num_outputs * shape.num_inputs
+    count = max(1, min(MAX_POOL, POOL_BYTES // (size * shape.dtype.itemsize)))
+    stored = [torch.full((num_outputs, shape.num_inputs), 0.01, dtype=shape.dtype) for _ in range(count)]
+    ways: dict[str, tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]] = {
+        "rows_first": (F.linear, stored),
+        "columns_first": (F.linear, [weight.t().contiguous().t() for weight in stored]),
+    }
+    with suppress(RuntimeError):  # the type can't be packed here
+        ways["packed"] = (packed_linear, [pack(weight) for weight in stored])
+    # 2. Rounds of both numbers of rows and all ways, until the time is over.
+    turns = {way: cycle(weights) for way, (_, weights) in ways.items()}
+    best = dict.fromkeys(Times._fields, [math.inf] * len(TIMED_ROWS))
+    deadline, number = time.perf_counter() + SECONDS_PER_SHAPE, 0
+    while number < MIN_ROUNDS or 0 < time.perf_counter() < deadline:
+        for index, rows in enumerate(TIMED_ROWS):
+            x, num_calls = torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype), max(1, SAMPLE_WORK // (rows * size))
+            for way, (product, _) in ways.items():
+                start = time.perf_counter()
+                for weight in islice(turns[way], num_calls):
+                    product(x, weight, None)
+                seconds = (time.perf_counter() - start) / num_calls
+                if number:
+                    best[way] = [min(seconds, old) if place == index else old for place, old in enumerate(best[way])]
+        number += 1
+    return Times(**{way: (one, several) for way, (one, several) in best.items()})
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Copy a weight [out, in] to the layout that oneDNN's kernels read.
+
+    Raises RuntimeError if this machine or build of torch has no such kernel for the type.
+    """
+    try:
+        # torch.compile emits these operators for a frozen linear layer. They have no public API.
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
+    except AttributeError as error:
+        raise RuntimeError("this build of torch has no oneDNN") from error
+    return packed
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear layer with a packed weight."""
+    output: torch.Tensor = _operator()(x, packed, bias, "none", [], "")
+    return output
+
+
+@cache
+def _operator() -> Callable[..., Any]:
+    operator: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
+    return operator
+
+
+# --- the layers
 
 
 def choose_linears(*modules: nn.Module) -> str:
     """Compute linear layers of frozen modules in the fastest way; describe the ways.
 
     This concerns linear layers on a CPU, of at least MIN_ELEMENTS weights, in a type that has fast
-    kernels. The first call for a target measures for at most two seconds, and keeps the result in a
-    file of this machine. The choice depends on torch's number of threads, so call this again if it changes.
+    kernels. The choice depends on torch's number of threads, so call this again if it changes.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
     made again if the weights have changed, except in place through `.data`, which PyTorch doesn't
@@ -174,18 +231,21 @@ class _Layer:
 
 def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
     """Choose a way for each layer, and change the layers; return the choices by name."""
-    # 1. Choose by the machine's speeds.
-    speeds = linear_speeds([layer.shape for layer in layers])
-    layers = [layer for layer in layers if layer.shape in speeds]
+    # 1. Time the shapes with the most weights.
+    sizes = Counter[Shape]()
+    for layer in layers:
+        sizes[layer.shape] += layer.linear.weight.nbytes
+    times = {shape: timed(shape, torch.get_num_threads()) for shape, _ in sizes.most_common(NUM_SHAPES)}
+    layers = [layer for layer in layers if layer.shape in times]
 
     def choices(packs: bool) -> dict[str, Choice]:
         return {
-            layer.name: choose(speeds[layer.shape], in_place=in_place and not layer.is_shared, packs=packs) for layer in layers
+            layer.name: choose(times[layer.shape], in_place=in_place and not layer.is_shared, packs=packs) for layer in layers
         }
 
     chosen = choices(packs=True)
     # 2. Copies of all weights may not fit into memory.
-    copies = sum(layer.linear.weight.nbytes for layer in layers if chosen[layer.name].packed_rows)
+    copies = sum(layer.linear.weight.nbytes for layer in layers if chosen[layer.name].packed_from)
     free = available_memory()
     if copies and free is not None and copies > MAX_MEMORY_SHARE * free:
         logger.warning(
@@ -200,9 +260,9 @@ def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
         choice, linear = chosen[layer.name], layer.linear
         if choice.columns_first:
             linear.weight.data = linear.weight.data.t().contiguous().t()
-        if choice.packed_rows is not None:
+        if choice.packed_from is not None:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
-            vars(linear)["forward"] = PackedForSomeRows(linear, *choice.packed_rows)
+            vars(linear)["forward"] = PackedForSomeRows(linear, choice.packed_from)
     return chosen
 
 
@@ -244,9 +304,9 @@ def _describe(choices: Mapping[str, Choice]) -> str:
 class PackedForSomeRows:
     """A linear layer's forward: packed for some numbers of rows in inference, else as always."""
 
-    def __init__(self, linear: nn.Linear, fewest: int, most: int) -> None:
+    def __init__(self, linear: nn.Linear, fewest: int) -> None:
         self.linear = linear
-        self.fewest, self.most = fewest * linear.in_features, most * linear.in_features
+        self.fewest, self.most = fewest * linear.in_features, MOST_PACKED_ROWS * linear.in_features
         self._packed: Any = None
         self._packed_from: Any = None
 

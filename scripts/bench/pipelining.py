@@ -28,7 +28,7 @@ from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import NullDrafter, load_drafter
-from outrider.models.drafters.streaming import streaming_drafter
+from outrider.models.drafters.streaming_merge import streaming_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 

@@ -19,8 +19,8 @@ from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.options import MedusaConfig
+from outrider.models.drafters.registry import DrafterSpec
 from outrider.models.drafters.saved import build
-from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.saved.folder import FORMAT_VERSION, DrafterFile
 from outrider.train.config import TrainConfig
 

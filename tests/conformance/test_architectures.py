@@ -11,7 +11,7 @@ from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.text_states import states_of_texts
+from outrider.train.batches import states_of_texts
 
 VOCAB = 100
 WINDOW = 6

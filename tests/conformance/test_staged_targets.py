@@ -17,9 +17,9 @@ from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, m
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.stages.inline import in_stages
 from outrider.models.llm.stages.staged_target import StagedTarget
 
+from ..models.llm.stages.inline import in_stages
 from .test_architectures import CASES, EVERY_CASE, SMALL, VOCAB, adapt, make_model
 from .test_drafters import FREE, FROM_RANDOM, OPTIONS, ROW_KINDS
 

@@ -9,7 +9,7 @@ import torch
 from outrider.data.collate import collate
 from outrider.data.label_arrays import BatchIndexes
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
-from outrider.models.drafters.branches.layout import Branches
+from outrider.models.drafters.branches import Branches
 from outrider.models.drafters.labels import Labels
 
 LENGTHS = (9, 4, 7, 5)

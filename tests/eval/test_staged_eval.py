@@ -15,10 +15,10 @@ from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.stages.inline import in_stages
 from outrider.models.llm.stages.staged_target import StagedTarget
 
 from ..commands import invoke
+from ..models.llm.stages.inline import in_stages
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.branches.attention import Entries, attend_densely
+from outrider.models.drafters.branches import Entries, attend_densely
 from outrider.models.llm import split_attention, tree_reader
 from outrider.models.llm.attention_kernels import has_kernel
 from outrider.models.llm.hf_target import HFTarget

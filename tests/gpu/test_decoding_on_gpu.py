@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
-from outrider.models.decoding.counter_random import exponential, stream_keys, uniform
+from outrider.models.decoding.sampling import exponential, stream_keys, uniform
 from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel

@@ -31,8 +31,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.text_states import require_packing, states_of_texts
-from outrider.train.batches import BatchStream, target_reads, with_hidden_states
+from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
 from outrider.train.checkpoint import Checkpoints, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

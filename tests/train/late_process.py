@@ -13,7 +13,7 @@ import torch
 from forked import ends, fork
 
 from outrider.train import processes
-from outrider.train.launch import make_accelerator
+from outrider.train.processes import make_accelerator
 
 LIMIT_SECONDS, LATE_SECONDS = 0.5, 1.5
 

@@ -24,7 +24,7 @@ from outrider.models.drafters import parse_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 from outrider.train.config import TrainConfig
-from outrider.train.launch import make_accelerator
+from outrider.train.processes import make_accelerator
 from outrider.train.run import train
 
 target_dir, shards_dir, output_dir = map(Path, sys.argv[1:4])

@@ -27,7 +27,7 @@ from outrider.models.llm.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.checkpoint import latest_checkpoint
 from outrider.train.config import TrainConfig
-from outrider.train.launch import make_accelerator
+from outrider.train.processes import make_accelerator
 from outrider.train.run import train
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.train import best as best_module
-from outrider.train.best import Best
+from outrider.train import results as best_module
+from outrider.train.results import Best
 
 from .conftest import DRAFTER
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.train.config import TrainConfig
-from outrider.train.division import with_accumulation
+from outrider.train.config import TrainConfig, with_accumulation
 
 from .conftest import Run
 from .resumed import records

@@ -15,8 +15,7 @@ from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.text_states import require_packing, states_of_texts
-from outrider.train.batches import BatchStream, target_reads, with_hidden_states
+from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.records import read_records
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outrider.train import loop as loop_module
-from outrider.train.launch import RECORDED_COLLECTIVES, make_accelerator
-from outrider.train.processes import StepPatience
+from outrider.train.processes import RECORDED_COLLECTIVES, StepPatience, make_accelerator
 
 from .conftest import Run
 from .test_resume import report_of

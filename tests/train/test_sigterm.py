@@ -77,7 +77,7 @@ def test_a_record_is_used_to_synchronize(clock: Any) -> None:
 
 SCRIPT = """
 import signal, sys, time
-from outrider.train.launch import make_accelerator
+from outrider.train.processes import make_accelerator
 make_accelerator()
 signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1] + "/ended", "w").close(), sys.exit()))
 open(sys.argv[1] + "/begun", "w").close()

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from ....models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
-from ....models.decoding.loop import generate
+from ....models.decoding.loop import NullDrafter, generate
 from ....models.decoding.protocols import Drafter
 from ....models.decoding.sampling import RowSeeds, Sampling
 from ....models.decoding.stopping import Finish
-from ....models.drafters.null import NullDrafter
 from ....models.llm.hf_target import HFTarget
 from ..engine import Answer, Limits, Request
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ....models.drafters.null import NullDrafter
+from ....models.decoding.loop import NullDrafter
 from ....models.drafters.saved.loading import load_drafter
 from ....models.llm.hf_target import HFTarget
 from ...config import DistillConfig

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ....data.manifest import TargetIdentity
 from ...bounded_build import bounded_build, require_possible_numbers
 from ...llm.hf_target import HFTarget
 from ..base import TrainableDrafter
-from ..registry import DRAFTERS, checked_options
+from ..registry import DRAFTERS, DrafterSpec
 from ..shared_options import START_FROM
 from .download import resolve_drafter
 from .folder import (
@@ -27,38 +27,6 @@ from .folder import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterSpec:
-    """A drafter's kind and configuration, and the folder of its initial weights."""
-
-    kind: str
-    config: Any
-    start_from: Path | None = None
-
-    @classmethod
-    def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
-        """Check a kind and its options.
-
-        Raises ValueError that lists unknown options and wrong values.
-        """
-        if not isinstance(kind, str) or kind not in DRAFTERS:
-            raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
-        config = checked_options(kind, DRAFTERS[kind].Config, options, section="drafter")
-        return cls(kind=kind, config=config, start_from=start_from)
-
-    def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
-        """Return the same drafter with other drafting options.
-
-        Raises ValueError for options that would change the weights.
-        """
-        runtime, current = self.config.RUNTIME_FIELDS, asdict(self.config)
-        if forbidden := sorted(options.keys() & current.keys() - runtime):
-            raise ValueError(
-                f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
-            )
-        return self.of(self.kind, {**current, **options}, self.start_from)
 
 
 def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:

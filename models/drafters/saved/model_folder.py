@@ -15,8 +15,8 @@ from ...bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numb
 from ...llm.hf_target import HFTarget
 from ...llm.identity import tokenizer_digest
 from ..draft_model import DraftModel
+from ..registry import DrafterSpec
 from ..small_models import architecture_in, require_same_tokenizer, require_same_vocabulary
-from .build import DrafterSpec
 from .folder import CONFIG_FILE
 
 

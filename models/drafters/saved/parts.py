@@ -27,7 +27,7 @@ from .download import resolve_drafter, resolve_model
 from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config
 
 if TYPE_CHECKING:
-    from .build import DrafterSpec
+    from ..registry import DrafterSpec
 
 MERGE = ""
 """Key of the merged tree's options, beside those of the parts."""

@@ -35,9 +35,8 @@ from .meeting import (
     versions,
 )
 from .messages import StageLost
-from .serve import FAILED, leave_interrupts_to_the_head, serve
 from .slices import EndSlice, LayerSlice
-from .stage import Stage
+from .stage import FAILED, Stage, leave_interrupts_to_the_head, serve
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,10 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ....data.manifest import TargetIdentity
-from ...decoding.prompts import Prompts
 from ...decoding.protocols import Meanwhile
-from ...decoding.runs import Answer, Keep, Run, RunCounts, run_numbers
 from ...decoding.tree import DraftTree, accepted_path, chain_tree, empty_tree
-from ...decoding.types import NO_NODE, AcceptedPath, Counts, TargetOutput
+from ...decoding.types import NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
+from ...decoding.window import Answer, Keep, Run, RunCounts, run_numbers
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
 from ..tree_cache import TreeCache

@@ -14,7 +14,7 @@ from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAccep
 from outrider.models.decoding.sampling import warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.group_search import GroupDrawing
-from outrider.models.export.certificate_file import CertificateLine
+from outrider.models.export.package import CertificateLine
 from outrider.models.llm import cuda_graphs as graphs
 from outrider.models.llm import loading as targets
 from outrider.models.llm import tree_attention

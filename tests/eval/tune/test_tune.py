@@ -27,8 +27,8 @@ from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.registry import TRAINING_FREE
+from outrider.models.drafters.saved.loading import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.llm.hf_target import HFTarget
 
 from ...commands import invoke

@@ -10,12 +10,10 @@ from typing import Any
 
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
-from outrider.models.decoding.prompts import Prompts
-from outrider.models.decoding.runs import Run
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation, Speculation
-from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.decoding.window import Window
+from outrider.models.decoding.types import NO_NODE, Prompts, TargetOutput
+from outrider.models.decoding.window import Run, Window
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.models.decoding.counter_random import _mixed, exponential, stream_keys, uniform
+from outrider.models.decoding.sampling import _mixed, exponential, stream_keys, uniform
 
 ALPHA = 1e-4
 FULL = 2**64
@@ -56,7 +56,7 @@ def test_numbers_are_uniform_and_independent_of_neighbours_in_every_direction() 
 def test_numbers_are_never_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of 0 would always ring first, and a coin of probability 1 could fail."""
     for bits in (0, -1):
-        monkeypatch.setattr("outrider.models.decoding.counter_random._mixed", lambda x, bits=bits: torch.full_like(x, bits))
+        monkeypatch.setattr("outrider.models.decoding.sampling._mixed", lambda x, bits=bits: torch.full_like(x, bits))
         numbers = uniform(torch.zeros(1, dtype=torch.long), 3)
         assert bool(((numbers > 0) & (numbers < 1)).all())
         assert bool((exponential(torch.zeros(1, dtype=torch.long), 3).float() > 0).all())

@@ -12,15 +12,13 @@ import torch
 
 from outrider.models.decoding import pipelined
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
-from outrider.models.decoding.loop import generate
+from outrider.models.decoding.loop import NullDrafter, generate
 from outrider.models.decoding.pipelined import generate_pipelined
-from outrider.models.decoding.runs import Answer, Keep, Run
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step, TargetOutput
-from outrider.models.decoding.window import Known, Window
-from outrider.models.drafters.null import NullDrafter
+from outrider.models.decoding.window import Answer, Keep, Known, Run, Window
 
 from .schedules import FAULTS, Scheduler
 from .streaming_toys import (

@@ -3,9 +3,8 @@
 import pytest
 
 from outrider.models.decoding.growing_tree import GrowingTree
-from outrider.models.decoding.runs import Keep, Run
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.decoding.window import DEAD, Known, Window, after
+from outrider.models.decoding.window import DEAD, Keep, Known, Run, Window, after
 
 A, B, C, D, E, F, G = range(7)
 

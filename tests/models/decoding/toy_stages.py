@@ -11,11 +11,10 @@ from random import Random
 
 import torch
 
-from outrider.models.decoding.prompts import Prompts
 from outrider.models.decoding.protocols import Meanwhile
-from outrider.models.decoding.runs import Answer, Keep, Run, run_numbers
 from outrider.models.decoding.tree import DraftTree
-from outrider.models.decoding.types import AcceptedPath, TargetOutput
+from outrider.models.decoding.types import AcceptedPath, Prompts, TargetOutput
+from outrider.models.decoding.window import Answer, Keep, Run, run_numbers
 
 from .schedules import NO_FAULTS, Faults, Scheduler
 

@@ -13,8 +13,8 @@ from outrider.data.types import DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.block import Block
-from outrider.models.drafters.branches.attention import Slots, attend_densely
-from outrider.models.drafters.eagle3 import spread_feature_layers
+from outrider.models.drafters.branches import Slots, attend_densely
+from outrider.models.drafters.decoder_layer import spread_feature_layers
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget

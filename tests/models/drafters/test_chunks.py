@@ -11,8 +11,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.chunks import CHUNK_SHARE, MAX_CHUNK, SharedCasts, max_chunk
-from outrider.models.drafters.objective import LabelRows, against_label, per_label_loss
+from outrider.models.drafters.objective import (
+    CHUNK_SHARE,
+    MAX_CHUNK,
+    LabelRows,
+    SharedCasts,
+    against_label,
+    max_chunk,
+    per_label_loss,
+)
 
 VOCAB, WIDTH, NUM_LABELS = 48, 8, 16
 

@@ -17,7 +17,7 @@ from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import DraftModelConfig
-from outrider.models.drafters.saved.build import DrafterSpec
+from outrider.models.drafters.registry import DrafterSpec
 from outrider.models.llm.hf_target import HFTarget
 
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation

@@ -18,8 +18,9 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
 from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.drafters.eagle import Eagle
-from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
+from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.drafters.feature_drafter import FeatureDrafter
 from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
 from outrider.models.drafters.labels import Labels

@@ -131,10 +131,10 @@ def accepted_of(steps: list[Any]) -> int:
 # --- answers
 
 
-@ROWS
-@pytest.mark.parametrize(("num_calls", "seconds"), [(0, 0.0), (1, 1e6), (5, 1e6), (3, 1e-9)])
+@pytest.mark.parametrize(("num_calls", "seconds"), [(0, 0.0), (5, 1e6)])
 @pytest.mark.parametrize("pace", PACES)
-def test_answers_are_those_of_plain_decoding(target, twin, waits, pace, num_calls, seconds, rows):
+def test_answers_are_those_of_plain_decoding(target, twin, waits, pace, num_calls, seconds):
+    rows = ALL
     plain, _ = decode(target, NullDrafter(), rows, num_new=16)
     sampling = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95))
     seeds = RowSeeds(range(len(rows)))

@@ -7,8 +7,7 @@ import torch
 
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
-from outrider.models.drafters.corrections import Bilinear, Markov, NoCorrection, Pairwise
-from outrider.models.drafters.lattice import lattice_search
+from outrider.models.drafters.corrections import Bilinear, Markov, NoCorrection, Pairwise, lattice_search
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB, HIDDEN, RANK, SLOTS = 6, 5, 3, 3

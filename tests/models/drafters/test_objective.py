@@ -11,10 +11,9 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.label_weights import dpace_weights, missed_share
-from outrider.models.drafters.labels import Labels
+from outrider.models.drafters.labels import Labels, dpace_weights, missed_share
 from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossChoice, LossKind, check_loss, describe_loss
-from outrider.models.drafters.objective import Objective, score
+from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..largest import Largest
@@ -294,9 +293,11 @@ def test_dpace_weights_are_shares_of_the_expected_length() -> None:
     assert weights[1].tolist() == pytest.approx([0.95 + 0.95 * 0.8, 0.95 * 0.8, 0.0]), "an unknown label adds nothing"
 
 
-def test_dpace_replaces_a_drafters_own_factors_of_depths():
-    assert Objective().decay(0.8) == 0.8
-    assert Objective(weights="dpace").decay(0.8) == 1.0
+def test_dpace_replaces_the_decay_of_depths():
+    counts = torch.ones(2, dtype=torch.long)
+    loss = Loss(sums=torch.ones(2), counts=counts, hits=counts[:, None], joint_hits=counts)
+    assert loss.decayed(Objective()).sums.tolist() == pytest.approx([1.0, LOSS_DECAY])
+    assert loss.decayed(Objective(weights="dpace")).sums.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", EVERY_LOSS)

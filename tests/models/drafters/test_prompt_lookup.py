@@ -9,8 +9,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import make_training_free
-from outrider.models.drafters.ngrams import SEPARATOR
 from outrider.models.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from outrider.models.drafters.training_free import SEPARATOR
 
 
 def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.drafters.ranking import BLOCK_SIZE, MIN_VALUES, largest
+from outrider.models.drafters.beams import BLOCK_SIZE, MIN_VALUES, largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

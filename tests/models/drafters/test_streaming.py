@@ -23,9 +23,9 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.reading import in_batch, read_acceptance
-from outrider.models.decoding.runs import Answer, Run
 from outrider.models.decoding.speculation import PaperSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
+from outrider.models.decoding.window import Answer, Run
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
 from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
 from outrider.models.drafters.draft_model import DraftModel
@@ -33,8 +33,7 @@ from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.scored_tree import MAX_CHILDREN
-from outrider.models.drafters.streaming import streaming_drafter
-from outrider.models.drafters.streaming_merge import MAX_NODES
+from outrider.models.drafters.streaming_merge import MAX_NODES, streaming_drafter
 from outrider.models.drafters.streaming_models import LEAST_PROB, MAX_RECURRENT_DEPTH
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.llm.hf_target import HFTarget

@@ -15,7 +15,7 @@ from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.text_states import states_of_texts
+from outrider.train.batches import states_of_texts
 
 from ..largest import Largest
 

@@ -24,8 +24,8 @@ from outrider.distill.regenerate.run import regenerate
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.text_states import states_of_texts
-from outrider.train.launch import make_accelerator
+from outrider.train.batches import states_of_texts
+from outrider.train.processes import make_accelerator
 
 CONFIG = DistillConfig(
     mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128

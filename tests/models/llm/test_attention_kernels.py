@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.distill.label import branch_attention
-from outrider.models.drafters.branches.attention import Entries, Slots, attend_densely
+from outrider.models.drafters.branches import Entries, Slots, attend_densely
 from outrider.models.llm import attention_kernels
 
 from . import efficient_attention

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.models.decoding import Prompts
 from outrider.models.llm import tree_reader
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.text_states import require_packing
+from outrider.train.batches import require_packing
 from tests.tiny_models import IDENTITY
 
 NUM_SPECIAL = 15

@@ -20,12 +20,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from outrider.eval.measure.roofline import measure_roofline, weight_bytes
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters.decoder_layer import require_resident_weights
 from outrider.models.llm import weight_reader
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.plain_weights import require_resident_weights
 from outrider.models.llm.weight_files import PAGE
 from outrider.models.llm.weight_reader import staging_bytes
 
@@ -109,8 +109,7 @@ def streamed_places(target: HFTarget) -> str:
 # --- the same text
 
 
-@pytest.mark.parametrize(("num_layers", "places"), [(0, "ssssssssssr"), (1, "rsssssssssr"), (3, "rsssrsssrsr")])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("num_layers", "places", "batch"), [(0, "ssssssssssr", 1), (3, "rsssrsssrsr", 4)])
 def test_the_text_is_that_of_the_whole_target(load: Load, whole: HFTarget, num_layers: int, places: str, batch: int) -> None:
     target = load(num_layers)
     assert streamed_places(target) == places

@@ -8,7 +8,7 @@ import torch
 from outrider.data.types import DrafterBatch
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
-from outrider.models.llm.text_states import states_of_texts
+from outrider.train.batches import states_of_texts
 
 from ...host_reads import HostReads, ScalarReads
 

@@ -16,8 +16,8 @@ from outrider.models.decoding.loop import generate
 from outrider.models.drafters import NullDrafter, load_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedDrafter
+from outrider.models.drafters.saved.loading import describe_setup, tuned_folder
 from outrider.models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from outrider.models.drafters.saved.tuned import describe_setup, tuned_folder
 from outrider.models.export import custom_generate
 from outrider.models.export.package import make_package
 from outrider.models.llm.identity import weights_digest

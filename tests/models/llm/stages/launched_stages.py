@@ -18,14 +18,14 @@ import torch
 
 from outrider.models.decoding import generate
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from outrider.models.decoding.loop import NullDrafter
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AcceptanceRule
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import load_drafter
-from outrider.models.drafters.null import NullDrafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
-from outrider.models.drafters.streaming import streaming_drafter
+from outrider.models.drafters.streaming_merge import streaming_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target

@@ -22,7 +22,7 @@ import torch
 
 from outrider.models.decoding import generate
 from outrider.models.decoding.acceptance import GreedyAcceptance
-from outrider.models.drafters.null import NullDrafter
+from outrider.models.decoding.loop import NullDrafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target

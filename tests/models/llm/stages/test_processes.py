@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.data.files import sha256_file
 from outrider.models.decoding import generate
 from outrider.models.decoding.acceptance import GreedyAcceptance
-from outrider.models.drafters.null import NullDrafter
+from outrider.models.decoding.loop import NullDrafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.stages import meeting

@@ -19,13 +19,13 @@ from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.stages.inline import InlineLink, in_stages
 from outrider.models.llm.stages.messages import Kind, Link, Work
 from outrider.models.llm.stages.stage import Stage
 from outrider.models.llm.stages.staged_target import StagedTarget
 
 from ...decoding.schedules import FAULTS, NO_FAULTS, Faults, Scheduler
 from ...decoding.streaming_toys import DRAFTERS, NUM_TOKENS, POLICIES, DialledDrafter, Schedule, options, schedules
+from .inline import InlineLink, in_stages
 
 VOCAB = 6
 STAGE_LAYERS = {1: [5], 2: [2, 3], 3: [1, 3, 1], 5: [1] * 5}

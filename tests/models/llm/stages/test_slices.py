@@ -12,7 +12,6 @@ from outrider.models.decoding import Prompts
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hidden_states import decoder_layers
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.stages.inline import InlineLink, in_stages
 from outrider.models.llm.stages.sliceable import require_sliceable
 from outrider.models.llm.stages.slices import AbsentLayer, EndSlice, LayerSlice
 from outrider.models.llm.stages.stage import Stage
@@ -21,6 +20,7 @@ from outrider.models.llm.streamed_loading import build_without_weights, stored_w
 from outrider.models.llm.weight_reader import WeightFiles
 
 from ....tiny_models import save_tiny_target
+from .inline import InlineLink, in_stages
 
 NUM_LAYERS = 5
 STAGE_LAYERS = [2, 1, 2]

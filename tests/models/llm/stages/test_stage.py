@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, Prompts, TargetOutput, chain_tree
-from outrider.models.decoding.runs import Answer, Keep, Run, RunCounts, run_numbers
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
+from outrider.models.decoding.window import Answer, Keep, Run, RunCounts, run_numbers
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.stages.inline import InlineLink, in_stages
 from outrider.models.llm.stages.messages import Work
 from outrider.models.llm.stages.stage import lineage_of
 from outrider.models.llm.stages.staged_target import StagedTarget
+
+from .inline import InlineLink, in_stages
 
 PROMPT = [1, 70, 71, 72, 2]
 ROOT = 9

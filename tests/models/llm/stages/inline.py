@@ -7,11 +7,11 @@ from itertools import accumulate, chain, pairwise
 
 from transformers import PreTrainedModel
 
-from ..hf_target import HFTarget
-from .messages import Work
-from .slices import EndSlice, LayerSlice
-from .stage import Stage
-from .staged_target import StagedTarget
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.stages.messages import Work
+from outrider.models.llm.stages.slices import EndSlice, LayerSlice
+from outrider.models.llm.stages.stage import Stage
+from outrider.models.llm.stages.staged_target import StagedTarget
 
 
 class InlineLink:

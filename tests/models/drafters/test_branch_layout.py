@@ -3,7 +3,7 @@
 import torch
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.drafters.branches.layout import Branches
+from outrider.models.drafters.branches import Branches
 
 
 def test_branches_see_the_text_before_them_and_themselves():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.drafters.branches.attention import Entries, Masks, attend_densely
+from outrider.models.drafters.branches import Entries, Masks, attend_densely
 
 BATCH, HEADS, SEQ, BRANCHES, WIDTH = 2, 4, 9, 5, 8
 

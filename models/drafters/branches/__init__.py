@@ -1,1 +1,0 @@
-"""Branches after positions of a text, on which drafters with attention are trained."""
