@@ -15,7 +15,7 @@ from typing import Any
 import jaxtyping
 import torch
 
-FIRST, EVERY = 32, 512
+FIRST, EVERY = 8, 512
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cli", "data", "distill", "eval", "models", "train")
 

@@ -295,6 +295,7 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
     assert digests(folder) == before
 
 
+@pytest.mark.slow
 def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,8 +41,8 @@ COMMANDS = {
 }
 OTHERS = [
     "tests/conformance/test_rules.py::test_every_mutant_of_the_sampler_is_caught",
-    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_resumes_to_equal_bits",
-    "tests/train/test_processes.py::test_two_processes_train_like_one_on_the_same_texts_per_step",
+    "tests/train/test_more_steps.py::test_a_kill_in_between_leaves_no_trace",
+    "tests/cli/test_launcher.py::test_an_error_of_launched_processes_is_printed_once",
 ]
 """Quick tests of mutants, of a kill with a resume, and of a launch of two processes."""
 

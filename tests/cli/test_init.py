@@ -122,6 +122,7 @@ def test_a_machine_without_a_gpu_gets_less_data(tmp_path: Path) -> None:
     assert without.train.steps == 250 < with_gpu.train.steps
 
 
+@pytest.mark.slow
 def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     init_command(InitOptions(recipe=Path("my"), target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl")))

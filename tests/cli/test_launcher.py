@@ -27,7 +27,10 @@ with user_errors():
 
 @pytest.mark.parametrize(
     ("what", "message", "status"),
-    [("raise", "data.limit is 0", 2), ("kill", "process 1 of the launch was ended by SIGKILL", 128 + signal.SIGKILL)],
+    [
+        pytest.param("raise", "data.limit is 0", 2, marks=pytest.mark.slow),
+        ("kill", "process 1 of the launch was ended by SIGKILL", 128 + signal.SIGKILL),
+    ],
 )
 def test_an_error_of_launched_processes_is_printed_once(what: str, message: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -73,10 +73,8 @@ PLACINGS = {
     "bf16 passes": Placing("bfloat16", num_staying=2, resident=2, kept=0, computed="bfloat16"),
 }
 QUICK = {
-    "llama-gqa": "head streamed",
     "qwen3": "bf16 kept",
     "gemma3": "some resident",
-    "gpt-neox": "all streamed",
     "gpt2": "bf16 streamed",
 }
 """The placing of each architecture's quick test; the others are slow tests."""

@@ -76,7 +76,10 @@ def test_a_template_that_fails_is_an_error_that_names_it(tokenizer, template):
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize(
+    "template",
+    [pytest.param(text, marks=[] if name == "loops" else pytest.mark.slow, id=name) for name, text in ENDLESS.items()],
+)
 def test_a_template_without_an_end_is_an_error_within_the_bound_of_time(tokenizer, template):
     require_error(tokenizer, template, BOUND)
 

@@ -51,6 +51,7 @@ def command(
     ]
 
 
+@pytest.mark.slow
 def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path) -> None:
     arguments = [
         "eval",
@@ -105,6 +106,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
     assert [row["lossless_label"] for row in rows] == ["yes"] * 3
 
 
+@pytest.mark.slow
 def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "TEXTS_PER_PROMPT", 32)
     result = invoke(["certify", *command, "--limit", "2", "--decode", "pipelined"])

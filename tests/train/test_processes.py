@@ -106,7 +106,7 @@ def launched(
 @pytest.mark.parametrize(
     ("which", "name"),
     [
-        *[("quick", name) for name in LAUNCHES["quick"]],
+        *[pytest.param("quick", name, marks=pytest.mark.slow) for name in LAUNCHES["quick"]],
         *[pytest.param("slow", name, marks=pytest.mark.slow) for name in LAUNCHES["slow"]],
     ],
 )

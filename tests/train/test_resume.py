@@ -48,6 +48,7 @@ def report_of(command: list[str]) -> Any:
     return json.loads(launch(command).splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_resumes_to_equal_bits(tiny_target_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     drafter = {**DRAFTER, "kind": "dropout"}
     script = str(SCRIPTS / "kill_and_resume.py")

@@ -86,7 +86,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a process of its parent's death")
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_training_stops_when_its_launcher_dies(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]

@@ -48,8 +48,7 @@ class FakeCudart:
         return 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(), (3,), (33, 1025)])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (33, 1025)), (torch.bool, (3,))])
 def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def evaluate_graphed(tiny_target: HFTarget, suites: list[SuiteConfig], tmp_path:
 
 @pytest.mark.parametrize("tree_nodes", [6, pytest.param(None, marks=pytest.mark.slow)], ids=["one size", "buckets"])
 @pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.slow
 def test_no_graph_is_made_within_an_answer_that_counts(
     sizes: list[int], tree_nodes: int | None, evaluate_graphed: Callable[..., Any], generations: dict[str, list[Generation]]
 ) -> None:

@@ -64,6 +64,7 @@ def drafters(target, redrafter):
 
 @pytest.mark.parametrize("kind", ["nothing", "redrafter"])
 @pytest.mark.parametrize("tree_nodes", [None, 5])
+@pytest.mark.slow
 def test_a_row_in_a_batch_gives_the_tokens_that_it_gives_alone(target, drafters, kind, tree_nodes):
     drafter = drafters[kind]
     if kind == "redrafter":
@@ -174,6 +175,7 @@ class RandomDrafter:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "survivors", "likeliest", "distinct", "independent"])
+@pytest.mark.slow
 def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(target, redrafter, kind):
     redrafter.config.tree_nodes = 5 if kind == "likeliest" else None
     # A drafter that is accepted now and then: its logits after a token are the target's for this

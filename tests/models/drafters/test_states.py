@@ -59,7 +59,15 @@ def build(name: str, target: HFTarget) -> Any:
     return build_drafter(parse_drafter(KINDS[name]), target).to(target.dtype).eval()
 
 
-@pytest.fixture(params=[*KINDS, *FREE, *MERGES, "null", "oracle", *RECORDED])
+QUICK = ["redrafter", "block", "eagle3", "draft_tree", "recycling", "suffix", "merged", "recorded eagle"]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in (*KINDS, *FREE, *MERGES, "null", "oracle", *RECORDED)
+    ]
+)
 def drafter(request, target) -> Any:
     torch.manual_seed(0)
     if request.param == "null":

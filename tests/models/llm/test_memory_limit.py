@@ -87,7 +87,8 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("share", [0.25, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 0.75))])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.25, 0.75])
 def test_a_streamed_target_survives_a_cap_at_its_budget(limits: Any, large: Path, share: float) -> None:
     budget = int(share * weight_bytes(large))
     with decoding(limits, large, budget) as (limiter, process, baseline):
@@ -99,6 +100,7 @@ def test_a_streamed_target_survives_a_cap_at_its_budget(limits: Any, large: Path
     assert len(tokens) == 4
 
 
+@pytest.mark.slow
 def test_a_cap_below_the_plan_kills_the_process(limits: Any, large: Path) -> None:
     """The test above can fail: the memory that the plan counts is memory that the process takes."""
     budget = int(0.75 * weight_bytes(large))

@@ -169,6 +169,7 @@ def test_the_number_of_parts_is_the_masks(monkeypatch):
     assert parts == [num_parts for num_parts in PARTS[1:] for _ in range(2)], "one part is the usual attention"
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_all_numbers_of_parts(kernel):
     """Each further graph of a large model takes a minute, and a model has at most eight."""
     num_graphs = 0

@@ -224,6 +224,7 @@ def test_no_thread_is_left_after_close(path: Path) -> None:
         reader.load(Loading(Weights.in_files("unit", []), []))
 
 
+@pytest.mark.slow
 def test_a_process_exits_while_units_are_being_read(path: Path) -> None:
     """A thread that isn't a daemon would keep the process, a daemon could crash it."""
     code = f"""

@@ -24,6 +24,7 @@ from outrider.models.llm.stages.messages import StageLost
 from ....tiny_models import save_tiny_target
 from .processes import answer, later, launch, target_options
 
+SLOW = pytest.mark.slow
 PROMPT = [40, 41, 42, 43, 44]
 NUM_TOKENS = 48
 
@@ -65,7 +66,7 @@ def test_processes_answer_like_the_target_in_memory(
         assert running.require_ended() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("rank", [2, *(pytest.param(rank, marks=SLOW) for rank in (1, 3))])
 def test_a_killed_stage_is_named_and_leaves_no_orphan(
     rank: int, folder: Path, uninterrupted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +164,10 @@ def other_weights(folder: Path, directory: Path, tokenizer: PreTrainedTokenizerF
     ("other", "message"),
     [
         ("weights", r"stage 1 of 2 .* has other weights \(digest \w+\) than the head"),
-        ({"dtype": "float64"}, r"stage 1 .* has float64 target.dtype, and the head has float32"),
-        ({"attn_implementation": "eager"}, "has eager target.attn_implementation, and the head has sdpa"),
+        pytest.param({"dtype": "float64"}, r"stage 1 .* has float64 target.dtype, and the head has float32", marks=SLOW),
+        pytest.param(
+            {"attn_implementation": "eager"}, "has eager target.attn_implementation, and the head has sdpa", marks=SLOW
+        ),
     ],
 )
 def test_stages_with_another_model_are_refused_before_weights_are_read(

@@ -153,7 +153,7 @@ def test_a_staged_target_is_an_asynchronous_target() -> None:
     assert staged(2).max_runs == 3
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("count", [12, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_no_schedule_of_real_stages_changes_a_token(count: int) -> None:
     check(count)
 
@@ -192,6 +192,7 @@ HANDLE = Stage.handle
 MUTANTS = [keeps_only_if_it_reads, mixes_survivors, forgets_survivors, sees_siblings, skips_a_run_too_many]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_stage_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stage, "handle", mutant)
