@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from dataclasses import field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -275,6 +276,10 @@ def test_the_help_of_a_command_has_its_options_in_80_columns(command: str) -> No
         assert result.exit_code == 0
         assert result.output.startswith(f"Usage: outrider {command}")
         assert max(len(line) for line in result.output.splitlines()[1:]) <= WIDTH
+
+
+def test_version_is_the_installed_one() -> None:
+    assert invoke(["--version"]).output == f"outrider {version('outrider')}\n"
 
 
 def test_the_help_lists_the_usual_options_and_all_on_demand() -> None:
