@@ -221,9 +221,8 @@ def test_drafting_while_a_pass_waits_changes_no_text(pair, kind, monkeypatch):
     assert stats.drafts > 0, "no draft pass ran during a wait"
 
 
-SHARE = 5
-"""One of so many combinations is tested: all pairs of a drafter and a placing, with architectures in
-turn."""
+SHARE = 15
+"""One of so many combinations is tested: every drafter, every placing and every architecture in turn."""
 EVERY_PAIR = [
     pytest.param(architecture, placing, kind, marks=pytest.mark.slow)
     for x, architecture in enumerate(ARCHITECTURES)
