@@ -331,7 +331,7 @@ def test_training_on_a_streamed_target_gives_the_same_weights(both, labels, kind
     options = {"redrafter": {"exit_width": 16, "num_blocks": 1}, "eagle3": {"init": "random", "depth": 2}}[kind]
     weights = []
     for target, shards in zip(both, labels, strict=False):
-        config = TrainConfig(steps=3, batch_size=2, learning_rate=1e-2, num_threads=1)
+        config = TrainConfig(steps=3, batch_size=2, learning_rate=1e-2)
         out = tmp_path / shards.name
         train(
             config,
