@@ -93,7 +93,7 @@ def _certify(
     raise_problems(stage_problems(config, options.target.stage_layers, kinds))
     check_inputs(config, all_parts)
     launch_stages("certify", line, options.target)
-    with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
+    with cpu_threads(config.num_threads):
         return _decode(config, all_parts, load_chosen_target(options.target), unfinished)
 
 
@@ -101,7 +101,7 @@ def _decode(
     config: EvalConfig, drafters: "list[DrafterParts]", target: "HFTarget", unfinished: Path
 ) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Run the checks of a loaded target."""
-    from ..eval.certify.certificate import decoding_checks, run_checks
+    from ..eval.certify.certificate import decoding_checks, recorded_linears, run_checks
     from ..eval.measure.environment import describe_environment, recorded_stages
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.run import load_suites
@@ -110,7 +110,8 @@ def _decode(
     # 1. Load the drafters, and name each method as the tables of an evaluation do.
     specs = method_specs(config, drafters)
     loaded = load_drafters(specs, target)
-    target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
+    parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
+    target.choose_linears(*parts, recorded=recorded_linears(unfinished))
     (methods,) = methods_by_place(config, specs, loaded, target).values()
     named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)

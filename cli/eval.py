@@ -77,13 +77,12 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
 
 def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOptions, line: CommandLine) -> "list[Row]":
     from ..data.files import guarded
-    from ..eval.run import check_inputs, cpu_threads, evaluate
+    from ..eval.run import check_inputs, evaluate
     from ..eval.tune.run import tuned_settings
 
     check_inputs(config, drafters)
     launch_stages("eval", line, options.target)
-    with cpu_threads(config.num_threads):  # loading chooses how linear layers are computed with them
-        target = load_chosen_target(options.target, options.chat_template)
+    target = load_chosen_target(options.target, options.chat_template)
     tuned = tuned_settings(config, target, drafters) if options.tuned else None
     with guarded(options.output, folders=[options.output]):
         return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)

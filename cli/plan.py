@@ -147,7 +147,9 @@ class Planner:
         missing = missing_conversations(options, data, self.target, list(conversations), self.folder / "answers")
         size, limit = options.decode_batch_size or DEFAULT_BATCH_SIZE, min(options.max_new_tokens, data.max_length)
         self._say("answers: the target answers some prompts by plain decoding ...")
+        self.target.choose_linears()
         decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)
+        self.target.plain_linears()  # labelling and training read texts with the weights as they are stored
         mean = decoded.mean_tokens(limit)
         if missing and not only_sample:
             # A batch ends with its longest answer.

@@ -58,6 +58,11 @@ class ShardStore(Generic[Entry, M]):
     facts: Callable[[Path], Mapping[str, Any]]
     check: Callable[[Path, M], None] = lambda path, manifest: None
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run has marked the folder as its own."""
+        return (self.directory / MANIFEST_FILE).exists()
+
     def path(self, index: int, suffix: str) -> Path:
         """Return the path of a file of shard `index`."""
         return self.directory / f"{self.stem}-{index:05d}{suffix}"
@@ -152,7 +157,7 @@ class ShardStore(Generic[Entry, M]):
 
     def is_complete(self, num_shards: int) -> bool:
         """Return whether the manifest is complete, and no shard was deleted since."""
-        if not (self.directory / MANIFEST_FILE).exists() or not (manifest := self.load()).complete:
+        if not self.is_begun or not (manifest := self.load()).complete:
             return False
         return self.entries(num_shards) == manifest.shards
 
@@ -162,7 +167,7 @@ class ShardStore(Generic[Entry, M]):
         `manifest` is today's run. With `data_facts` (see `describe_data`), other data are named by the
         options that changed.
         """
-        if not (self.directory / MANIFEST_FILE).exists():
+        if not self.is_begun:
             if any(self.directory.glob(f"{self.stem}-*")):
                 remedy = REMEDY.format(self.directory)
                 raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, so their run is unknown. {remedy}")

@@ -84,8 +84,10 @@ def evaluate(
         stack.enter_context(cpu_threads(config.num_threads))
         loaded = load_drafters(specs, target)
         calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
-        target.choose_linears(*(part for drafter in loaded.values() for part in trained_parts(drafter)))
-        # 2. Start or resume the run's folder.
+        # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
+        parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
+        path = output_dir / RUN_FILE
+        target.choose_linears(*parts, recorded=read_info(path).environment.linears if path.exists() else None)
         environment = describe_environment(target.device, target.linears)
         info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))

@@ -18,7 +18,7 @@ from ...data.manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 from ...data.store import ShardStore
 from ...data.types import Conversation, Example
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,15 @@ class SamplingFacts:
 class AnswersManifest(BaseManifest):
     """All answers of one regeneration.
 
-    `max_tokens` bounds prompt and answer together. `data_sha256` is `conversations_sha256` of all
-    conversations in order.
+    `max_tokens` bounds prompt and answer together. `linears` are the ways in which the target's and
+    the drafter's linear layers are computed (`choose_linears`), by shape. `data_sha256` is
+    `conversations_sha256` of all conversations in order.
     """
 
     chat_template_sha256: str
     sampling: SamplingFacts
     max_tokens: int
+    linears: dict[str, str]
     shards: list[AnswersEntry]
 
     def __post_init__(self) -> None:

@@ -10,7 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -19,8 +21,9 @@ from ...data.chat import require_template
 from ...data.config import DataConfig
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
-from ...data.store import STATS_SUFFIX, describe_data
+from ...data.store import STATS_SUFFIX, ShardStore, describe_data
 from ...data.types import Conversation, Example
+from ...models.drafters.saved.loading import trained_parts
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
@@ -39,7 +42,7 @@ from .answers import (
 )
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
-from .engines.registry import open_engine
+from .engines.registry import load_answering_drafter, open_engine
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +84,13 @@ def regenerate(
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
+    store, data_facts = answer_store(output_dir), describe_data(data, target.tokenizer.chat_template, overlap)
+    manifest = _begin_answers(config, data, target, plan, store, accelerator, data_facts)
     # 2. Answer them, shard by shard. With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
-        answer_store(output_dir),
-        describe_answers(config, data, target, plan),
+        store,
+        manifest,
         plan,
         accelerator,
         worker,
@@ -93,8 +98,9 @@ def regenerate(
         make=lambda shards, progress: _answer_shards(config, shards, target, limits, output_dir, progress, worker),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
-        data_facts=describe_data(data, target.tokenizer.chat_template, overlap),
+        data_facts=data_facts,
     )
+    target.plain_linears()  # the labels are then the same whether this process has answered or not
     # 3. Read the examples.
     examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
     if not examples:
@@ -110,8 +116,44 @@ def missing_conversations(
 ) -> list[Conversation]:
     """Return the unanswered conversations. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
-    store.require_same(describe_answers(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
+    linears = store.load().linears if store.is_begun else {}
+    manifest = describe_answers(config, data, target, plan, linears)
+    store.require_same(manifest, describe_data(data, target.tokenizer.chat_template))
     return store.missing(plan)
+
+
+def _begin_answers(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    plan: Sequence[Sequence[Conversation]],
+    store: ShardStore[AnswersEntry, AnswersManifest],
+    accelerator: Accelerator,
+    data_facts: Mapping[str, Any],
+) -> AnswersManifest:
+    """Return the manifest of this run, and let the target decode as the run's first process did.
+
+    That process chooses how linear layers are computed, and marks the folder with its choice. Raises
+    ValueError if the folder has shards and no manifest.
+    """
+    describe = partial(describe_answers, config, data, target, plan)
+    decodes = config.engine != "openai"  # a server computes in its own way
+    # 1. The first process of a new folder chooses.
+    if accelerator.is_main_process and not store.is_begun:
+        store.require_same(describe({}))
+        if decodes:
+            drafter = load_answering_drafter(config, target)
+            target.choose_linears(*([] if drafter is None else trained_parts(drafter)))
+        store.save_data_facts(data_facts)
+        store.save(describe(target.linears))
+    accelerator.wait_for_everyone()
+    # 2. All others take its choice.
+    recorded = store.load().linears
+    if not decodes or not store.missing(plan):
+        return describe(recorded)
+    if target.linears != recorded:
+        target.choose_linears(recorded=recorded)
+    return describe(target.linears)
 
 
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
@@ -121,7 +163,11 @@ def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> 
 
 
 def describe_answers(
-    config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Conversation]]
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    plan: Sequence[Sequence[Conversation]],
+    linears: Mapping[str, str],
 ) -> AnswersManifest:
     """Return the manifest of these answers before any exists: everything that decides them.
 
@@ -141,6 +187,7 @@ def describe_answers(
             max_new_tokens=config.max_new_tokens,
         ),
         max_tokens=answer_limits(config, data, target).max_tokens,
+        linears=dict(linears),
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         shards=[],

@@ -57,6 +57,14 @@ def unfinished_file(certificate: Path) -> Path:
     return certificate.with_name(f"{certificate.name}.unfinished")
 
 
+def recorded_linears(path: Path) -> dict[str, str] | None:
+    """Return how linear layers were computed for the lines that the file `path` keeps; None without it."""
+    if not path.is_file():
+        return None
+    linears: dict[str, str] = read_dataclass(Unfinished, path).request["environment"]["linears"]
+    return linears
+
+
 @torch.inference_mode()
 def run_checks(checks: Sequence[Check], path: Path, request: Mapping[str, Any]) -> list[CertificateLine]:
     """Run the checks in order, and keep each line in the file `path`.

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from ..records.run_files import BudgetFacts, Environment
 PACKAGES = ("outrider", "torch", "transformers")
 
 
-def describe_environment(device: torch.device, linears: str = "") -> Environment:
+def describe_environment(device: torch.device, linears: Mapping[str, str] | None = None) -> Environment:
     """Describe this process's environment; `num_threads` is torch's current setting."""
     return Environment(
         python=platform.python_version(),
@@ -35,7 +35,7 @@ def describe_environment(device: torch.device, linears: str = "") -> Environment
         num_threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         git_hash=_git_hash(Path(__file__).parents[2]),
-        linears=linears,
+        linears=dict(linears or {}),
     )
 
 

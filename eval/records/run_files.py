@@ -69,8 +69,9 @@ class Environment:
     git_hash: str | None
     """Commit of the library's clone, with `-dirty` if files differ from it; None outside a
     clone."""
-    linears: str
-    """How linear layers are computed (`choose_linears`); empty: as transformers computes them."""
+    linears: dict[str, str]
+    """How linear layers are computed, by shape (`choose_linears`). A resumed run computes them in the
+    same way. Empty: as transformers computes them."""
 
     @property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """Report of finished evaluations: one HTML page, from the files in their folders."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -108,12 +108,21 @@ def _device(environment: EvalEnvironment) -> str:
     return f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''} of {environment.cpu}"
 
 
+def _shapes_by_way(linears: Mapping[str, str]) -> dict[str, list[str]]:
+    shapes: dict[str, list[str]] = {}
+    for shape, way in linears.items():
+        shapes.setdefault(way, []).append(shape)
+    return shapes
+
+
 def _facts(group: Group) -> list[tuple[str, str]]:
     """Describe where and how the numbers were measured."""
     info, facts = group.runs[0].info, []
     names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU", "linears": "Linear layers"}
     for key, value in asdict(info.environment).items():
         text = ", ".join(f"{name} {version}" for name, version in value.items()) if isinstance(value, dict) else str(value)
+        if key == "linears":
+            text = "; ".join(f"{', '.join(sorted(shapes))}: {way}" for way, shapes in _shapes_by_way(value).items())
         if text:
             facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
     target = info.config["target"]

@@ -22,8 +22,10 @@ from tqdm import tqdm
 
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.drafters import NullDrafter, load_drafter
+from ...models.drafters.saved.loading import trained_parts
 from ...models.drafters.saved.parts import DrafterParts
 from ...models.llm.hf_target import HFTarget
+from ...models.llm.linears import choose_linears
 from ..measure.environment import within_memory
 from ..measure.methods import proposer
 from ..measure.timing import Generation, attempts_without_graphs, time_generation
@@ -83,7 +85,12 @@ class Trial:
 
     def drafter(self, setting: Setting) -> Drafter[Any, Any]:
         """Load the drafter in this setting, as the evaluation runs it."""
-        return NullDrafter() if setting is None else proposer(load_drafter(self.parts, self.target, **setting), self.target)
+        if setting is None:
+            return NullDrafter()
+        drafter = load_drafter(self.parts, self.target, **setting)
+        if self.target.fast_linears:
+            choose_linears(*trained_parts(drafter))
+        return proposer(drafter, self.target)
 
     def decode(self, drafter: Drafter[Any, Any], index: int, max_new_tokens: int) -> Generation:
         """Decode one batch; its answers have the same seeds for every drafter."""

@@ -134,4 +134,5 @@ def _flat(module: str) -> str:
 
 def _path(module: str) -> Path:
     path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"  # a folder alone may be the rest of a package that is gone
+    return package if package.is_file() else path.with_suffix(".py")

@@ -50,9 +50,9 @@ class TargetConfig:
     """Replay passes over draft trees as CUDA graphs: a step then costs no Python time. Needs a CUDA
     device."""
     fast_linears: bool = True
-    """On a CPU: compute the largest linear layers in the way that is fastest on this machine, by a
-    measurement of half a second. The drafters and plain decoding get the same choice. Packed copies
-    may need the weights' memory a second time."""
+    """On a CPU, while decoding: compute the largest linear layers in the way that is fastest on this
+    machine, by a measurement of half a second at the run's start. The drafters and plain decoding get
+    the same choice. Packed copies may need the weights' memory a second time."""
     device: str | None = None
     """For example `cuda:1`. None: the launcher's device, else the first accelerator, else the
     CPU."""

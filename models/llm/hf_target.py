@@ -1,6 +1,6 @@
 """The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
-from .linears import choose_linears
+from .linears import choose_linears, plain_linears
 from .tree_cache import KeptText, TreeCache
 from .tree_reader import TreeReader, compile_passes
 from .weight_stream import WeightStream
@@ -31,8 +31,7 @@ class HFTarget(FrozenModel):
 
     `compiled` runs the model's passes over draft trees through `torch.compile`. `cuda_graphs`
     replays them as CUDA graphs (see `GraphedFunction`). Both may be on. Prefills run eagerly,
-    because nearly every prefill has a new shape. `fast_linears` computes linear layers in the way
-    that is fastest on this machine (see `linears`).
+    because nearly every prefill has a new shape. With `fast_linears`, `choose_linears` has an effect.
     """
 
     def __init__(
@@ -58,9 +57,8 @@ class HFTarget(FrozenModel):
         self.layer_devices = tuple(layer_devices)
         """Device of each layer of a target with a `device_map`; empty without one."""
         self.fast_linears = fast_linears and not (compiled or tensor_parallel or layer_devices)
-        self.linears = ""
-        """How linear layers are computed; empty if all are computed as transformers does."""
-        self.choose_linears()
+        self.linears: dict[str, str] = {}
+        """How linear layers are computed, by shape; empty if all are computed as transformers does."""
         self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._feature_layers: tuple[int, ...] = ()
@@ -74,12 +72,24 @@ class HFTarget(FrozenModel):
             # Its own recorder, and so its own memory: drafters read a pass's output after the commit.
             self._commits = GraphedFunction(self._keep_path_for_replay, recorder, neutral=_first_entries)
 
-    def choose_linears(self, *drafters: nn.Module) -> None:
-        """Choose how linear layers are computed, with torch's present number of threads."""
+    def choose_linears(self, *drafters: nn.Module, recorded: Mapping[str, str] | None = None) -> None:
+        """Choose how linear layers are computed while decoding, with torch's present number of threads.
+
+        `recorded` are the `linears` of the run's first process: they are taken, and nothing is timed.
+        """
         if self.fast_linears:
-            # A copy of streamed weights would be of nothing, and one of resident weights beyond the
-            # memory budget.
-            self.linears = choose_linears(*([] if self.stream else [self.model]), *drafters)
+            self.linears = choose_linears(*self._with_linears, *drafters, recorded=recorded)
+
+    def plain_linears(self) -> None:
+        """Compute linear layers as transformers does: labels and training then round alike in all runs."""
+        plain_linears(*self._with_linears)
+        self.linears = {}
+
+    @property
+    def _with_linears(self) -> list[nn.Module]:
+        # A copy of streamed weights would be of nothing, and one of resident weights beyond the
+        # memory budget.
+        return [] if self.stream else [self.model]
 
     @property
     def form(self) -> str:

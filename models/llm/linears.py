@@ -8,9 +8,10 @@ for a draft tree. Three ways compute the same product:
 - packed: a oneDNN kernel on a second copy of the weights, in a layout of its own.
 
 Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
-So the ways are timed when a model is loaded, for the shapes with the most weights. Plain decoding
-and tree decoding use the same choice: otherwise a speedup over plain decoding would partly be that
-of a kernel. Only clear gains count, so a process seldom chooses otherwise than the one before it.
+So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and tree
+decoding use the same choice: otherwise a speedup over plain decoding would partly be that of a
+kernel. A run records its choice, because another process may measure otherwise, and the ways round
+differently. Passes over whole texts gain nothing, so labelling and training choose nothing.
 """
 
 import logging
@@ -19,9 +20,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -40,6 +41,8 @@ NUM_SHAPES = 4
 """Shapes that are timed: those with the most weights. The others stay as they are."""
 TIMED_ROWS = (1, 8)
 """Rows of plain decoding, and those that stand for all draft trees."""
+PACKED_FROM = (1, 2)
+"""Fewest rows that a packed copy may multiply: those of plain decoding, or of the smallest tree."""
 MOST_PACKED_ROWS = 64
 """More rows, as of prompts, are multiplied by the weights as they are stored."""
 MIN_GAIN = 1.2
@@ -87,18 +90,23 @@ class Choice:
         return order if self.packed_from is None else f"{order}, packed from {self.packed_from} to {MOST_PACKED_ROWS} rows"
 
 
-def choose(times: Times, *, in_place: bool = True, packs: bool = True) -> Choice:
+BY_NAME = {str(choice): choice for choice in (Choice(*values) for values in product((False, True), (None, *PACKED_FROM)))}
+"""Every choice by its name in records."""
+
+
+def choose(times: Times, *, in_place: bool = True) -> Choice:
     """Choose how to compute a matrix's products, from the seconds of each way.
 
-    Without `in_place` the memory order stays rows first, and without `packs` nothing is packed.
+    Without `in_place` the memory order stays rows first.
     """
     # 1. Plain decoding decides about the memory order: drafters are compared with it.
     columns_first = in_place and times.rows_first[0] > MIN_GAIN * times.columns_first[0]
     one, several = times.columns_first if columns_first else times.rows_first
     # 2. The packed copy serves draft trees, and one row too where it is faster.
-    if not packs or several <= MIN_GAIN * times.packed[1]:
+    if several <= MIN_GAIN * times.packed[1]:
         return Choice(columns_first)
-    return Choice(columns_first, packed_from=1 if one > MIN_GAIN * times.packed[0] else 2)
+    fewest, second = PACKED_FROM
+    return Choice(columns_first, packed_from=fewest if one > MIN_GAIN * times.packed[0] else second)
 
 
 # --- timing
@@ -173,11 +181,14 @@ def _operator() -> Callable[..., Any]:
 # --- the layers
 
 
-def choose_linears(*modules: nn.Module) -> str:
-    """Compute linear layers of frozen modules in the fastest way; describe the ways.
+def choose_linears(*modules: nn.Module, recorded: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Compute linear layers of frozen modules in the fastest way; return the ways by shape.
 
     This concerns linear layers on a CPU, of at least MIN_ELEMENTS weights, in a type that has fast
     kernels. The choice depends on torch's number of threads, so call this again if it changes.
+
+    `recorded` is an earlier result. Nothing is timed then, and shapes that it lacks stay as they are.
+    The result equals `recorded`, unless this machine can't compute a layer in the recorded way.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
     made again if the weights have changed, except in place through `.data`, which PyTorch doesn't
@@ -186,7 +197,12 @@ def choose_linears(*modules: nn.Module) -> str:
     libraries.
     """
     plain_linears(*modules)
-    return _describe(_apply(_linears(modules), in_place=True))
+    layers = _linears(modules)
+    if recorded is None:
+        choices = _fastest(layers, in_place=True)
+    else:
+        choices = {shape: BY_NAME.get(name, Choice()) for shape, name in recorded.items()}
+    return {shape: str(choice) for shape, choice in _apply(layers, choices).items()}
 
 
 def plain_linears(*modules: nn.Module) -> None:
@@ -206,7 +222,7 @@ def packed_where_faster(*modules: nn.Module) -> Iterator[None]:
     """
     layers = [layer for layer in _linears(modules, only_frozen=False) if layer.linear.weight.is_contiguous()]
     try:
-        _apply(layers, in_place=False)
+        _apply(layers, _fastest(layers, in_place=False))
         yield
     finally:
         for layer in layers:
@@ -225,45 +241,63 @@ class _Layer:
 
     @property
     def name(self) -> str:
-        """The shape in a description."""
+        """The shape in a record."""
         return f"{self.shape.num_outputs}x{self.shape.num_inputs}" + " (shared with embeddings)" * self.is_shared
 
 
-def _apply(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
-    """Choose a way for each layer, and change the layers; return the choices by name."""
-    # 1. Time the shapes with the most weights.
+def _fastest(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
+    """Time the shapes with the most weights, and choose a way for each."""
     sizes = Counter[Shape]()
     for layer in layers:
         sizes[layer.shape] += layer.linear.weight.nbytes
     times = {shape: timed(shape, torch.get_num_threads()) for shape, _ in sizes.most_common(NUM_SHAPES)}
-    layers = [layer for layer in layers if layer.shape in times]
+    return {
+        layer.name: choose(times[layer.shape], in_place=in_place and not layer.is_shared)
+        for layer in layers
+        if layer.shape in times
+    }
 
-    def choices(packs: bool) -> dict[str, Choice]:
-        return {
-            layer.name: choose(times[layer.shape], in_place=in_place and not layer.is_shared, packs=packs) for layer in layers
-        }
 
-    chosen = choices(packs=True)
-    # 2. Copies of all weights may not fit into memory.
-    copies = sum(layer.linear.weight.nbytes for layer in layers if chosen[layer.name].packed_from)
-    free = available_memory()
-    if copies and free is not None and copies > MAX_MEMORY_SHARE * free:
-        logger.warning(
-            "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none, and "
-            "decoding is slower",
-            copies / 2**30,
-            free / 2**30,
-        )
-        chosen = choices(packs=False)
-    # 3. Change the layers.
+def _apply(layers: Sequence[_Layer], choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """Change the layers that have a choice. Returns the choices, with those that were possible here."""
+    # 1. Pack nothing without a kernel, or without memory for all copies.
+    layers = [layer for layer in layers if layer.name in choices]
+    to_pack = [layer for layer in layers if choices[layer.name].packed_from is not None]
+    can_pack = {dtype: _can_pack(dtype) for dtype in {layer.shape.dtype for layer in to_pack}}
+    has_room = _has_room(sum(layer.linear.weight.nbytes for layer in to_pack))
+    unpacked = {layer.name for layer in to_pack if not (can_pack[layer.shape.dtype] and has_room)}
+    possible = {name: replace(choice, packed_from=None) if name in unpacked else choice for name, choice in choices.items()}
+    # 2. Change the layers.
     for layer in layers:
-        choice, linear = chosen[layer.name], layer.linear
+        choice, linear = possible[layer.name], layer.linear
         if choice.columns_first:
             linear.weight.data = linear.weight.data.t().contiguous().t()
         if choice.packed_from is not None:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
             vars(linear)["forward"] = PackedForSomeRows(linear, choice.packed_from)
-    return chosen
+    return possible
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    try:
+        pack(torch.ones(8, 8, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _has_room(copies_bytes: int) -> bool:
+    """Check that packed copies take at most a share of the free memory; warn if they don't."""
+    free = available_memory()
+    if not copies_bytes or free is None or copies_bytes <= MAX_MEMORY_SHARE * free:
+        return True
+    logger.warning(
+        "linear layers: packed copies of %.1f GiB would take most of the %.1f GiB of free memory, so there are none, and "
+        "decoding is slower",
+        copies_bytes / 2**30,
+        free / 2**30,
+    )
+    return False
 
 
 def _distinct(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -291,14 +325,6 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight = module.weight
     return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference()
-
-
-def _describe(choices: Mapping[str, Choice]) -> str:
-    """Describe the choices, the matrices of one choice together."""
-    names: dict[Choice, list[str]] = {}
-    for name, choice in choices.items():
-        names.setdefault(choice, []).append(name)
-    return "; ".join(f"{', '.join(sorted(of_choice))}: {choice}" for choice, of_choice in names.items())
 
 
 class PackedForSomeRows:

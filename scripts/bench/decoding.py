@@ -40,6 +40,7 @@ from report import finish, median, ratio, take_turns
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.loading import trained_parts
 
 try:
     from outrider.models.llm.config import TargetConfig
@@ -206,9 +207,12 @@ class Bench:
                 save_drafter(build_drafter(parse_drafter(options), self.target), Path(names[name]), self.target.identity)
         names |= {name: name for name in WITHOUT_WEIGHTS}
         names |= {MERGED: "+".join([names["redrafter 4x3"], *WITHOUT_WEIGHTS]), **trained}
+        parts = []
         for name in self.wanted & names.keys():
-            options = {"pace": "fixed"} if name == MERGED else {}
-            ways[name] = partial(self.decode, name, self.target, load_drafter(names[name], self.target, **options))
+            drafter = load_drafter(names[name], self.target, **({"pace": "fixed"} if name == MERGED else {}))
+            parts += trained_parts(drafter)
+            ways[name] = partial(self.decode, name, self.target, drafter)
+        self.target.choose_linears(*parts)
         return {name: ways[name] for name in [*METHODS, *trained] if name in ways and name in self.wanted}
 
     @torch.inference_mode()

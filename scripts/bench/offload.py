@@ -34,6 +34,7 @@ from turns import Answer, Passes, held_out_prompts, in_turns, rows_of, timed
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, load_drafter
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
+from outrider.models.drafters.saved.loading import trained_parts
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target, load_tokenizer
 
@@ -198,7 +199,10 @@ def streamed_decoder(spec: Spec) -> tuple[Callable[[torch.Tensor, int], Passes],
         raise ValueError("all weights fit into the budget; give a smaller --budget")
     plan = target.stream.plan
     layers = [unit for unit in plan.units if not unit.is_head]
-    drafter = load_drafter(spec.drafter, target, **SETTINGS[spec.method]) if spec.method in SETTINGS else NullDrafter()
+    drafter: Any = NullDrafter()
+    if spec.method in SETTINGS:
+        drafter = load_drafter(spec.drafter, target, **SETTINGS[spec.method])
+        target.choose_linears(*trained_parts(drafter))
 
     def decode(prompt: torch.Tensor, num_tokens: int) -> Passes:
         steps = generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=num_tokens)

@@ -96,6 +96,7 @@ def in_stages(config: TargetConfig, threads: int) -> Iterator[tuple[Any, list[in
         process.start()
     torch.set_num_threads(threads)
     staged: Any = load_target(config)
+    staged.choose_linears()
     try:
         yield staged, [process.pid for process in processes if process.pid is not None]
     finally:

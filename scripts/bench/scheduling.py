@@ -106,6 +106,7 @@ def main(
     options = dict(locals())
     torch.set_num_threads(threads)
     loaded = load_target(TargetConfig(name_or_path=target, dtype="float32"), torch.device("cpu"))
+    loaded.choose_linears()
     work = read_workload(data, loaded, (model, known_model), requests, scale=scale, max_new_tokens=max_new_tokens)
     runs: dict[str, list[dict[str, Any]]] = {}
     for _ in range(rounds + 1):  # the first one warms up

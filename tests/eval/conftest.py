@@ -28,7 +28,7 @@ ENVIRONMENT = Environment(
     num_threads=1,
     device="cpu",
     git_hash=None,
-    linears="",
+    linears={},
 )
 ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, cache_bytes=None, streamed=False)
 

@@ -33,6 +33,7 @@ from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sa
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
+from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -169,9 +170,19 @@ def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_secon
 
 
 def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
-    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
+    run_tiny: Evaluate,
+    generated: list[dict[str, Any]],
+    tiny_target: HFTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A resumed run computes linear layers as before, though another way would be faster now."""
+    monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
     rows = run_tiny(tmp_path)
+    chosen = read_info(tmp_path / "run.json").environment.linears
+    assert "columns first" in chosen.values()
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1), (9, 9), (9, 9)))
     whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
     tokens = [record.token_ids for record in read(tmp_path)]
     for num_kept in (5, len(whole)):
@@ -183,7 +194,9 @@ def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
         assert len(generated) == (NUM_WARM_UPS + num_missing if num_missing else 0)
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
+        assert tiny_target.linears == chosen
     assert again == rows
+    tiny_target.plain_linears()
 
 
 def test_records_of_another_evaluation_are_never_mixed(run_tiny: Evaluate, tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ....models.decoding.loop import NullDrafter
-from ....models.drafters.saved.loading import load_drafter
+from ....models.drafters.saved.loading import LoadedDrafter, load_drafter, trained_parts
 from ....models.llm.hf_target import HFTarget
+from ....models.llm.linears import choose_linears
 from ...config import DistillConfig
 from ..engine import Engine, Limits
 from ..lengths.predictors import PREDICTORS
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iterator[Engine]:
-    """Open the engine, and release its packed weights and connections after the block.
+    """Open the engine, and release its connections after the block.
 
     Raises ValueError if the target has no stop token, or if the engine, its drafter or its server
     isn't available.
@@ -33,8 +34,15 @@ def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iter
         yield _OPENERS[config.engine](config, target, limits, stack)
 
 
+def load_answering_drafter(config: DistillConfig, target: HFTarget) -> LoadedDrafter | None:
+    """Load the drafter that the engine `decoder` uses; None without one."""
+    return None if config.drafter is None else load_drafter(config.drafter, target, **config.drafter_settings)
+
+
 def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
-    drafter = None if config.drafter is None else load_drafter(config.drafter, target, **config.drafter_settings)
+    drafter = load_answering_drafter(config, target)
+    if drafter is not None:
+        choose_linears(*trained_parts(drafter), recorded=target.linears)
     return decoder.DecoderEngine(
         target,
         NullDrafter() if drafter is None else drafter,

@@ -18,7 +18,6 @@ from ....data.paths import SEPARATOR
 from ...decoding.loop import NullDrafter
 from ...decoding.protocols import Drafter
 from ...llm.hf_target import HFTarget
-from ...llm.linears import choose_linears
 from ...llm.memory_plan import GIB
 from ...machine import device_name
 from ..base import TrainableDrafter
@@ -95,10 +94,7 @@ def load_drafter(
 
 
 def load_part(part: Part, target: HFTarget, runtime_options: Mapping[str, Any]) -> TrainableDrafter | TrainingFreeDrafter:
-    """Load a part of a drafter. Raises ValueError as `load_drafter` does.
-
-    Linear layers of weights are computed as the target's are: see `choose_linears`.
-    """
+    """Load a part of a drafter. Raises ValueError as `load_drafter` does."""
     if part.folder is None:
         return make_training_free(part.name, runtime_options, target)
     if part.is_model:
@@ -124,8 +120,6 @@ def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
     for parameter in drafter.parameters():
         parameter.data = parameter.data.to(target.dtype)
     drafter.to(device=target.device).eval().requires_grad_(False)
-    if target.fast_linears:
-        choose_linears(drafter)
     return drafter
 
 

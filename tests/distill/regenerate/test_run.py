@@ -27,6 +27,7 @@ from outrider.distill.regenerate import run as module
 from outrider.distill.regenerate.answers import answer_store, read_answers
 from outrider.distill.regenerate.engine import Answer, Limits, Request
 from outrider.distill.regenerate.run import answer_conversations, answer_limits, regenerate
+from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -208,8 +209,14 @@ def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(
 def test_only_a_deleted_shard_of_answers_is_recomputed(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A resumed run computes linear layers as before, though another way would be faster now."""
+    monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
+    assert "columns first" in read_json(folder / "manifest.json")["linears"].values()
+    assert all(parameter.is_contiguous() for parameter in target.model.parameters()), "labels are computed as always"
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1), (9, 9), (9, 9)))
     before = contents(folder)
     (folder / "answers-00001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"answers-00001\.jsonl is missing. Delete .*answers-00001\.json"):
@@ -223,6 +230,10 @@ def test_only_a_deleted_shard_of_answers_is_recomputed(
     run(CONFIG, data, target, folder)
     assert written == [1]
     assert contents(folder) == before
+    (folder / "answers-00001.json").unlink()
+    target.fast_linears = False
+    with pytest.raises(ValueError, match="another run: linears"):
+        run(CONFIG, data, target, folder)
 
 
 def test_all_damage_to_answers_is_reported_at_once(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
 
+from outrider.models.export import bundle
 from outrider.models.export.bundle import ABSENT, custom_generate_files
 
 REPOSITORY = Path(__file__).parents[3]
@@ -53,6 +54,13 @@ def test_transformers_reads_each_bundled_file_once(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     read = [Path(path).name for path in get_relative_import_files(tmp_path / "generate.py")]
     assert sorted([*read, "generate.py"]) == sorted(modules)
+
+
+def test_a_folder_without_a_package_hides_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout keeps the compiled files of a package that has become a module."""
+    (tmp_path / "models" / "tree" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr(bundle, "ROOT", tmp_path)
+    assert bundle._path("models.tree") == tmp_path / "models" / "tree.py"
 
 
 def test_bundled_code_equals_the_library_except_for_imports() -> None:

@@ -1,4 +1,4 @@
-"""Linear layers in other layouts: equal outputs, the choice between them, and the machine's file."""
+"""Linear layers in other layouts: equal outputs, the choice between them, and its record."""
 
 import copy
 import itertools
@@ -77,7 +77,6 @@ def test_the_fastest_way_is_chosen(measured: Times, expected: Choice):
 
 def test_the_memory_order_stays_where_weights_may_not_change():
     assert choose(Times((1, 8), (0.5, 1), (9, 4)), in_place=False) == Choice(packed_from=2)
-    assert choose(Times((1, 8), NEVER, (9, 4)), packs=False) == Choice()
 
 
 # --- the layers
@@ -86,7 +85,7 @@ def test_the_memory_order_stays_where_weights_may_not_change():
 @needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2)])
-def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype):
+def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     if choice.packed_from is not None:
         try:
             linears.pack(torch.ones(8, 8, dtype=dtype))
@@ -97,7 +96,11 @@ def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype)
     model = nn.Sequential(nn.Linear(48, 96), nn.SiLU(), nn.Linear(96, 40, bias=False)).to(dtype).requires_grad_(False)
     weights = [weight.clone() for weight in model.parameters()]
     plain = [model(torch.ones(1, rows, 48, dtype=dtype)) for rows in (1, 2, 3, 5, 17)]
-    assert str(choice) in choose_linears(model)
+    recorded = choose_linears(model)
+    assert set(recorded.values()) == {str(choice)}
+    plain_linears(model)
+    monkeypatch.setattr(linears, "timed", lambda *_: pytest.fail("timed again"))
+    assert choose_linears(model, recorded=recorded) == recorded
     assert all(torch.equal(weight, before) for weight, before in zip(model.parameters(), weights, strict=True))
     assert isinstance(vars(model[0]).get("forward"), PackedForSomeRows) == (choice.packed_from is not None)
     assert model[0].weight.is_contiguous() == (not choice.columns_first)
@@ -176,7 +179,7 @@ def test_weights_of_embeddings_keep_their_rows_together(fastest):
     assert not model.other.weight.is_contiguous()
     # The shared weight's choice is between rows first and packed, not the one of its columns.
     packed = "packed from 1 to 64 rows"
-    assert described == f"16x8 (shared with embeddings): rows first, {packed}; 8x8: columns first, {packed}"
+    assert described == {"16x8 (shared with embeddings)": f"rows first, {packed}", "8x8": f"columns first, {packed}"}
 
 
 def test_other_layers_are_left_alone(fastest):
@@ -187,7 +190,7 @@ def test_other_layers_are_left_alone(fastest):
     model = nn.Sequential(nn.Linear(8, 8).double(), nn.Linear(8, 8).half(), Scaled(8, 8), nn.Conv1d(1, 1, 1)).requires_grad_(
         False
     )
-    assert choose_linears(model, born_in_inference, trained) == ""
+    assert choose_linears(model, born_in_inference, trained) == {}
     assert all("forward" not in vars(layer) for layer in (*model, born_in_inference, trained))
 
 
@@ -195,7 +198,7 @@ def test_without_memory_for_copies_there_are_none(fastest, monkeypatch: pytest.M
     fastest(Choice(True, 1))
     monkeypatch.setattr(linears, "available_memory", lambda: 100)
     layer = nn.Linear(8, 8).requires_grad_(False)
-    assert choose_linears(layer) == "8x8: columns first"
+    assert choose_linears(layer) == {"8x8": "columns first"}
     assert "forward" not in vars(layer)
     assert "free memory" in caplog.text
 
@@ -226,6 +229,7 @@ def test_a_targets_text_is_the_same_in_each_way(fastest, choice: Choice, tiny_ta
 
     def answer(fast_linears: bool) -> list[int]:
         target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", fast_linears=fast_linears))
+        target.choose_linears()
         assert bool(target.linears) == fast_linears
         steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=12)
         return [token for step in steps for token in step.tokens[0]]
@@ -265,7 +269,7 @@ def test_the_shapes_with_the_most_weights_are_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(linears, "timed", lambda shape, _: asked.append(shape[:2]) or Times((1, 1), (1, 1), NEVER))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9), *(nn.Linear(8, 4) for _ in range(3))).requires_grad_(False)
-    assert choose_linears(model) == "4x8, 9x8: rows first"
+    assert choose_linears(model) == {"4x8": "rows first", "9x8": "rows first"}
     assert asked == [(4, 8), (9, 8)]
 
 
@@ -277,6 +281,10 @@ def test_a_machine_without_packed_kernels_times_the_rest(quick: None, monkeypatc
     measured = timed(SHAPE, 1)
     assert measured.packed == NEVER
     assert choose(measured).packed_from is None
+    monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    recorded = {"8x8": str(Choice(True, 2)), "9x9": str(Choice())}  # the run has no layer of the second shape
+    assert choose_linears(layer, recorded=recorded) == {"8x8": "columns first", "9x9": "rows first"}
 
 
 @pytest.mark.parametrize("clock", [lambda: 1.0, itertools.count(0, -1).__next__], ids=["stands still", "runs backwards"])
