@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "predictor", "schedule", "base_url", "served_model"),
+    *("kv_budget_gib", "base_url", "served_model"),
 )
-PREDICTORS = ("none", "light")
-SCHEDULES = ("shortest", "s3")
 ENGINES = ("decoder", "batch", "openai")
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
@@ -111,15 +109,6 @@ class DistillConfig:
     """Memory for a batch's KV cache in the engine `batch`, in GiB; prefilling the prompts needs
     some more."""
 
-    predictor: Annotated[str, one_of(*PREDICTORS)] = "light"
-    """Predictor of answer lengths in the engine `batch`. `light` learns from the prompts and from
-    the data's own answers; `none` treats all prompts alike."""
-
-    schedule: Annotated[str, one_of(*SCHEDULES)] = "shortest"
-    """Schedule of the engine `batch`. `shortest` puts the shortest texts first and reserves half of
-    an answer's predicted length. `s3` is the policy of S3: the longest answers first, with their
-    whole predicted length reserved. Both double the room of an answer that outgrows it."""
-
     base_url: str | None = None
     """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
 
@@ -165,12 +154,6 @@ class DistillConfig:
 
     def _engine_problems(self) -> list[str]:
         problems = []
-        for name, value, default in (("predictor", self.predictor, "light"), ("schedule", self.schedule, "shortest")):
-            if value != default and self.engine != "batch":
-                problems.append(
-                    f"{name} is {value!r} and engine {self.engine!r}; only the engine batch has a {name}: set engine to batch, "
-                    f"or leave the {name} out"
-                )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(
                 f"decode_batch_size is {self.decode_batch_size}, and the engine batch makes its batches as large as "

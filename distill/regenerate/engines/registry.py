@@ -9,8 +9,6 @@ from ....models.drafters.saved.loading import load_drafter
 from ....models.llm.hf_target import HFTarget
 from ...config import DistillConfig
 from ..engine import Engine, Limits
-from ..lengths.predictors import PREDICTORS
-from ..lengths.schedule import POLICIES
 from . import batch, decoder, openai
 
 logger = logging.getLogger(__name__)
@@ -58,8 +56,6 @@ def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: 
         sampling=config.sampling,
         limits=limits,
         kv_budget_bytes=kv_budget_bytes,
-        make_predictor=PREDICTORS[config.predictor],
-        policy=POLICIES[config.schedule],
     )
 
 
