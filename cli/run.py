@@ -220,7 +220,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
             require_exportable(config.export, drafter.drafter, refusals)
-        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_unexportable(refusals))
         warnings.append(describe_untrained_depths(drafter.drafter, horizon))
     return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 

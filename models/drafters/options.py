@@ -129,14 +129,8 @@ class EagleConfig(TreeOptions):
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
-    classification_weight: NonNegativeFloat = 0.1
-    """Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature
-    (EAGLE-1, section 3.2)."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
-    unroll: PositiveInt = 1
-    """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
-    as in drafting."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -99,7 +99,6 @@ def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: 
         (["--stage-layers", "4,4", "--memory-budget-gib", "1"], "suffix", "work together with memory_budget_gib"),
         (["--stage-layers", "4,4", "--target", "/nowhere"], "suffix", "/nowhere"),
         (["--stage-layers", "4,4"], "/nowhere", "/nowhere"),
-        (["--stall-seconds", "9"], "suffix", "stall_seconds is 9, without stage_layers"),
     ],
 )
 def test_a_mistake_is_printed_before_a_launch(
