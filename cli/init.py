@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 SUITE = "held_out"
 """Name of the suite of prompts that are held out of the training data."""
+FIRST_TRY = (
+    "data.limit=20 data.max_length=128 train.steps=10 train.warmup_steps=0 train.global_batch_size=null "
+    "eval.repeats=1 eval.max_new_tokens=16"
+)
+"""Options of a run that takes some minutes, on two cores and with a target of 100 million parameters."""
 
 MAX_SHARE = 0.1
 """Largest share of the target's parameters that one pass of a drafter reads, if its sizes allow it: a
@@ -112,6 +117,7 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "target": target.name_or_path,
         "recipe": shlex.quote(recipe.name),
         "name": recipe.stem,
+        "first_try": FIRST_TRY,
         "try_output": f"outputs/{recipe.stem}_try",
         "precision": "bf16" if target.has_accelerator else '"no"',
         "description": target.description,

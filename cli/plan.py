@@ -37,6 +37,7 @@ from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import with_accumulation
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
+from .init import FIRST_TRY
 from .samples import PlainDecoding, sample_decoding, sample_labels, sample_training
 
 BUSY = 0.5
@@ -50,7 +51,6 @@ FLOAT_BYTES, STATE_COPIES, CHECKPOINT_COPIES = 4, 4, 3
 checkpoint has no gradients."""
 LONG_SECONDS = 86_400
 """Time of a run from which the plan shows how to try a part of it."""
-FIRST_TRY = "data.limit=100 train.steps=20 train.warmup_steps=0 eval.max_new_tokens=32 output_dir=outputs/try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +286,7 @@ class Planner:
         sums = f"Whole run: {format_time(self.seconds)}, {format_size(self.num_bytes)} on disk"
         self.console.print(f"[bold]{sums}[/] ({format_size(free)} are free){short}", soft_wrap=True)
         if self.seconds > LONG_SECONDS:
-            self._say(f"For a first try of some minutes, add: {FIRST_TRY}")
+            self._say(f"For a first try of some minutes, add: {FIRST_TRY} output_dir=outputs/try")
 
 
 def prompt_of(text: Example) -> torch.Tensor:

@@ -65,9 +65,10 @@ def sampled(plain: Callable[..., Any], make_checked: Callable[[], Callable[..., 
     @functools.wraps(plain)
     def call(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
+        if torch.compiler.is_compiling():  # a changing number would be compiled anew at each call
+            return plain(*arguments, **named)
         calls += 1
-        # torch.compile would compile a changing number anew at each call.
-        if (calls > FIRST and calls % EVERY) or torch.compiler.is_compiling():
+        if calls > FIRST and calls % EVERY:
             return plain(*arguments, **named)
         return make_checked()(*arguments, **named)
 

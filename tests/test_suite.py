@@ -26,7 +26,7 @@ RULES = {
 COMMANDS = {
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
-    "eval": "tests/eval/test_cli.py::test_settings_become_methods_and_the_table_is_printed",
+    "eval": "tests/eval/test_cli.py::test_options_reach_the_stage_and_the_table_is_printed",
     "export": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
     "init": "tests/cli/test_init.py::test_a_written_recipe_composes_from_any_folder_and_fits_the_target",
     "import": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",

@@ -72,7 +72,7 @@ def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(
     assert [warning.split(" will")[0] for warning in warnings] == ([] if config.export.formats else ["no serving engine"])
     # The header's first try is a command of this recipe.
     (command,) = (line for line in (tmp_path / "my.yaml").read_text().splitlines() if "output_dir=" in line)
-    assert config_of(tmp_path / "my.yaml", *command.split()[4:]).data.limit == 100
+    assert config_of(tmp_path / "my.yaml", *command.split()[4:]).data.limit == 20
 
 
 def test_every_kind_can_be_written() -> None:

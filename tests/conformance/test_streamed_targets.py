@@ -221,9 +221,8 @@ def test_drafting_while_a_pass_waits_changes_no_text(pair, kind, monkeypatch):
     assert stats.drafts > 0, "no draft pass ran during a wait"
 
 
-SHARE = 5
-"""One of so many combinations is tested: all pairs of a drafter and a placing, with architectures in
-turn."""
+SHARE = 15
+"""One of so many combinations is tested: every drafter, every placing and every architecture in turn."""
 EVERY_PAIR = [
     pytest.param(architecture, placing, kind, marks=pytest.mark.slow)
     for x, architecture in enumerate(ARCHITECTURES)
@@ -332,7 +331,7 @@ def test_training_on_a_streamed_target_gives_the_same_weights(both, labels, kind
     options = {"redrafter": {"exit_width": 16, "num_blocks": 1}, "eagle3": {"init": "random", "depth": 2}}[kind]
     weights = []
     for target, shards in zip(both, labels, strict=False):
-        config = TrainConfig(steps=3, batch_size=2, learning_rate=1e-2, num_threads=1)
+        config = TrainConfig(steps=3, batch_size=2, learning_rate=1e-2)
         out = tmp_path / shards.name
         train(
             config,

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from outrider.data import hub
 from outrider.data.config import DataConfig
 from outrider.data.raw_records import read_records
 from outrider.data.sources import PromptOverlap, load_conversations, without_overlap
@@ -211,7 +212,8 @@ def test_one_file_of_a_hub_data_set_is_read_without_datasets(tmp_path: Path, mon
     assert [conversation.id for conversation in load("org/chats", file="v4.json")[0]] == ["a", "1"]
 
 
-def test_an_unreachable_hub_is_explained() -> None:
+def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_reasons", {})  # other tests of this process may have given the Hub up
     with pytest.raises(ValueError, match=r"data.path is 'org/none': split 'train' .*HF_HUB_OFFLINE is set.*data.path=FILE"):
         load("org/none")
     with pytest.raises(ValueError, match=r"data.path is 'org/none': the file 'a.json' .*HF_HUB_OFFLINE is set"):

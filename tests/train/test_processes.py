@@ -1,6 +1,5 @@
 """Training with DDP or FSDP2 in two launched processes on a CPU, against one process."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +33,6 @@ KINDS = {
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
 }
-QUICK = ["redrafter", "fsdp eagle3"]
-LAUNCHES = {"quick": QUICK, "slow": [name for name in KINDS if name not in QUICK]}
-"""Training runs of each launch of two processes; starting processes takes most of the time."""
-
-
 DRAFTERS = {
     **DRAFTERS,
     "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"},
@@ -80,40 +74,28 @@ def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str,
 @pytest.fixture(scope="module")
 def launched(
     tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], once_per_run: Callable[..., Path]
-) -> Callable[[str], Path]:
-    """Return a function that runs all training runs of one of the LAUNCHES, once, each in its folder."""
+) -> Path:
+    """Run all training runs in one launch of two processes, each in its folder.
 
-    @functools.cache
-    def run(which: str) -> Path:
-        trainings: dict[str, Any] = {
-            name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
-            for name in LAUNCHES[which]
-        }
-        for name in trainings:
-            trainings[name]["tensor_parallel"] = name.startswith("sliced")
-            if name in special_shards:
-                trainings[name]["shards"] = str(special_shards[name])
-        if "fsdp medusa" in trainings:
-            trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
-        arguments = ["--config_file", "conf/launch/cpu.yaml"]
-        return once_per_run(
-            f"processes_{which}", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings)
-        )
-
-    return run
+    Starting the processes takes most of the time.
+    """
+    trainings: dict[str, Any] = {
+        name: {"config": CONFIG, "drafter": DRAFTERS[kind], "fsdp": name.startswith("fsdp")} for name, kind in KINDS.items()
+    }
+    for name in trainings:
+        trainings[name]["tensor_parallel"] = name.startswith("sliced")
+        if name in special_shards:
+            trainings[name]["shards"] = str(special_shards[name])
+    trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
+    arguments = ["--config_file", "conf/launch/cpu.yaml"]
+    return once_per_run("processes", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
 
 
-@pytest.mark.parametrize(
-    ("which", "name"),
-    [
-        *[pytest.param("quick", name, marks=pytest.mark.slow) for name in LAUNCHES["quick"]],
-        *[pytest.param("slow", name, marks=pytest.mark.slow) for name in LAUNCHES["slow"]],
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_two_processes_train_like_one_on_the_same_texts_per_step(
-    which: str,
     name: str,
-    launched: Callable[[str], Path],
+    launched: Path,
     shards_dir: Path,
     special_shards: dict[str, Path],
     run_train: Callable[..., Run],
@@ -121,7 +103,7 @@ def test_two_processes_train_like_one_on_the_same_texts_per_step(
     run = run_train(
         shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
     )
-    one, two = run.train_dir.parent, launched(which) / name
+    one, two = run.train_dir.parent, launched / name
     pairs = list(zip(numbers(two), numbers(one), strict=True))
     assert len(pairs) == STEPS + 1
     for of_two, of_one in pairs:
@@ -159,8 +141,8 @@ def test_ddp_looks_for_unused_parameters_only_if_there_are_some(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Callable[[str], Path]) -> None:
-    resumed, unbroken = launched("slow") / "fsdp resumed", launched("slow") / "fsdp medusa"
+def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Path) -> None:
+    resumed, unbroken = launched / "fsdp resumed", launched / "fsdp medusa"
     assert len(numbers(resumed)) == STEPS - 2 + 1
     assert numbers(resumed) == numbers(unbroken)[2:]
     ours, theirs = weights(resumed), weights(unbroken)

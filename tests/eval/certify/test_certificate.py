@@ -65,6 +65,7 @@ def test_a_target_and_a_drafter_are_certified(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # traced and run, without a C++ compiler
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -83,7 +83,7 @@ def prefilled(target: HFTarget) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("form", ["eager", "cuda_graphs", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["eager", "cuda_graphs", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_the_text_is_the_same_in_every_form(
     request: pytest.FixtureRequest, make_target: Any, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
