@@ -1,6 +1,5 @@
 """Options of the drafters that are trained, by kind. Importing this module loads no torch."""
 
-from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, NonNegativeFloat
@@ -125,12 +124,21 @@ class EagleConfig(TreeOptions):
 
     bias: bool = False
     """Whether `fc` has a bias."""
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
+    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
+    4). `static`: always expand the same ranks (EAGLE-1). May be changed when the drafter is loaded."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = TreeOptions.RUNTIME_FIELDS | {"tree"}
+
+    @property
+    def is_static(self) -> bool:
+        return self.tree == "static"
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -169,10 +177,8 @@ class DraftModelConfig:
 
     path: str | None = None
     """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
-    the sizes below. It needs safetensors weights, and the target's tokenizer and vocabulary
-    size."""
-    tokenizer_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the tokenizer at `path`, as in the target's configuration."""
+    the sizes below. It needs safetensors weights, and the target's tokenizer (which is loaded with
+    `target.tokenizer_options`) and vocabulary size."""
     init: Annotated[str, one_of("random", "target_layers")] = "random"
     """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
     only `num_layers` may be chosen."""
