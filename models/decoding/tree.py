@@ -91,7 +91,8 @@ class DraftTree:
         """
         if not self.num_nodes:
             return self
-        assert self.drawn is None and self.largest is not None
+        assert self.drawn is None
+        assert self.largest is not None
         num_nodes = int(self.largest)
         return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
 
