@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "base_url", "served_model"),
+    *("kv_budget_gib", "base_url"),
 )
 ENGINES = ("decoder", "batch", "openai")
 # Messages don't quote the address, since it may contain a password.
@@ -110,11 +110,8 @@ class DistillConfig:
     some more."""
 
     base_url: str | None = None
-    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
-
-    served_model: str | None = None
-    """The target's name on that server; None uses `target.name_or_path` or the only served
-    model."""
+    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1.
+    It must serve the target under `target.name_or_path`, or serve no other model."""
 
     def __post_init__(self) -> None:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
@@ -177,10 +174,8 @@ class DistillConfig:
                 problems.append(
                     "engine is 'openai' and base_url is missing; set the server's address, such as http://HOST:8000/v1"
                 )
-        elif self.base_url is not None or self.served_model is not None:
-            problems.append(
-                f"base_url and served_model belong to the engine openai, and engine is {self.engine!r}; leave them out"
-            )
+        elif self.base_url is not None:
+            problems.append(f"base_url belongs to the engine openai, and engine is {self.engine!r}; leave it out")
         if self.base_url is not None and not is_address(self.base_url):
             problems.append(NO_ADDRESS)
         return problems

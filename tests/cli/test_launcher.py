@@ -157,7 +157,7 @@ def test_a_run_is_checked_before_its_launch(
     run = ["run", "demo", *options, "--launch", "pipeline_cpu"]
     assert launch_of([*run, "target.stage_layers=[4,4]"], monkeypatch) == []
     assert "holds no drafter" in capsys.readouterr().err
-    monkeypatch.setattr("outrider.cli.run.require_inputs", lambda config: None)
+    monkeypatch.setattr("outrider.cli.run.require_inputs", lambda config, plan: None)
     assert launch_of([*run, "target.stage_layers=[4,5]"], monkeypatch) == []
     assert "target.stage_layers is [4, 5], which is 9 layers" in capsys.readouterr().err
     (launched,) = launch_of([*run, "target.stage_layers=[4,4]"], monkeypatch)

@@ -38,7 +38,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
     regenerating(engine="openai", base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="base_url is missing"):
         regenerating(engine="openai")
-    with pytest.raises(ValueError, match="engine is 'decoder'; leave them out"):
+    with pytest.raises(ValueError, match="engine is 'decoder'; leave it out"):
         regenerating(base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="drafter_settings are set, and no drafter"):
         regenerating(drafter_settings={"beam_width": 4})

@@ -64,7 +64,7 @@ def _open_openai(config: DistillConfig, target: HFTarget, limits: Limits, stack:
     server = stack.enter_context(openai.open_server(config.base_url))
     return openai.OpenAIEngine(
         server=server,
-        model=openai.find_model(server, config.served_model, target.identity.name),
+        model=openai.find_model(server, target.identity.name),
         tokenizer=target.tokenizer,
         vocab_size=target.vocab_size,
         stop_ids=target.stop_ids,
