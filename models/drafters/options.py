@@ -246,11 +246,11 @@ class BlockConfig:
     also serves the draft tokens after it, which then differ by the correction only. With one slot,
     all draft tokens share its output, as ReDrafter's share the target's state. Labels must be at
     least one token longer than the slots."""
-    correction: Annotated[str, one_of("none", "markov", "bilinear", "rnn")] = "rnn"
+    correction: Annotated[str, one_of("none", "markov", "rnn")] = "rnn"
     """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
-    (DSpark's), `bilinear` (the same with a factor of the slot's output), or `none` (DFlash)."""
+    (DSpark's), or `none` (DFlash)."""
     rank: PositiveInt = 256
-    """Rank of the corrections `markov` and `bilinear`."""
+    """Rank of the correction `markov`."""
     inject: bool = True
     """Whether slots start with the latest context, a residual path from the target's state to the
     head. Published drafters don't have this path."""
