@@ -12,7 +12,6 @@ from tqdm import tqdm
 from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.shards import label_store, read_shard
 from ..data.types import TOKENS_ONLY
-from ..eval.run import cpu_threads
 from ..models.drafters import load_drafter
 from ..models.drafters.calibration import read_prior, write_prior
 from ..models.drafters.merged import MergedDrafter
@@ -44,13 +43,12 @@ def calibrate(config: RunConfig, target: HFTarget, folder: Path) -> None:
         if prior is not None and {part.name for part in parts.parts} <= prior.sources.keys():
             continue
         # 2. Decode answers to prompts of the training data.
-        with cpu_threads(config.eval.num_threads):
-            drafter = load_drafter(parts, target)
-            assert isinstance(drafter, MergedDrafter)
-            longest = min(target.context_length, drafter.context_length or target.context_length) - NEW_TOKENS
-            prompts = list(islice(_prompts(shards, label_store(shards).load(), longest), NUM_PROMPTS))
-            on_device = (prompt.to(target.device) for prompt in tqdm(prompts, desc="calibrate", unit="answer"))
-            measured = measure_prior(target, drafter.sources, on_device, max_new_tokens=NEW_TOKENS)
+        drafter = load_drafter(parts, target)
+        assert isinstance(drafter, MergedDrafter)
+        longest = min(target.context_length, drafter.context_length or target.context_length) - NEW_TOKENS
+        prompts = list(islice(_prompts(shards, label_store(shards).load(), longest), NUM_PROMPTS))
+        on_device = (prompt.to(target.device) for prompt in tqdm(prompts, desc="calibrate", unit="answer"))
+        measured = measure_prior(target, drafter.sources, on_device, max_new_tokens=NEW_TOKENS)
         # 3. Write what was counted.
         write_prior(run.drafter_dir, target.identity, measured if prior is None else prior.updated(measured))
         log.info("%s is calibrated for drafting together with %s", run.drafter_dir, ", ".join(config.eval.merge))

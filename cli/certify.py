@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from ..data.fields import OPTIONS, PositiveInt, raise_problems
+from ..data.fields import OPTIONS, NumThreads, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import Drafters, load_chosen_target, require_used, with_limit
+from .options import Drafters, cpu_threads, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.parts import DrafterParts
     from ..models.export.package import CertificateLine
     from ..models.llm.hf_target import HFTarget
 
-USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "seed", "num_threads"})
+USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", "decode", "seed"})
 """Options of the section `eval` that a certificate depends on."""
 
 
@@ -31,6 +31,8 @@ class CertifyOptions:
     """Drafters to decode with, as in `outrider eval`."""
     limit: PositiveInt = 10
     """Draw at most this many prompts."""
+    num_threads: NumThreads | None = None
+    """CPU threads. null: torch's default."""
     output: Path = Path("certificate.json")
     """The certificate's file."""
     launch: str | None = None
@@ -84,7 +86,7 @@ def _certify(
     Returns the certificate's lines, and the description of what they certify. Until all are there,
     the file `unfinished` keeps the lines.
     """
-    from ..eval.run import check_inputs, cpu_threads
+    from ..eval.run import check_inputs
     from ..models.drafters.saved.parts import parse_drafter_name
 
     # 1. Check the inputs.
@@ -93,7 +95,7 @@ def _certify(
     raise_problems(stage_problems(config, options.target.stage_layers, kinds))
     check_inputs(config, all_parts)
     launch_stages("certify", line, options.target)
-    with cpu_threads(config.num_threads):
+    with cpu_threads(options.num_threads):
         return _decode(config, all_parts, load_chosen_target(options.target), unfinished)
 
 

@@ -54,16 +54,16 @@ def run_command(arguments: Sequence[str]) -> None:
         print(OmegaConf.to_yaml(OmegaConf.create(composed.values)), end="")
         composed.require_options()
         return
-    config = composed.config()  # checked before torch is imported
+    config, plan = composed.config(), line.values.get("plan", False)  # checked before torch is imported
 
     # 2. Run it.
     from .run import require_inputs, run  # imports torch, transformers and all stages
 
     if line.launch is not None:
-        require_inputs(config)  # here, so that a mistake is printed once
+        require_inputs(config, plan=plan)  # here, so that a mistake is printed once
         require_stages(line.launch, line.launch_options, config.target)
         launch(line.launch, line.launch_options, ["outrider.train", *line.own])
-    run(config)
+    run(config, plan=plan)
 
 
 def read_run_line(arguments: Sequence[str]) -> CommandLine:

@@ -115,9 +115,6 @@ class RunConfig:
     """The run's folder. A stage that is finished there is skipped; an interrupted one is resumed."""
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
     """Stages to run: distill, train, eval, export. They always run in this order."""
-    plan: bool = False
-    """Only print the time, memory and disk that the unfinished stages need, as `--plan` does.
-    Speeds are measured for some seconds, the other figures are computed. Nothing is written."""
     seed: Seed = 0
     """Seed of all random numbers. A section's own seed replaces it for that section."""
     num_threads: NumThreads | None = None
@@ -252,6 +249,9 @@ class RunOptions:
     """The recipe, by name or file."""
     show: bool = False
     """Only print the composed configuration."""
+    plan: bool = False
+    """Only print the time, memory and disk that the unfinished stages need. Speeds are measured for
+    some seconds, the other figures are computed. Nothing is written."""
     launch: str | None = None
     """Run in several processes: a launch file of accelerate by name or path. Options of `accelerate
     launch` may follow it: --launch one_node --num_processes 4"""

@@ -9,12 +9,12 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from ..data.fields import OPTIONS, PositiveInt, raise_problems
+from ..data.fields import OPTIONS, NumThreads, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import BY_MACHINE, Drafters, load_chosen_target, with_limit
+from .options import BY_MACHINE, Drafters, cpu_threads, load_chosen_target, with_limit
 
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
@@ -35,6 +35,8 @@ class EvalOptions:
     """Use the settings that `outrider tune` chose on this machine."""
     chat_template: str | None = None
     """A .jinja file or a template's name. null: the tokenizer's."""
+    num_threads: NumThreads | None = None
+    """CPU threads. null: torch's default."""
     output: Path = Path("outputs/eval")
     """Folder for the records, summary, table and plots."""
     launch: str | None = None
@@ -47,7 +49,7 @@ class EvalOptions:
     USUAL: ClassVar = (
         *("target.name_or_path", "target.dtype", "target.device"),
         *("eval.suites", "eval.settings", "eval.baselines", "eval.merge", "eval.temperatures", "eval.batch_sizes"),
-        *("eval.max_new_tokens", "eval.num_threads"),
+        *("eval.max_new_tokens",),
     )
 
     def __post_init__(self) -> None:
@@ -82,10 +84,11 @@ def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOp
 
     check_inputs(config, drafters)
     launch_stages("eval", line, options.target)
-    target = load_chosen_target(options.target, options.chat_template)
-    tuned = tuned_settings(config, target, drafters) if options.tuned else None
-    with guarded(options.output, folders=[options.output]):
-        return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)
+    with cpu_threads(options.num_threads):
+        target = load_chosen_target(options.target, options.chat_template)
+        tuned = tuned_settings(config, target, drafters) if options.tuned else None
+        with guarded(options.output, folders=[options.output]):
+            return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:

@@ -42,17 +42,14 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
     prefix = "the drafter can't be written as {}: "
     reasons = [f"{name}: {(reason or '').removeprefix(prefix.format(name))}" for name, reason in refusals.items()]
     listing = "; ".join(reasons) or "there is no export format for its kind"
-    return (
-        f"no serving engine will be able to load this drafter ({listing}). To train it anyway without this warning, set "
-        "export.allow_no_format=true"
-    )
+    return f"no serving engine will be able to load this drafter ({listing}); outrider can"
 
 
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
     """Write each drafter's folder for the Hub, and its formats.
 
-    An existing folder for the Hub with other content stays, unless `export.overwrite` is on. Raises
-    ValueError if a drafter can't be written; files that were written before are kept.
+    An existing folder for the Hub with other content stays. Raises ValueError if a drafter can't be
+    written; files that were written before are kept.
     """
     for drafter in drafters:
         # 1. Write the folder for the Hub, with the figures of this run's evaluation in the card.
@@ -62,7 +59,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         if noisy := dict.fromkeys(method_name(row) for row in rows if row["noisy"]):
             log.warning("the measurement of %s is noisy, as the card of %s says", "; ".join(noisy), directory)
         options = CardOptions(evaluations=[evaluation] if rows else [], run=folder, programs=programs_for(directory, target))
-        _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
+        _package(directory, home / PACKAGE_FOLDER, options)
 
         # 2. Write the formats of this kind of drafter.
         saved = read_drafter_config(directory)
@@ -71,7 +68,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             log.info("%s: the drafter in the format %s", home / FORMATS_FOLDER / name, name)
 
 
-def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> None:
+def _package(drafter: Path, package: Path, options: CardOptions) -> None:
     """Write the folder for the Hub, unless a folder with other content stays."""
     card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=TEMPORARY, dir=package.parent) as temporary:
@@ -79,9 +76,9 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
         make_package(drafter, new, card)
         finish_replacing(package)
         differing = _differing(new, package)
-        if differing and package.exists() and not overwrite:
+        if differing and package.exists():
             log.warning(
-                "%s has other content than a new folder would have (%s), and stays; remove it, or set export.overwrite=true",
+                "%s has other content than a new folder would have (%s), and stays; remove it to get the new one",
                 *(package, ", ".join(differing)),
             )
             return

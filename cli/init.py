@@ -168,7 +168,6 @@ def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
         "feature_layers": layers,
         "layers_reason": reason,
         "formats": f"[{', '.join(formats)}]",
-        "unserved": _yaml(not formats),
         "draft_vocab_size": _yaml(reduced),
         "vocab_reason": "null: the whole vocabulary" if reduced is None else f"the most frequent of {vocabulary} tokens",
         "num_layers": num_layers,
@@ -180,7 +179,6 @@ def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
         "share_head": _yaml(shares and not owns),
         "head_rank": _yaml(None if owns or shares else (ranks or [max(1, hidden // 16)])[0]),
         "medusa_formats": "[medusa]" if owns else "[]",
-        "medusa_unserved": _yaml(not owns),
         "model_layers": max([1, *(number for number in range(1, 5) if number * layer + hidden * vocabulary < room)]),
     }
 

@@ -1,7 +1,8 @@
 """What several commands do with their options before their work."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,19 @@ def require_used(config: "EvalConfig", used: Collection[str], command: str) -> N
     names = [field.name for field in fields(config)]
     if unused := [f"eval.{name}" for name in names if getattr(config, name) != getattr(unset, name)]:
         raise ValueError(f"{', '.join(unused)}: `outrider {command}` doesn't use this; leave it out")
+
+
+@contextmanager
+def cpu_threads(num_threads: int | None) -> Iterator[None]:
+    """Set torch's CPU threads inside the `with` block; None leaves them unchanged."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def load_chosen_target(config: "TargetConfig", chat_template: str | None = None, *, needs_tokenizer: bool = True) -> "HFTarget":

@@ -29,7 +29,6 @@ from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
 from ..distill.regenerate.run import count_turns, missing_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
-from ..eval.run import cpu_threads
 from ..models.drafters.objective import max_chunk
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
@@ -229,12 +228,11 @@ class Planner:
         texts = [prompt.turns[0] for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
         most = max(SAMPLED_PROMPTS, *config.batch_sizes)
         prompts = [encode_prompt([Turn(role="user", content=text)], target.tokenizer)[0] for text in texts[:most]]
-        with cpu_threads(config.num_threads):
-            target.choose_linears()
-            mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
-            by_size: dict[int, PlainDecoding] = {
-                size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes
-            }
+        target.choose_linears()
+        mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
+        by_size: dict[int, PlainDecoding] = {
+            size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes
+        }
         # 2. Each method answers all turns. Some prompts are answered once more, with phases timed.
         num_drafted = self._num_drafted()
         methods = len(config.temperatures) * (1 + num_drafted / DRAFTED_SPEEDUP)

@@ -81,8 +81,11 @@ NOT_LOSSLESS = 1
 """Exit status if a drafter that must be lossless isn't."""
 
 
-def run(config: RunConfig) -> None:
-    """Run the stages. Each one skips finished work and resumes interrupted work."""
+def run(config: RunConfig, *, plan: bool = False) -> None:
+    """Run the stages. Each one skips finished work and resumes interrupted work.
+
+    With `plan`, only print what the unfinished stages need.
+    """
     accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
@@ -91,11 +94,11 @@ def run(config: RunConfig) -> None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
     silence_bars()
-    require_inputs(config)
+    require_inputs(config, plan=plan)
     folder = Path(config.output_dir)
-    as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)
+    as_run = None if plan else _as_run(config, folder / CONFIG_FILE)
     with ExitStack() as stack:
-        if accelerator.is_main_process and not config.plan:
+        if accelerator.is_main_process and not plan:
             stack.enter_context(locked(folder))
         try:
             _run_stages(config, folder, as_run, accelerator)
@@ -103,13 +106,14 @@ def run(config: RunConfig) -> None:
             raise KeyboardInterrupt(" ".join([describe_kept(config), *map(str, interrupt.args)])) from None
 
 
-def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
+def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, accelerator: Accelerator) -> None:
+    """Run the stages, and write `as_run` as the run's configuration. None: only print the plan."""
     # 1. Load the target, and check that the drafters fit it.
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
-    if config.plan:
+    if as_run is None:
         _plan(config, target, folder, accelerator, context_length)
         return
     if "eval" in config.stages:
@@ -220,7 +224,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
             require_exportable(config.export, drafter.drafter, refusals)
-        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_unexportable(refusals))
         warnings.append(describe_untrained_depths(drafter.drafter, horizon))
     return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 
@@ -228,7 +232,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
 def training_labels(config: RunConfig) -> DistillConfig | Manifest:
     """Return the options of the labels to learn from, or the manifest of those of an earlier run."""
     shards = Path(config.output_dir) / "distill"
-    is_distilled = "distill" not in config.stages and not (config.plan and not (shards / MANIFEST_FILE).exists())
+    is_distilled = "distill" not in config.stages and (shards / MANIFEST_FILE).exists()  # a plan needs none
     return label_store(shards).load() if is_distilled else config.distill
 
 
@@ -293,11 +297,11 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
     return dict(merged)
 
 
-def require_inputs(config: RunConfig) -> None:
+def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
     """Check the data, the prompts, and earlier stages' files before the target is loaded."""
     if "distill" in config.stages:
         require_data(config.data)
-    if config.plan:
+    if plan:
         return  # a plan doesn't need the files of earlier stages
     if "distill" in config.stages and config.distill.engine == "openai":
         require_client()

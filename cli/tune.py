@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.fields import OPTIONS, PositiveInt
+from ..data.fields import OPTIONS, NumThreads, PositiveInt
 from ..data.paths import folders_of
 from ..eval.config import EvalConfig
 from ..models.llm.config import TargetConfig
 from .errors import starts_again
-from .options import BY_MACHINE, load_chosen_target, require_used, with_limit
+from .options import BY_MACHINE, cpu_threads, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..eval.tune.halving import Speed
     from ..eval.tune.run import Tuning
     from ..models.drafters.saved.parts import DrafterParts
 
-USED = frozenset({"suites", "settings", "max_new_tokens", "temperatures", "batch_sizes", "seed", "num_threads"})
+USED = frozenset({"suites", "settings", "max_new_tokens", "temperatures", "batch_sizes", "seed"})
 """Options of the section `eval` that tuning depends on."""
 NameOf = Callable[[dict[str, Any] | None], str]
 """A function that names a setting in words; None is plain decoding."""
@@ -40,6 +40,8 @@ class TuneOptions:
     """Write the choice to the drafter's directory, for `outrider eval --tuned`."""
     chat_template: str | None = None
     """A .jinja file or a template's name. null: the tokenizer's."""
+    num_threads: NumThreads | None = None
+    """CPU threads. null: torch's default."""
     output: Path = Path("outputs/tune")
     """Folder for the measured speeds."""
     target: TargetConfig
@@ -48,7 +50,7 @@ class TuneOptions:
     DEFAULTS: ClassVar = {"target": BY_MACHINE, "eval": {"suites": ["stdlib"]}}
     USUAL: ClassVar = (
         *("target.name_or_path", "target.dtype", "target.device"),
-        *("eval.suites", "eval.settings", "eval.temperatures", "eval.batch_sizes", "eval.max_new_tokens", "eval.num_threads"),
+        *("eval.suites", "eval.settings", "eval.temperatures", "eval.batch_sizes", "eval.max_new_tokens"),
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ def tune_command(options: TuneOptions) -> None:
 
     # 2. Tune, and print the choice.
     written = [output] if directory is None else [output, directory]
-    with guarded(*written, folders=[output]), starts_again("tuning"):
+    with guarded(*written, folders=[output]), starts_again("tuning"), cpu_threads(options.num_threads):
         loaded = load_chosen_target(options.target, options.chat_template)
         tuning = tune(
             config,

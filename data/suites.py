@@ -57,16 +57,13 @@ class Suite:
     """The data set's commit; None if none is known to be the right one."""
 
 
-def load_suite(
-    name: str, path: str | None = None, limit: int | None = None, seed: int = 0, revision: str | None = None
-) -> PromptSet:
+def load_suite(name: str, path: str | None = None, limit: int | None = None, seed: int = 0) -> PromptSet:
     """Load the prompts of a suite, from `path` or from its published location.
 
     `path` is a local file; for `stdlib` it is another library's folder. Any other name is a name
     for the prompts or conversations in the file at `path` (see `_parse_own`). `limit` samples that
-    many prompts by `seed`, in the suite's order. `revision` is the data set's revision on the Hub,
-    in place of the suite's. Raises ValueError if the suite is unknown, or if the file can't be read
-    or isn't the suite's.
+    many prompts by `seed`, in the suite's order. Raises ValueError if the
+    suite is unknown, or if the file can't be read or isn't the suite's.
     """
     # 1. Check the name and the options.
     if not SUITE_NAME.fullmatch(name):
@@ -81,12 +78,8 @@ def load_suite(
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
     suite = SUITES.get(name)
     on_hub = suite is not None if path is None else name != "stdlib" and not is_local(path)
-    if revision is not None and not on_hub:
-        raise ValueError(f"suite {name!r} has the revision {revision!r}, which belongs to the Hub's data; leave it out")
     # 2. Read the prompts, and sample.
-    hub_id = path
-    if suite and path is None:
-        hub_id, revision = suite.hub_id, revision or suite.revision
+    hub_id, revision = (suite.hub_id, suite.revision) if suite and path is None else (path, None)
     prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
     if limit is not None and limit < len(prompts):
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
     *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "predictor", "schedule", "base_url", "served_model"),
+    *("kv_budget_gib", "base_url"),
 )
-PREDICTORS = ("none", "light")
-SCHEDULES = ("shortest", "s3")
 ENGINES = ("decoder", "batch", "openai")
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
@@ -111,21 +109,9 @@ class DistillConfig:
     """Memory for a batch's KV cache in the engine `batch`, in GiB; prefilling the prompts needs
     some more."""
 
-    predictor: Annotated[str, one_of(*PREDICTORS)] = "light"
-    """Predictor of answer lengths in the engine `batch`. `light` learns from the prompts and from
-    the data's own answers; `none` treats all prompts alike."""
-
-    schedule: Annotated[str, one_of(*SCHEDULES)] = "shortest"
-    """Schedule of the engine `batch`. `shortest` puts the shortest texts first and reserves half of
-    an answer's predicted length. `s3` is the policy of S3: the longest answers first, with their
-    whole predicted length reserved. Both double the room of an answer that outgrows it."""
-
     base_url: str | None = None
-    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
-
-    served_model: str | None = None
-    """The target's name on that server; None uses `target.name_or_path` or the only served
-    model."""
+    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1.
+    It must serve the target under `target.name_or_path`, or serve no other model."""
 
     def __post_init__(self) -> None:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
@@ -165,12 +151,6 @@ class DistillConfig:
 
     def _engine_problems(self) -> list[str]:
         problems = []
-        for name, value, default in (("predictor", self.predictor, "light"), ("schedule", self.schedule, "shortest")):
-            if value != default and self.engine != "batch":
-                problems.append(
-                    f"{name} is {value!r} and engine {self.engine!r}; only the engine batch has a {name}: set engine to batch, "
-                    f"or leave the {name} out"
-                )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(
                 f"decode_batch_size is {self.decode_batch_size}, and the engine batch makes its batches as large as "
@@ -194,10 +174,8 @@ class DistillConfig:
                 problems.append(
                     "engine is 'openai' and base_url is missing; set the server's address, such as http://HOST:8000/v1"
                 )
-        elif self.base_url is not None or self.served_model is not None:
-            problems.append(
-                f"base_url and served_model belong to the engine openai, and engine is {self.engine!r}; leave them out"
-            )
+        elif self.base_url is not None:
+            problems.append(f"base_url belongs to the engine openai, and engine is {self.engine!r}; leave it out")
         if self.base_url is not None and not is_address(self.base_url):
             problems.append(NO_ADDRESS)
         return problems

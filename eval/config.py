@@ -14,7 +14,6 @@ from ..data.fields import (
     OPTIONS,
     Distinct,
     NonNegativeInt,
-    NumThreads,
     PositiveInt,
     Seed,
     SmallCount,
@@ -52,10 +51,8 @@ class SuiteConfig:
     """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k or stdlib; any other name stands for a
     file of your own prompts."""
     path: str | None = None
-    """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running
-    Python)."""
-    revision: str | None = None
-    """Commit of the data set on the Hub; None takes the commit that the suite is pinned to."""
+    """A local file of the suite; None reads it from the Hub, at the commit that the suite is pinned to
+    (or, for stdlib, from the running Python)."""
     limit: PositiveInt | None = None
     """At most this many prompts, sampled with the seed; None takes all."""
 
@@ -123,8 +120,6 @@ class EvalConfig:
     ceiling; rounded up to whole batches; 0 is off."""
     seed: Seed = 0
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
-    num_threads: NumThreads | None = None
-    """CPU threads during the measurement; None keeps torch's default."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -2,13 +2,12 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.fields import differences, name_digests, raise_problems
@@ -81,7 +80,6 @@ def evaluate(
     suites = load_suites(config)
     specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
-        stack.enter_context(cpu_threads(config.num_threads))
         loaded = load_drafters(specs, target)
         calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
         # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
@@ -171,7 +169,7 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     suites, unreadable = [], {}
     for chosen in config.suites:
         try:
-            suites.append(load_suite(chosen.name, chosen.path, chosen.limit, config.seed, chosen.revision))
+            suites.append(load_suite(chosen.name, chosen.path, chosen.limit, config.seed))
         except (ValueError, OSError) as error:
             unreadable[chosen.name] = str(error)
     if unreadable:
@@ -355,14 +353,3 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
         plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")
-
-
-@contextmanager
-def cpu_threads(num_threads: int | None) -> Iterator[None]:
-    """Set torch's CPU threads inside the `with` block; None leaves them unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

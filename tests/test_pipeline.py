@@ -172,7 +172,7 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
     assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
 
 
-def test_an_edited_model_card_is_replaced_only_with_overwrite(
+def test_an_edited_model_card_stays_until_it_is_removed(
     finished: tuple[Path, str], overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = finished
@@ -186,7 +186,8 @@ def test_an_edited_model_card_is_replaced_only_with_overwrite(
     assert "package has other content than a new folder would have (README.md), and stays" in caplog.text
     assert (folder / "package/README.md").read_text() == "# Mine\n"
     assert (folder / "export/apple/model.safetensors").is_file()
-    run_here("conf=demo", *export, "export.overwrite=true")
+    shutil.rmtree(folder / "package")
+    run_here("conf=demo", *export)
     assert (folder / "package/README.md").read_text() == card
     assert not list(folder.glob(".package*"))
 
@@ -199,7 +200,7 @@ def test_a_noisy_speed_is_marked_in_the_card_and_logged(
     noisy = {**rows[3], "speedup": 1.23, "speedup_ci95": None, "noisy": True}
     forge_summary(copy / "eval", [rows[0], noisy])
     with caplog.at_level("WARNING", "outrider"):
-        run_here("conf=demo", f"output_dir={copy}", *overrides[1:], "stages=[export]", "export.overwrite=true")
+        run_here("conf=demo", f"output_dir={copy}", *overrides[1:], "stages=[export]")
     assert f"the measurement of {rows[3]['label']} is noisy" in caplog.text
     assert "| 1.23x, noisy |" in (copy / "package/README.md").read_text()
 

@@ -163,7 +163,7 @@ def test_a_run_warns_once_of_what_the_recipe_doesnt_want(tiny_target_dir: Path, 
     assert "its initial_state is embedding" in unexportable
     assert "drafter.beam_length is 6" in deep
     assert "set drafter.beam_length=4, or distill.horizon=7" in deep
-    assert require_trainable(composed_of(*overrides, "export.allow_no_format=true", "distill.horizon=7"), target) == []
+    assert require_trainable(composed_of(*overrides, "distill.horizon=7"), target) == [unexportable]
     with pytest.raises(ValueError, match=r"export.formats has apple, and .*initial_state is embedding"):
         require_trainable(composed_of(*overrides, "export.formats=[apple]"), target)
     assert require_trainable(composed_of("conf=demo", f"output_dir={tmp_path}", *SMALL_DEMOS["redrafter_demo"]), target) == []

@@ -17,13 +17,11 @@ SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_
 TRACKERS = ("none", "wandb", "tensorboard", "wandb+tensorboard")
 DEFAULT_SHARE = 0.25
 """`on_policy_share` where it is null."""
-EXPORTS = ("best", "last")
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
         "global_batch_size",  # it only decides gradient_accumulation
         "patience",
-        "export",
         "activation_checkpointing",
         "log_every",
         "checkpoint_every",
@@ -114,7 +112,8 @@ class TrainConfig:
 
     validation_texts: NonNegativeInt = 0
     """Texts that are held out from training. To measure tokens per step, the target answers their
-    prompts with the drafter, as in decoding. 0: nothing is measured."""
+    prompts with the drafter, as in decoding. The drafter with the most tokens per step of all
+    measurements is saved. 0: nothing is measured, and the last one is saved."""
     validation_tokens: PositiveInt = 128
     """Largest length in tokens of each answer to a held-out prompt."""
     validate_every: PositiveInt | None = None
@@ -123,10 +122,6 @@ class TrainConfig:
     patience: PositiveInt | None = None
     """Early stopping: training ends after this many measurements in a row without more tokens per
     step than the best one before them. null: no early stopping."""
-    export: Annotated[str, one_of(*EXPORTS)] = "best"
-    """Which drafter the training saves: `best`, the one with the most tokens per step of all
-    measurements, or `last`, the one after the last step. They are the same if training measures
-    nothing, or measures only at the end."""
 
     seed: Seed = 0
     """Seed of the first weights, of the order of the texts and of the choice of positions."""

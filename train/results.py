@@ -202,13 +202,13 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
                 f"{output_dir / CHECKPOINTS_DIR} holds no checkpoint to resume from. {remedy}"
             )
         return False
-    # If options of the end changed, the last checkpoint and the best drafter give the new results.
+    # If `patience` changed, the last checkpoint and the best drafter give the new results.
     return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide how a run ends: which drafter it exports, and how early it stops."""
-    return {"export": config.export, "patience": config.patience}
+    """The option that decides how early a run ends."""
+    return {"patience": config.patience}
 
 
 def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) -> None:
@@ -233,7 +233,7 @@ def save_results(
     best: Best,
     metrics: Mapping[str, Any],
 ) -> None:
-    """Save the drafter that `config.export` names, and then the summary.
+    """Save the best drafter, or the last one if none was measured, and then the summary.
 
     The summary shows that the drafter is complete. `drafter` is the drafter after the last step,
     and `metrics` the last record of the loss. All facts are those of that record, so that a finished
@@ -254,7 +254,7 @@ def save_results(
         labels=config.labels,
         hardware=hardware,
     )
-    kept = best.record() if config.export == "best" else None
+    kept = best.record()
     with replacing_directory(drafter_dir) as folder:
         if drafter_dir.is_dir():  # a user's files beside the drafter's stay
             shutil.copytree(drafter_dir, folder, symlinks=True, dirs_exist_ok=True)

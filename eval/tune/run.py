@@ -1,7 +1,6 @@
 """Tuning of a drafter to a machine: its fastest setting for each batch size."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -22,7 +21,7 @@ from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment, within_memory
 from ..measure.methods import Drafters, TunedSettings, acceptance_rule
-from ..run import cpu_threads, load_suites
+from ..run import load_suites
 from .halving import LeftOut, Prompts, Speed, Trial, halve
 
 TUNING_FILE = "tuning.json"
@@ -71,23 +70,21 @@ def tune(
     choices: dict[int, Choice] = {}
     finals: list[Speed] = []
     left_out: list[LeftOut] = []
-    with ExitStack() as stack:
-        stack.enter_context(cpu_threads(config.num_threads))
-        target.choose_linears()
-        prompts = _prompts(config, target, _context_length(parts, target, tried), max(batch_sizes))
-        for size in batch_sizes:
-            trial = Trial(
-                parts=parts,
-                target=target,
-                rule=acceptance_rule("exact", temperature, target),
-                batches=[prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)],
-                max_new_tokens=config.max_new_tokens,
-            )
-            if speeds := halve(trial, tried):
-                choices[size] = choose(speeds)
-            finals += speeds
-            left_out += trial.left_out
-        setup, environment = describe_setup(target, parts, temperature), describe_environment(target.device, target.linears)
+    target.choose_linears()
+    prompts = _prompts(config, target, _context_length(parts, target, tried), max(batch_sizes))
+    for size in batch_sizes:
+        trial = Trial(
+            parts=parts,
+            target=target,
+            rule=acceptance_rule("exact", temperature, target),
+            batches=[prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)],
+            max_new_tokens=config.max_new_tokens,
+        )
+        if speeds := halve(trial, tried):
+            choices[size] = choose(speeds)
+        finals += speeds
+        left_out += trial.left_out
+    setup, environment = describe_setup(target, parts, temperature), describe_environment(target.device, target.linears)
     if not choices:
         raise ValueError(
             f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is no baseline to "
@@ -124,14 +121,13 @@ def tuned_settings(config: EvalConfig, target: HFTarget, drafters: Drafters) -> 
 
     Raises ValueError if nothing was tuned on this machine.
     """
-    with cpu_threads(config.num_threads):
-        return {
-            drafter: {
-                (temperature, size): tuned_choice(drafter, target, batch_size=size, temperature=temperature).setting
-                for temperature, size in product(config.temperatures, config.batch_sizes)
-            }
-            for drafter in drafters
+    return {
+        drafter: {
+            (temperature, size): tuned_choice(drafter, target, batch_size=size, temperature=temperature).setting
+            for temperature, size in product(config.temperatures, config.batch_sizes)
         }
+        for drafter in drafters
+    }
 
 
 def _context_length(parts: DrafterParts, target: HFTarget, settings: Sequence[dict[str, Any]]) -> int:

@@ -84,15 +84,16 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def trimmed(self, bucket: int = 1) -> "DraftTree":
-        """Return the tree without the padding that all rows share.
+        """Return the tree without the padding that all rows share. It needs `largest`.
 
         The new size is a multiple of `bucket`, at most the old size. The host reads the number of
         nodes of the fullest row, and so waits for an accelerator. Drawn trees can't be trimmed.
         """
-        assert self.drawn is None
         if not self.num_nodes:
             return self
-        num_nodes = int((self.tokens != NO_NODE).sum(1).max() if self.largest is None else self.largest)
+        assert self.drawn is None
+        assert self.largest is not None
+        num_nodes = int(self.largest)
         return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
 
     def first(self, num_nodes: int) -> "DraftTree":

@@ -344,7 +344,7 @@ class Block(ReducedVocabulary, CachedDrafter):
         if not isinstance(self.correction, Pairwise):
             return beam_search(self, hidden, last_token, width=self.config.width)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
-        return lattice_search(self.correction, hidden, self.head(hidden), last_token, self.vocabulary, **limits)
+        return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)
 
     def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | BlockState:
         """Leave the features unread, unless there are many of them."""

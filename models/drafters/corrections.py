@@ -6,8 +6,6 @@ before the slot.
 
     none       head(h)                                         (DFlash, arXiv 2602.06036)
     markov     head(h) + W2 W1[y]                              (DSpark's Markov head)
-    bilinear   head(h) + W2 (W1[y] * (P h + 1))                (not DSpark's gated head, which is
-                                                                W2 (W1[y] * sigmoid(G [h ; W1[y]])))
     rnn        head(z + f(M2 z)),  z = h + f(M1 [h ; s]),      (ReDrafter's recurrence,
                s = f(U s' + W e(y) + b),  f = SiLU              arXiv 2403.09919, section 3.1)
 
@@ -92,16 +90,7 @@ class Pairwise(Correction):
 
     @abstractmethod
     def state(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
-        """Return the state after each of these tokens."""
-
-    @abstractmethod
-    def factors(
-        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
-    ) -> Float[torch.Tensor, "*batch rank"]:
-        """Return the vector whose product with an output's row of W2 is that output's correction.
-
-        The inputs' dimensions are broadcast.
-        """
+        """Return the state after each of these tokens: its product with an output's row is the correction."""
 
     @abstractmethod
     def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
@@ -116,11 +105,6 @@ class NoCorrection(Pairwise):
 
     def state(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch 0"]:
         return torch.zeros(*tokens.shape, 0, device=tokens.device)
-
-    def factors(
-        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch 0"]
-    ) -> Float[torch.Tensor, "*batch 0"]:
-        return state
 
     def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch 0"]:
         return self.state(outputs)
@@ -145,33 +129,14 @@ class Markov(Pairwise):
         state: torch.Tensor = self.markov_w1(tokens)
         return state
 
-    def factors(
-        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
-    ) -> Float[torch.Tensor, "*batch rank"]:
-        return state
-
     def rows(self, outputs: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch rank"]:
         return self.markov_w2.weight[outputs]
 
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch rank"], head: Apply
     ) -> Float[torch.Tensor, "*batch output"]:
-        correction: torch.Tensor = self.markov_w2(self.factors(hidden, state))
+        correction: torch.Tensor = self.markov_w2(state)
         return head(hidden) + correction
-
-
-class Bilinear(Markov):
-    """A Markov correction that also depends on the slot's output."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, num_outputs: int, rank: int) -> None:
-        super().__init__(vocab_size, num_outputs, rank)
-        self.gate = nn.Linear(hidden_size, rank, bias=False)  # P
-        nn.init.zeros_(self.gate.weight)
-
-    def factors(
-        self, hidden: Float[torch.Tensor, "*#batch hidden"], state: Float[torch.Tensor, "*#batch rank"]
-    ) -> Float[torch.Tensor, "*batch rank"]:
-        return state * (self.gate(hidden) + 1.0)
 
 
 def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_outputs: int) -> Correction:
@@ -180,8 +145,6 @@ def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_
         return Recurrent(hidden_size)
     if config.correction == "markov":
         return Markov(vocab_size, num_outputs, config.rank)
-    if config.correction == "bilinear":
-        return Bilinear(hidden_size, vocab_size, num_outputs, config.rank)
     return NoCorrection()
 
 
@@ -190,7 +153,6 @@ def make_correction(config: BlockConfig, hidden_size: int, vocab_size: int, num_
 
 def lattice_search(
     correction: Pairwise,
-    hidden: Float[torch.Tensor, "batch slot hidden"],
     logits: Float[torch.Tensor, "batch slot output"],
     last_token: Int[torch.Tensor, " batch"],
     vocabulary: DraftVocabulary,
@@ -219,8 +181,8 @@ def lattice_search(
     others = logits.scatter(-1, outputs, -torch.inf).logsumexp(-1, keepdim=True)  # [batch, slot, 1]
     tokens = vocabulary.target_tokens(outputs)
     # 2. Log-probabilities of each candidate after each candidate of the slot before.
-    first = edge_log_probs(correction, hidden[:, :1], last_token[:, None, None], outputs[:, :1], values[:, :1], others[:, :1])
-    edges = edge_log_probs(correction, hidden[:, 1:], tokens[:, :-1], outputs[:, 1:], values[:, 1:], others[:, 1:])
+    first = edge_log_probs(correction, last_token[:, None, None], outputs[:, :1], values[:, :1], others[:, :1])
+    edges = edge_log_probs(correction, tokens[:, :-1], outputs[:, 1:], values[:, 1:], others[:, 1:])
     # 3. The best paths, slot by slot. `last` is the number of a path's last token among its slot's
     # candidates.
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -238,7 +200,6 @@ def lattice_search(
 
 def edge_log_probs(
     correction: Pairwise,
-    hidden: Float[torch.Tensor, "batch slot hidden"],
     previous: Int[torch.Tensor, "batch slot before"],
     outputs: Int[torch.Tensor, "batch slot candidate"],
     values: Float[torch.Tensor, "batch slot candidate"],
@@ -249,8 +210,8 @@ def edge_log_probs(
     `values` are the candidates' logits before the correction, `others` the log-sum-exp of the
     logits of all tokens that are no candidates.
     """
-    factors = correction.factors(hidden[:, :, None], correction.state(previous))
-    bias = factors @ correction.rows(outputs).transpose(-1, -2).to(factors.dtype)
+    states = correction.state(previous)
+    bias = states @ correction.rows(outputs).transpose(-1, -2).to(states.dtype)
     logits = values[:, :, None] + bias.float()
     total = torch.logaddexp(logits.logsumexp(-1), others)
     # Rounding must not lift a child above its parent.

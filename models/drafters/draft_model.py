@@ -80,7 +80,7 @@ class DraftModel(CachedDrafter):
         if config.architecture is None and torch.get_default_device().type == "meta":
             raise ValueError("a saved draft model needs its `architecture`, which describes its weights; save it again")
         if config.architecture is None and config.path is not None:
-            reader = pretrained(config.path, config.tokenizer_options, target)
+            reader = pretrained(config.path, target)
         else:
             architecture = smaller_architecture(config, target) if config.architecture is None else config.architecture
             model = build_model(architecture, target)

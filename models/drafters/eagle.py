@@ -27,6 +27,9 @@ from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import EagleConfig
 
+CLASSIFICATION_WEIGHT = 0.1
+"""Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature (EAGLE-1,
+section 3.2)."""
 MEASURED_EVERY = 4
 """One in so many positions is measured at untrained depths.
 
@@ -86,13 +89,13 @@ class Eagle(FeatureDrafter):
         """
         # 1. Features, with noise in training only: validation must not change the random state.
         all_labels = Labels.of(batch)
-        labels = all_labels.first(self.config.unroll)
+        labels = all_labels.first(1)
         features = self.target_features(batch)
         noisy = features
         if self.training and self.config.feature_noise:
             noisy = features.float()
             noisy = noisy + self.config.feature_noise * (2 * torch.rand_like(noisy) - 1)
-        # 2. The objective on tokens, at the trained depths.
+        # 2. The objective on tokens, at the first depth, which is the only one trained.
         text = self.read_text(batch, noisy)
         outputs = self.unroll(batch, labels, text)
         loss = self._score(labels, outputs, batch, objective)
@@ -100,7 +103,7 @@ class Eagle(FeatureDrafter):
         next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
         distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
         regression = (distance * (labels.on_text & labels.known)).sum(0)
-        sums = self.config.classification_weight * loss.sums + regression
+        sums = CLASSIFICATION_WEIGHT * loss.sums + regression
         # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
             loss = self._with_untrained_depths(loss, batch, text, objective)

@@ -177,7 +177,7 @@ def likeliest_children(
     """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
     logits = drafter.logits(outputs)
     count = min(drafter.config.top_k, logits.shape[-1])
-    if drafter.config.tree == "static":
+    if drafter.config.is_static:
         _, chosen = largest(logits, count)
         log_probs = static_log_probs(chosen)
     else:
@@ -190,7 +190,7 @@ def drawn_children(
 ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
     """Draw tokens after each node. A static tree counts them by their order, as draws are tried."""
     tokens, log_probs = drawing.children(drafter.logits(outputs))
-    return tokens, static_log_probs(tokens) if drafter.config.tree == "static" else log_probs
+    return tokens, static_log_probs(tokens) if drafter.config.is_static else log_probs
 
 
 def static_log_probs(tokens: Int[torch.Tensor, "batch node child"]) -> Float[torch.Tensor, "batch node child"]:

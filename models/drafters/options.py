@@ -1,6 +1,5 @@
 """Options of the drafters that are trained, by kind. Importing this module loads no torch."""
 
-from dataclasses import field
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, NonNegativeFloat
@@ -125,18 +124,21 @@ class EagleConfig(TreeOptions):
 
     bias: bool = False
     """Whether `fc` has a bias."""
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
+    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
+    4). `static`: always expand the same ranks (EAGLE-1). May be changed when the drafter is loaded."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
-    classification_weight: NonNegativeFloat = 0.1
-    """Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature
-    (EAGLE-1, section 3.2)."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
-    unroll: PositiveInt = 1
-    """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
-    as in drafting."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = TreeOptions.RUNTIME_FIELDS | {"tree"}
+
+    @property
+    def is_static(self) -> bool:
+        return self.tree == "static"
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -175,10 +177,8 @@ class DraftModelConfig:
 
     path: str | None = None
     """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
-    the sizes below. It needs safetensors weights, and the target's tokenizer and vocabulary
-    size."""
-    tokenizer_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the tokenizer at `path`, as in the target's configuration."""
+    the sizes below. It needs safetensors weights, and the target's tokenizer (which is loaded with
+    `target.tokenizer_options`) and vocabulary size."""
     init: Annotated[str, one_of("random", "target_layers")] = "random"
     """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
     only `num_layers` may be chosen."""
@@ -246,11 +246,11 @@ class BlockConfig:
     also serves the draft tokens after it, which then differ by the correction only. With one slot,
     all draft tokens share its output, as ReDrafter's share the target's state. Labels must be at
     least one token longer than the slots."""
-    correction: Annotated[str, one_of("none", "markov", "bilinear", "rnn")] = "rnn"
+    correction: Annotated[str, one_of("none", "markov", "rnn")] = "rnn"
     """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
-    (DSpark's), `bilinear` (the same with a factor of the slot's output), or `none` (DFlash)."""
+    (DSpark's), or `none` (DFlash)."""
     rank: PositiveInt = 256
-    """Rank of the corrections `markov` and `bilinear`."""
+    """Rank of the correction `markov`."""
     inject: bool = True
     """Whether slots start with the latest context, a residual path from the target's state to the
     head. Published drafters don't have this path."""

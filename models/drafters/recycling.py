@@ -5,8 +5,8 @@ every entry of a tree: the last token and all nodes. The likeliest tokens there 
 as the successors of the entry's token; later entries replace earlier ones. The children of a node
 are its token's successors. Ours differs from the paper in four ways:
 
-- A row of the table belongs to the last tokens of a path, up to `context` of them. The longest
-  context in the table decides. `context: 1` is the paper's.
+- A row of the table belongs to the last tokens of a path, up to CONTEXT of them. The longest
+  context in the table decides. In the paper a row belongs to one token.
 - The tree isn't fixed: the likeliest node is next, by PRIOR. So known contexts are drafted deeper.
 - Accepted entries count as the latest of a step, and the prompt's tokens as successors, too.
 - The table is empty before each prompt, unless `share_answers` is set. The paper keeps it. But a
@@ -17,10 +17,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
@@ -38,6 +37,10 @@ PRIOR = (
 )
 """Estimates that a successor is accepted, by the number of tokens in its context and by its rank;
 later ranks have the last one. Measured on answers of the demo's target."""
+CONTEXT = len(PRIOR)
+"""Most tokens of a context."""
+SHARED_ROWS = 100_000
+"""Most rows of the shared table; contexts that weren't seen for longest are forgotten first."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -50,13 +53,9 @@ class RecyclingConfig:
     """Most tokens on a path."""
     top_k: PositiveInt = 8
     """Successors that are kept for each context."""
-    context: Annotated[int, Field(ge=1, le=len(PRIOR))] = 3
-    """Most tokens of a context."""
     share_answers: bool = False
     """Whether a new text starts with the table of earlier ones. A draft then depends on the order of
     requests; tokens don't. A table is passed on when the next batch begins."""
-    shared_rows: PositiveInt = 100_000
-    """Most rows of the shared table; contexts that weren't seen for longest are forgotten first."""
 
 
 Table = dict[int, list[int]]
@@ -79,8 +78,8 @@ class Verified(NamedTuple):
 class SuccessorTable:
     """The successors after the contexts of one text, and the table that it started with."""
 
-    def __init__(self, context: int, top_k: int, shared: Table) -> None:
-        self.context, self.top_k, self.shared = context, top_k, shared
+    def __init__(self, top_k: int, shared: Table) -> None:
+        self.top_k, self.shared = top_k, shared
         self.rows: Table = {}
         self.keys: list[int] = []
         """The contexts at the end of the text, the shortest first."""
@@ -106,7 +105,7 @@ class SuccessorTable:
     def keys_after(self, keys: Sequence[int], token: int) -> list[int]:
         """Return the contexts that end with a token, the shortest first, given those before it."""
         # As digits of a number, the last token first. No digit is 0, so lengths differ, too.
-        return [token + 1 << TOKEN_BITS * n | key for n, key in enumerate((0, *keys[: self.context - 1]))]
+        return [token + 1 << TOKEN_BITS * n | key for n, key in enumerate((0, *keys[: CONTEXT - 1]))]
 
     def find(self, keys: Sequence[int]) -> tuple[list[int], int]:
         """Return the successors after the longest known context, and its number of tokens."""
@@ -138,7 +137,7 @@ class Recycling(TrainingFreeDrafter):
         return self.config.share_answers
 
     def store_factory(self) -> Callable[[], SuccessorTable]:
-        return partial(SuccessorTable, self.config.context, self.config.top_k, self.shared)
+        return partial(SuccessorTable, self.config.top_k, self.shared)
 
     def remember(self, answers: Sequence[Journal]) -> None:
         # A new dict, since earlier states read the one before. A context that is seen again is new.
@@ -147,7 +146,7 @@ class Recycling(TrainingFreeDrafter):
             for key, row in answer.store.rows.items():
                 table.pop(key, None)
                 table[key] = row
-        self.shared = dict(islice(table.items(), max(0, len(table) - self.config.shared_rows), None))
+        self.shared = dict(islice(table.items(), max(0, len(table) - SHARED_ROWS), None))
 
     def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> list[Verified]:
         return [

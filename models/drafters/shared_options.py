@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ...data.fields import OPTIONS, PositiveInt, one_of
+from ...data.fields import OPTIONS, PositiveInt
 
 MAX_SEARCH_NODES = 2**14
 """Most nodes of a search: far more than any target gains from, and far less than memory holds."""
@@ -71,9 +71,6 @@ class TreeOptions:
     """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
     or qwen3), and the options that differ from the target's configuration, under transformers'
     names. Serving engines draft with Llama's layer, whatever the target's layers are."""
-    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
-    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
-    4). `static`: always expand the same ranks (EAGLE-1)."""
     depth: PositiveInt = 6
     """Number of draft tokens on the longest path."""
     top_k: PositiveInt = 8
@@ -86,7 +83,12 @@ class TreeOptions:
     with the most probable parents. 0: the most probable tokens, at every temperature of the
     target."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes", "temperature"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "top_k", "tree_nodes", "temperature"})
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the search expands the same ranks in each step, and not the most probable nodes."""
+        return False
 
     def __post_init__(self) -> None:
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:

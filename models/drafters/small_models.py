@@ -108,7 +108,7 @@ def weights_digest_at(path: str) -> str:
         raise ValueError(f"drafter.path is {path}, and no model is there: {error}") from error
 
 
-def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -> HFTarget:
+def pretrained(path: str, target: HFTarget) -> HFTarget:
     """Load an existing model in float32.
 
     Raises ValueError if it can't be loaded, isn't in safetensors format, or has another tokenizer.
@@ -118,7 +118,7 @@ def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -
         dtype="float32",
         attn_implementation=target.model.config._attn_implementation,
         device=str(target.device),
-        tokenizer_options=tokenizer_options,
+        tokenizer_options=target.tokenizer_options,
         compiled=target.compiled,
         cuda_graphs=target.cuda_graphs,
     )

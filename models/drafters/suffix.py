@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as options
 
-from ...data.fields import OPTIONS, PositiveInt, Share
+from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.types import NO_NODE
 from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
@@ -37,6 +36,13 @@ INDEXED_NGRAM = 4
 """Longest n-gram that is indexed. The positions of longer ones are filtered from its positions."""
 MAX_POSITIONS = 16
 """Most positions of an n-gram whose continuations are counted: the latest ones."""
+NODES_PER_TOKEN = 8
+"""Most nodes of a tree for each token of the match. In modules of Python's library, 8 gave 4% more
+tokens per step than 4, with 7 nodes per step instead of 4."""
+MIN_PROB = 0.1
+"""Least probability of a path: the product of its tokens' shares of the positions."""
+SHARED_TOKENS = 100_000
+"""Most tokens of earlier answers; the oldest are forgotten, half of them at a time."""
 PRIOR = (
     (0.07, 0.13, 0.26, 0.26, 0.54),
     (0.07, 0.18, 0.37, 0.57, 0.79),
@@ -58,18 +64,11 @@ class SuffixConfig:
     """Most nodes of a tree."""
     depth: PositiveInt = 24
     """Most tokens of a match, and of a path."""
-    max_spec_factor: PositiveFloat = 8.0
-    """Most nodes for each token of the match. In modules of Python's library, 8 gave 4% more tokens
-    per step than 4, with 7 nodes per step instead of 4."""
-    min_prob: Share = 0.1
-    """Least probability of a path: the product of its tokens' shares of the positions."""
     references: list[str] = field(default_factory=list)
     """Text files to draft from besides the prompt and the answer."""
     share_answers: bool = False
     """Whether to draft from earlier answers, too. A draft then depends on the order of requests;
     tokens don't. An answer is remembered when the next batch begins."""
-    shared_tokens: PositiveInt = 100_000
-    """Most tokens of earlier answers; the oldest are forgotten, half of them at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Suffix(TrainingFreeDrafter):
         self.references = NgramIndex(INDEXED_NGRAM)
         for reference in references:
             self.references.add([*reference, SEPARATOR])
-        self.memory = AnswerMemory(config.shared_tokens)
+        self.memory = AnswerMemory(SHARED_TOKENS)
 
     @classmethod
     def for_target(cls, config: SuffixConfig, target: HFTarget) -> "Suffix":
@@ -166,7 +165,7 @@ class Suffix(TrainingFreeDrafter):
         query = [*store.text[-config.depth :], *tokens][-config.depth :]
         score = best.score
         for n, positions in reversed(matches(index, size, query)):
-            budget = min(config.tree_nodes, int(config.max_spec_factor * n))
+            budget = min(config.tree_nodes, NODES_PER_TOKEN * n)
             if budget <= score:
                 return
             length = min(config.depth, budget)
@@ -174,7 +173,7 @@ class Suffix(TrainingFreeDrafter):
                 windows = [continuation(index.text, position, tokens, length) for position in positions]
             else:
                 windows = [index.text[position + 1 : min(position + 1 + length, size)] for position in positions]
-            growth = grow(n, windows, budget, config.min_prob)
+            growth = grow(n, windows, budget)
             score = max(score, growth.score)
             yield growth
 
@@ -214,7 +213,7 @@ def latest_positions(index: NgramIndex, size: int, n: int, key: int) -> list[int
     return positions
 
 
-def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> Growth:
+def grow(match: int, windows: list[list[int]], budget: int) -> Growth:
     """Grow a tree from the tokens that followed each position, the likeliest node next.
 
     A child's probability is its parent's, times the child's share of those positions of the parent
@@ -232,7 +231,7 @@ def grow(match: int, windows: list[list[int]], budget: int, min_prob: float) -> 
                 groups.setdefault(window[depth], []).append(window)
         total = sum(map(len, groups.values()))
         for token, group in groups.items():
-            if (child_prob := prob * len(group) / total) >= min_prob:
+            if (child_prob := prob * len(group) / total) >= MIN_PROB:
                 num_pushed += 1
                 heapq.heappush(heap, (-child_prob, num_pushed, parent, token, group, total))
         # 2. The likeliest node of all joins the tree.

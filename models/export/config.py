@@ -32,14 +32,8 @@ class ExportConfig:
     """Formats of other programs to export to (`outrider export --help` lists them), each in
     export/FORMAT. With several drafters, those of the format's kind are exported. vllm and sglang stand
     for the format that the engine reads."""
-    allow_no_format: bool = False
-    """Allow a drafter that no export format supports, so that no serving engine can load it;
-    without this there is a warning at the start."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """float32, float16 or bfloat16: type of the exported numbers; null leaves them unchanged."""
-    overwrite: bool = False
-    """Replace the folder for the Hub if its content differs from what would be written now, for
-    example if you edited its card."""
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":

@@ -83,9 +83,6 @@ class TargetConfig:
     [8, 8, 8, 8] for a model of 32 layers. One more process, the head, has embeddings, norm, output
     embeddings and the drafter. Each process reads its own weights only. Evaluation supports this
     (see `eval.decode`); labelling and training need all layers in one process."""
-    stall_seconds: PositiveFloat | None = None
-    """With `stage_layers`: time without any sign of progress after which a stage counts as lost.
-    None: ten times the slowest answer so far, at least 30 seconds."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Turn it on only after you have read that
     code."""
@@ -101,8 +98,6 @@ class TargetConfig:
             raise ValueError(
                 f"device_map is {self.device_map}, which doesn't work together with {' and '.join(clashing)}; leave one out"
             )
-        if self.stall_seconds is not None and self.stage_layers is None:
-            raise ValueError(f"stall_seconds is {self.stall_seconds:g}, without stage_layers; give both, or neither")
         names = ("compiled", "cuda_graphs", "quantization", "tensor_parallel", "memory_budget_gib")
         clashing = [name for name in names if getattr(self, name)]
         if self.stage_layers is not None and clashing:

@@ -42,6 +42,8 @@ class FrozenModel:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.identity = identity
         self.tensor_parallel = tensor_parallel
+        self.tokenizer_options: dict[str, Any] = {}
+        """Options that the tokenizer was loaded with. A draft model of the same family needs the same."""
 
     @property
     def _captured(self) -> CapturedHiddenStates:

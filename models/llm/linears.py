@@ -142,10 +142,10 @@ def _timed(shape: Shape) -> Times:
     while number < MIN_ROUNDS or 0 < time.perf_counter() < deadline:
         for index, rows in enumerate(TIMED_ROWS):
             x, num_calls = torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype), max(1, SAMPLE_WORK // (rows * size))
-            for way, (product, _) in ways.items():
+            for way, (multiply, _) in ways.items():
                 start = time.perf_counter()
                 for weight in islice(turns[way], num_calls):
-                    product(x, weight, None)
+                    multiply(x, weight, None)
                 seconds = (time.perf_counter() - start) / num_calls
                 if number:
                     best[way] = [min(seconds, old) if place == index else old for place, old in enumerate(best[way])]

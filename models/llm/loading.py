@@ -70,6 +70,7 @@ def load_target(
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {device}; choose a CUDA device, or turn it off")
     # 2. Load the model, frozen.
     target = _load_whole(config, tokenizer, device, safetensors_only) if head is None else _load_staged(config, tokenizer, head)
+    target.tokenizer_options = config.tokenizer_options
     turn_off_cudnn_attention(target.device)
     # 3. Check that the tokenizer belongs to the model.
     if tokenizer is not None:

@@ -7,7 +7,7 @@ decodes real steps, and a row ends at the recorded length. All lengths, also tho
 divided by `--scale`, so that a run takes minutes on a CPU. Predictors read the whole prompt, and
 start without known answers, as in the engine.
 
-The engine's schedules are compared with first come, first served, and with an oracle that knows all
+The engine's schedule is compared with S3's, with first come, first served, and with an oracle that knows all
 lengths. They take turns in every round. The seconds include learning and predicting. `steps` counts
 forward passes: on an accelerator that is limited by reading weights, they are the time.
 """
@@ -29,16 +29,15 @@ from report import finish
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.batch import BatchDecoder
 from outrider.distill.regenerate.lengths.buckets import Predicted
-from outrider.distill.regenerate.lengths.predictors import PREDICTORS
+from outrider.distill.regenerate.lengths.predictors import LightPredictor
 from outrider.distill.regenerate.lengths.schedule import (
-    POLICIES,
     RESERVED_SHARE,
+    SHORTEST,
     UNKNOWN_SHARE,
     Decoded,
     Policy,
     Reservation,
     Waiting,
-    longest_answer_first,
     supervise,
 )
 from outrider.models.decoding import Sampling
@@ -152,22 +151,26 @@ def read_workload(
     )
 
 
+def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """Sort by decreasing reservation: with first fit, this is S3's decreasing first fit."""
+    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
+
+
 def policies(work: Workload) -> dict[str, tuple[Policy, Reservation]]:
     """Return all schedules by name, each with its rooms for answers."""
 
-    def predicted(policy: Policy, predictor: str, *, knows_lengths: bool = False) -> tuple[Policy, Reservation]:
+    def predicted(policy: Policy, *, knows_lengths: bool = False) -> tuple[Policy, Reservation]:
         shown = [request if knows_lengths else replace(request, num_known_tokens=None) for request in work.requests]
         unknown = math.ceil(UNKNOWN_SHARE * work.max_new_tokens)
-        return policy, Predicted(PREDICTORS[predictor](), shown, share=RESERVED_SHARE, part=policy.part, unknown=unknown)
+        return policy, Predicted(LightPredictor(), shown, share=RESERVED_SHARE, part=policy.part, unknown=unknown)
 
     first_come = Policy(order=lambda waiting: sorted(waiting, key=lambda row: row.index))
     return {
         FIRST_COME: (first_come, Fixed([work.max_new_tokens] * len(work.lengths))),
         ORACLE: (Policy(order=longest_answer_first), Fixed(work.lengths)),
-        "s3, light": predicted(POLICIES["s3"], "light"),
-        "shortest, none": predicted(POLICIES["shortest"], "none"),
-        "shortest, light": predicted(POLICIES["shortest"], "light"),
-        "shortest, light with the other model's lengths": predicted(POLICIES["shortest"], "light", knows_lengths=True),
+        "S3's, predicted lengths": predicted(Policy(order=longest_answer_first)),
+        "the engine's, predicted lengths": predicted(SHORTEST),
+        "the engine's, with the other model's lengths": predicted(SHORTEST, knows_lengths=True),
     }
 
 

@@ -99,7 +99,6 @@ def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: 
         (["--stage-layers", "4,4", "--memory-budget-gib", "1"], "suffix", "work together with memory_budget_gib"),
         (["--stage-layers", "4,4", "--target", "/nowhere"], "suffix", "/nowhere"),
         (["--stage-layers", "4,4"], "/nowhere", "/nowhere"),
-        (["--stall-seconds", "9"], "suffix", "stall_seconds is 9, without stage_layers"),
     ],
 )
 def test_a_mistake_is_printed_before_a_launch(
@@ -158,7 +157,7 @@ def test_a_run_is_checked_before_its_launch(
     run = ["run", "demo", *options, "--launch", "pipeline_cpu"]
     assert launch_of([*run, "target.stage_layers=[4,4]"], monkeypatch) == []
     assert "holds no drafter" in capsys.readouterr().err
-    monkeypatch.setattr("outrider.cli.run.require_inputs", lambda config: None)
+    monkeypatch.setattr("outrider.cli.run.require_inputs", lambda config, plan: None)
     assert launch_of([*run, "target.stage_layers=[4,5]"], monkeypatch) == []
     assert "target.stage_layers is [4, 5], which is 9 layers" in capsys.readouterr().err
     (launched,) = launch_of([*run, "target.stage_layers=[4,4]"], monkeypatch)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.cli import plan, samples
-from outrider.cli.compose import load_recipe
+from outrider.cli.compose import compose, read_run_line
 from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
 from outrider.data.types import Example
@@ -39,7 +39,8 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run_here(*overrides: str) -> None:
-    run(load_recipe(*overrides))
+    line = read_run_line(overrides)
+    run(compose(line).config(), plan=line.values.get("plan", False))
 
 
 def titles(printed: str) -> list[str]:

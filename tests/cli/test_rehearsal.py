@@ -9,7 +9,7 @@ import transformers
 from accelerate import Accelerator
 
 from outrider.cli import rehearsal
-from outrider.cli.compose import load_recipe
+from outrider.cli.compose import compose, load_recipe, read_run_line
 from outrider.cli.config import DrafterRun
 from outrider.cli.rehearsal import rehearse
 from outrider.cli.run import run, training_labels
@@ -138,7 +138,8 @@ def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
 
 
 def run_here(*overrides: str) -> None:
-    run(load_recipe(*overrides))
+    line = read_run_line(overrides)
+    run(compose(line).config(), plan=line.values.get("plan", False))
 
 
 @pytest.mark.parametrize("place", ["loss", "propose"])

@@ -32,6 +32,7 @@ from outrider.models.drafters import (
     save_drafter,
 )
 from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.llm.config import TargetConfig
@@ -44,15 +45,15 @@ from ..host_reads import HostReads, ScalarReads
 # A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 4, "width": 3, "tree_nodes": 8},
-    "block-lattice": {"kind": "block", "block": 4, "correction": "bilinear", "rank": 8, "tree_nodes": 8},
+    "block-lattice": {"kind": "block", "block": 4, "correction": "markov", "rank": 8, "tree_nodes": 8},
     "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "train_head": True, "width": 3, "tree_nodes": 8},
     "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
-    "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
-    "eagle-static": {"kind": "eagle", "unroll": 4, "tree": "static", "depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle": {"depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle-static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
@@ -383,12 +384,14 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
 def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(trained, target):
     loss = trained.loss
     assert len(loss.joint_hits) == HORIZON - 1
-    assert int(loss.joint_hits[-1]) >= 0.95 * int(loss.counts[-1]) > 0
+    depth = len(loss.sums)  # the deepest that is trained
+    assert depth == (1 if isinstance(trained.drafter, Eagle) else HORIZON - 1)
+    assert int(loss.joint_hits[depth - 1]) >= 0.95 * int(loss.counts[depth - 1]) > 0
     if getattr(trained.drafter.config, "pace", "fixed") != "fixed":
         return  # seconds decide how much is drafted
     accepted = [count for row in answer(target, trained.load(target), MEMORISED).num_accepted for count in row]
     assert len(accepted) >= len(MEMORISED)
-    assert sum(accepted) / len(accepted) >= 0.75 * (HORIZON - 1)
+    assert sum(accepted) / len(accepted) >= 0.75 * depth
 
 
 @torch.inference_mode()

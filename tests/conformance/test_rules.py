@@ -243,7 +243,7 @@ class ToyDrafter:
 FREE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"tree_nodes": 2},
     "recycling": {"tree_nodes": 3, "top_k": 2, "depth": 2},
-    "suffix": {"tree_nodes": 3, "min_prob": 0.3},
+    "suffix": {"tree_nodes": 3},
 }
 """Options of training-free drafters, for trees of all shapes."""
 MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"}

@@ -11,7 +11,7 @@ from ..wrong_values import problems
 
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"temperature": -1.0, "top_p": 2.0, "max_new_tokens": 0, "decode_batch_size": 0, "seed": -1, "kv_budget_gib": 0.0}
-    assert problems(DistillConfig, mode="rewrite", engine="vllm", predictor="bert", feature_layers=[1, -1], **values) == [
+    assert problems(DistillConfig, mode="rewrite", engine="vllm", feature_layers=[1, -1], **values) == [
         "feature_layers[1]=-1: must be at least 0",
         'mode="rewrite": must be one of label, regenerate',
         'engine="vllm": must be one of decoder, batch, openai',
@@ -21,7 +21,6 @@ def test_all_wrong_values_are_listed_at_once() -> None:
         "seed=-1: must be at least 0",
         "decode_batch_size=0: must be above 0",
         "kv_budget_gib=0.0: must be above 0",
-        'predictor="bert": must be one of none, light',
     ]
     assert problems(DistillConfig, feature_layers=[2, 2]) == ["feature_layers=[2, 2]: has the same value twice; give each once"]
 
@@ -39,7 +38,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
     regenerating(engine="openai", base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="base_url is missing"):
         regenerating(engine="openai")
-    with pytest.raises(ValueError, match="engine is 'decoder'; leave them out"):
+    with pytest.raises(ValueError, match="engine is 'decoder'; leave it out"):
         regenerating(base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="drafter_settings are set, and no drafter"):
         regenerating(drafter_settings={"beam_width": 4})
@@ -67,13 +66,8 @@ def test_hosts_and_addresses_of_both_versions_are_accepted(url: str) -> None:
     assert regenerating(engine="openai", base_url=url).base_url == url
 
 
-def test_only_the_engine_batch_schedules_by_length() -> None:
-    regenerating(engine="batch", predictor="none", schedule="s3", kv_budget_gib=0.5)
-    errors = problems(DistillConfig, mode="regenerate", predictor="none", schedule="s3")
-    assert [error.split(";")[0] for error in errors] == [
-        "predictor is 'none' and engine 'decoder'",
-        "schedule is 's3' and engine 'decoder'",
-    ]
+def test_the_engine_batch_decides_its_batches_itself() -> None:
+    regenerating(engine="batch", kv_budget_gib=0.5)
     with pytest.raises(ValueError, match="decode_batch_size is 8, and the engine batch"):
         regenerating(engine="batch", decode_batch_size=8)
 

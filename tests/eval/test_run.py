@@ -371,14 +371,6 @@ def test_known_facts_of_a_drafters_training_are_shown(
             check_inputs(config, [directory])
 
 
-@pytest.mark.slow
-def test_threads_are_set_for_the_measurement_and_reset_afterwards(run_tiny: Evaluate, tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    run_tiny(tmp_path, num_threads=before + 1, settings=[{}], profile_prompts=0)
-    assert torch.get_num_threads() == before
-    assert json.loads((tmp_path / "run.json").read_text())["environment"]["num_threads"] == before + 1
-
-
 def test_a_sample_for_profiling_is_spread_over_the_suite() -> None:
     assert evenly_spaced(range(80), 4) == [0, 20, 40, 60]
     assert evenly_spaced(range(3), 5) == [0, 1, 2]

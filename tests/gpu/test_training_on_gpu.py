@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
     "redrafter": {"exit_width": 16, "num_blocks": 1},
     "medusa": {"num_heads": 3},
-    "eagle": {"unroll": 3, "feature_noise": 0.0},
+    "eagle": {"feature_noise": 0.0},
     "eagle3": {"feature_layers": [0, 1]},
     "block": {"feature_layers": [0, 1], "block": 3},
     "draft_model": {"init": "target_layers", "num_layers": 1},

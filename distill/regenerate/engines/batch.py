@@ -6,7 +6,7 @@ values wait on the host, and its decoding resumes where it stopped.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,9 @@ from ....models.decoding.types import AcceptedPath, TargetOutput
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths.buckets import LengthPredictor, Predicted
+from ..lengths.buckets import Predicted
 from ..lengths.predictors import LightPredictor
-from ..lengths.schedule import POLICIES, RESERVED_SHARE, UNKNOWN_SHARE, Decoded, Policy, Waiting, supervise
+from ..lengths.schedule import RESERVED_SHARE, SHORTEST, UNKNOWN_SHARE, Decoded, Waiting, supervise
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,6 @@ class BatchEngine:
     sampling: Sampling
     limits: Limits
     kv_budget_bytes: int
-    make_predictor: Callable[[], LengthPredictor] = LightPredictor
-    policy: Policy = POLICIES["shortest"]
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """Yield an answer to every request, batch by batch.
@@ -50,14 +48,14 @@ class BatchEngine:
         budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
         decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
         reservation = Predicted(
-            self.make_predictor(),
+            LightPredictor(),
             requests,
             share=RESERVED_SHARE,
-            part=self.policy.part,
+            part=SHORTEST.part,
             unknown=max(1, math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens)),
         )
         lengths = [len(request.prompt_ids) for request in requests]
-        for batch in supervise(lengths, decoder.rooms, self.policy, reservation, decoder.decode, budget=budget):
+        for batch in supervise(lengths, decoder.rooms, SHORTEST, reservation, decoder.decode, budget=budget):
             yield from (decoder.answer_of(row.index) for row, decoded in batch if decoded.ended)
 
 

@@ -128,7 +128,7 @@ class CompletionsServer:
             problem = f"answers {error.status_code}: {_shown(location or error.response.text)}"
             if error.status_code not in RETRIED_STATUS:
                 raise ValueError(
-                    f"{self.url}{path} rejects the request; it {problem}. Check distill.base_url, distill.served_model, "
+                    f"{self.url}{path} rejects the request; it {problem}. Check distill.base_url, "
                     f"{KEY_VARIABLE}, and that the server's context window is the target's"
                 ) from None
         except ValidationError as error:
@@ -222,21 +222,19 @@ async def _read(response: Any) -> Any:
     return type(response)(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
 
-def find_model(server: CompletionsServer, wanted: str | None, target_name: str) -> str:
-    """Return the server's name of the target: `wanted`, the target's name, or its only model's.
+def find_model(server: CompletionsServer, target_name: str) -> str:
+    """Return the server's name of the target: the target's own name, or the only model's.
 
     Raises ValueError, with the served names, if there is none of these.
     """
     served = [model.id for model in server.submit(server.ask("models", _Models)).result().data]
     names = _shown(", ".join(served)) or "nothing"
-    if wanted is not None and wanted not in served:
-        raise ValueError(f"distill.served_model is {wanted!r}, and {server.url} serves {names}")
-    if wanted is not None or target_name in served:
-        return wanted or target_name
+    if target_name in served:
+        return target_name
     if len(served) != 1:
         raise ValueError(
-            f"{server.url} serves {names}, and the target is {target_name!r}; set "
-            "distill.served_model to the target's name there"
+            f"{server.url} serves {names}, and the target is {target_name!r}; serve the target under this name too (vLLM and "
+            "SGLang: --served-model-name), or no other model"
         )
     return served[0]
 

@@ -10,8 +10,6 @@ from ....models.llm.hf_target import HFTarget
 from ....models.llm.linears import choose_linears
 from ...config import DistillConfig
 from ..engine import Engine, Limits
-from ..lengths.predictors import PREDICTORS
-from ..lengths.schedule import POLICIES
 from . import batch, decoder, openai
 
 logger = logging.getLogger(__name__)
@@ -66,8 +64,6 @@ def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: 
         sampling=config.sampling,
         limits=limits,
         kv_budget_bytes=kv_budget_bytes,
-        make_predictor=PREDICTORS[config.predictor],
-        policy=POLICIES[config.schedule],
     )
 
 
@@ -76,7 +72,7 @@ def _open_openai(config: DistillConfig, target: HFTarget, limits: Limits, stack:
     server = stack.enter_context(openai.open_server(config.base_url))
     return openai.OpenAIEngine(
         server=server,
-        model=openai.find_model(server, config.served_model, target.identity.name),
+        model=openai.find_model(server, target.identity.name),
         tokenizer=target.tokenizer,
         vocab_size=target.vocab_size,
         stop_ids=target.stop_ids,

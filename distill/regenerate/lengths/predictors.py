@@ -1,13 +1,13 @@
-"""The predictors of answer lengths: `none`, and `light`, which learns from similar prompts.
+"""The predictor of answer lengths, which learns from similar prompts.
 
-`light` has few examples, lengths are ordered, and the uncertainty of a prediction matters as much
+It has few examples, lengths are ordered, and the uncertainty of a prediction matters as much
 as the prediction. So a bucket's number becomes a score of a standard normal distribution. A
 Gaussian process with a linear kernel predicts this score and its standard deviation.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 
 from ..engine import Request
-from .buckets import NUM_BUCKETS, LengthPredictor
+from .buckets import NUM_BUCKETS
 
 MAX_EXAMPLES = 512
 """Most examples to learn from, sampled evenly from more: the cost grows with the cube of their
@@ -39,16 +39,6 @@ unfinished answers are guesses."""
 
 LEAST_DEVIATION = 1e-3
 """Least deviation of logarithms of lengths, which may all be equal."""
-
-
-class UniformPredictor:
-    """Predictor that treats all requests alike: each gets the distribution of known lengths."""
-
-    def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        """Do nothing: this predictor doesn't learn."""
-
-    def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
 
 
 class LightPredictor:
@@ -112,7 +102,3 @@ def _lengths(requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64
     """Return logarithms of the lengths of prompts and of the data's answers, or NaN."""
     known = [math.nan if request.num_known_tokens is None else math.log1p(request.num_known_tokens) for request in requests]
     return np.array([[math.log1p(len(request.prompt_ids)), length] for request, length in zip(requests, known, strict=True)])
-
-
-PREDICTORS: dict[str, Callable[[], LengthPredictor]] = {"none": UniformPredictor, "light": LightPredictor}
-"""The predictors by their names in `distill.predictor`."""

@@ -7,7 +7,7 @@ each request into the first batch that has room.
 
 S3 considers the longest requests first, and reserves the predicted length. This is right if a batch
 stays together until its longest row ends. Here an evicted row resumes at no cost except moving its
-keys and values. So by default the shortest texts go first, with less room than they may need.
+keys and values. So the shortest texts go first, with less room than they may need.
 Batches are then as wide as short texts allow. Rows that exceed their room wait until there are
 enough of them for a wide batch of longer texts.
 
@@ -80,14 +80,6 @@ def shortest_text_first(waiting: Sequence[Waiting]) -> list[Waiting]:
     return sorted(waiting, key=lambda row: (row.num_read + row.num_reserved, row.index))
 
 
-def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """Sort by decreasing reservation, so that rows of one batch end together.
-
-    With first fit, this is S3's decreasing first fit.
-    """
-    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Rules by which requests form batches."""
@@ -104,14 +96,12 @@ class Policy:
     begins, in KV-memory budgets; None is no limit."""
 
 
-POLICIES = {
-    # An answer that needs more than half of its prediction is cheap, since nothing is read again.
-    # Unused room makes batches narrow. A greater `least_share` means fewer steps but more
-    # evictions, each of which moves a row's keys and values to the host and back.
-    "shortest": Policy(order=shortest_text_first, part=0.5, least_share=0.5, held_budgets=4.0),
-    "s3": Policy(order=longest_answer_first),
-}
-"""The policies by their names in `distill.schedule`."""
+SHORTEST = Policy(order=shortest_text_first, part=0.5, least_share=0.5, held_budgets=4.0)
+"""The policy of the engine `batch`.
+
+An answer that needs more than half of its prediction is cheap, since nothing is read again. Unused
+room makes batches narrow. A greater `least_share` means fewer steps but more evictions, each of
+which moves a row's keys and values to the host and back."""
 
 
 def supervise(

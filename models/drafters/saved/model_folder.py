@@ -42,7 +42,7 @@ def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     # 1. Compare what ids mean. A tokenizer of the target may be unknown (see `generate`).
     require_same_vocabulary(vocab_size(folder), target)
     if target.identity.tokenizer_sha256:
-        require_same_tokenizer(folder.name, _tokenizer_digest(folder), target)
+        require_same_tokenizer(folder.name, _tokenizer_digest(folder, target), target)
     # 2. Load the weights.
     model = _load(folder, target)
     reader = HFTarget(model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
@@ -64,9 +64,10 @@ def _read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def _tokenizer_digest(folder: Path) -> str:
+def _tokenizer_digest(folder: Path, target: HFTarget) -> str:
+    options = {"trust_remote_code": False, "local_files_only": True, **target.tokenizer_options}
     try:
-        return tokenizer_digest(AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+        return tokenizer_digest(AutoTokenizer.from_pretrained(folder, **options))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the draft model in {folder} has no tokenizer that can be loaded ({error}), so nothing shows that its tokens are "

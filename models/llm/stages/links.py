@@ -30,7 +30,7 @@ from .messages import Kind, StageLost, Work
 logger = logging.getLogger(__name__)
 
 LEAST_STALL_SECONDS, STALL_FACTOR = 30.0, 10.0
-"""Without `target.stall_seconds` the limit is this factor times the slowest answer, at least so long."""
+"""Time without progress after which a stage counts as lost: this factor times the slowest answer, at least so long."""
 QUESTIONS = 3
 """Intervals without progress that are the stall limit. At the end of each, all stages are asked."""
 PAUSE_SECONDS = 1.0
@@ -93,13 +93,11 @@ class RemoteStage:
 class ProcessLink:
     """The head's link to stages in other processes.
 
-    It has no thread: messages move when a method is called. `stall_seconds` is the stall limit;
-    None measures it (see LEAST_STALL_SECONDS).
+    It has no thread: messages move when a method is called.
     """
 
-    def __init__(self, stages: Sequence[RemoteStage], stall_seconds: float | None = None) -> None:
+    def __init__(self, stages: Sequence[RemoteStage]) -> None:
         self.stages = list(stages)
-        self._stall_seconds = stall_seconds
         self._exchange = Exchange([stage.channel for stage in stages])
         self._by_channel = {stage.channel: stage for stage in stages}
         self._answers: deque[Work] = deque()
@@ -167,7 +165,7 @@ class ProcessLink:
 
     @property
     def _stall_limit(self) -> float:
-        return self._stall_seconds or max(LEAST_STALL_SECONDS, STALL_FACTOR * self._slowest)
+        return max(LEAST_STALL_SECONDS, STALL_FACTOR * self._slowest)
 
     def _require_all(self) -> None:
         if self._lost is not None:
@@ -223,7 +221,7 @@ class ProcessLink:
 
     def _stalled(self) -> str:
         """Return which stage has stalled, where nothing has moved for the stall limit."""
-        limit = f"for {self._stall_limit:.3g} s (target.stall_seconds)"
+        limit = f"for {self._stall_limit:.3g} s"
         # 1. A stage may be silent since it waits for the one behind it, so the last silent one is the
         # cause.
         if silent := [stage for stage in self.stages if stage.answered < self._question or stage.progress is None]:

@@ -40,7 +40,7 @@ from .stage import FAILED, Stage, leave_interrupts_to_the_head, serve
 
 logger = logging.getLogger(__name__)
 
-LOCAL_OPTIONS = frozenset({"name_or_path", "device", "stall_seconds", "tokenizer_options", "trust_remote_code"})
+LOCAL_OPTIONS = frozenset({"name_or_path", "device", "tokenizer_options", "trust_remote_code"})
 """Options of the target that may differ between processes."""
 
 
@@ -117,7 +117,7 @@ class Head:
             meeting.start()
             ends = EndSlice.load(skeleton, self._device)
             meeting.wait_until_ready()
-        link = ProcessLink([RemoteStage(guest.name, guest.channel) for guest in meeting.guests], config.stall_seconds)
+        link = ProcessLink([RemoteStage(guest.name, guest.channel) for guest in meeting.guests])
         report_loss_on_sigterm(link)
         return ends, link
 

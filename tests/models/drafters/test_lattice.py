@@ -7,14 +7,13 @@ import torch
 
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
-from outrider.models.drafters.corrections import Bilinear, Markov, NoCorrection, Pairwise, lattice_search
+from outrider.models.drafters.corrections import Markov, NoCorrection, Pairwise, lattice_search
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB, HIDDEN, RANK, SLOTS = 6, 5, 3, 3
 CORRECTIONS = {
     "none": lambda: NoCorrection(),
     "markov": lambda: Markov(VOCAB, VOCAB, RANK),
-    "bilinear": lambda: Bilinear(HIDDEN, VOCAB, VOCAB, RANK),
 }
 
 
@@ -34,7 +33,7 @@ LAST = torch.tensor([4, 1])
 
 def search(correction: Pairwise, **options: int) -> SearchTree:
     limits = {"width": VOCAB**SLOTS, "num_candidates": VOCAB, **options}
-    return lattice_search(correction, HIDDEN_STATES, HIDDEN_STATES @ HEAD.T, LAST, DraftVocabulary(size=VOCAB), **limits)
+    return lattice_search(correction, HIDDEN_STATES @ HEAD.T, LAST, DraftVocabulary(size=VOCAB), **limits)
 
 
 def paths(tree: SearchTree, row: int) -> dict[tuple[int, ...], float]:

@@ -9,7 +9,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, Prompts, TargetOutput, generate
 from outrider.models.decoding.tree import DraftTree, accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import make_training_free
+from outrider.models.drafters import make_training_free, recycling
 from outrider.models.drafters.candidates import Candidates, depths_of
 from outrider.models.drafters.recycling import PRIOR, Recycling, RecyclingConfig
 
@@ -28,7 +28,7 @@ class Naive:
                 self.table[context] = [prompt[end], *others][: config.top_k]
 
     def contexts(self, text: list[int]) -> list[tuple[int, ...]]:
-        return [tuple(text[-n:]) for n in range(1, min(self.config.context, len(text)) + 1)]
+        return [tuple(text[-n:]) for n in range(1, min(recycling.CONTEXT, len(text)) + 1)]
 
     def learn(self, last_token: int, paths: list[list[int]], accepted: list[int], logits: torch.Tensor) -> None:
         """Read the entries' logits; `paths` are the tokens from the last token to each node."""
@@ -77,11 +77,10 @@ def tree_of_paths(found: Sequence[Candidates]) -> DraftTree:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_tree_is_the_likeliest_by_a_naive_table(seed):
+def test_the_tree_is_the_likeliest_by_a_naive_table(seed, monkeypatch):
+    monkeypatch.setattr(recycling, "CONTEXT", 1 + seed % 3)
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    config = RecyclingConfig(
-        tree_nodes=chance.randint(1, 12), depth=chance.randint(1, 4), top_k=chance.randint(1, 3), context=1 + seed % 3
-    )
+    config = RecyclingConfig(tree_nodes=chance.randint(1, 12), depth=chance.randint(1, 4), top_k=chance.randint(1, 3))
     drafter = Recycling(config)
     prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 12))] for _ in range(2)]
     prefill = TargetOutput(logits=torch.randn(2, 1, VOCAB), hidden_states=torch.zeros(2, 1, 1))
@@ -106,9 +105,10 @@ def test_the_tree_is_the_likeliest_by_a_naive_table(seed):
     assert num_nodes > 10
 
 
-def test_a_tree_of_other_drafters_is_read_too():
+def test_a_tree_of_other_drafters_is_read_too(monkeypatch):
     """A merged tree has nodes that this drafter didn't propose."""
-    drafter = Recycling(RecyclingConfig(top_k=2, context=1))
+    monkeypatch.setattr(recycling, "CONTEXT", 1)
+    drafter = Recycling(RecyclingConfig(top_k=2))
     prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
     state = drafter.init_state(Prompts.of(torch.tensor([[1, 2]])), prefill, max_new_tokens=9)
     _, drafted = drafter.propose(state, torch.tensor([3]))
@@ -136,8 +136,9 @@ def test_a_table_is_passed_on_only_if_answers_are_shared(target):
         assert bool(drafter.shared) == share
 
 
-def test_the_shared_table_is_bounded_and_earlier_states_keep_theirs(target):
-    drafter = make_training_free("recycling", {"share_answers": True, "shared_rows": 50}, target)
+def test_the_shared_table_is_bounded_and_earlier_states_keep_theirs(target, monkeypatch):
+    monkeypatch.setattr(recycling, "SHARED_ROWS", 50)
+    drafter = make_training_free("recycling", {"share_answers": True}, target)
     prompts = Prompts.of(torch.tensor([[1, 70, 71, 72, 2]]))
     prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
     num_steps(target, drafter, [9, 8])
@@ -149,8 +150,10 @@ def test_the_shared_table_is_bounded_and_earlier_states_keep_theirs(target):
     assert [drafter.candidates(state, [token]) for token in range(300)] == before
 
 
-def test_a_context_that_is_seen_again_is_forgotten_last():
-    drafter = Recycling(RecyclingConfig(share_answers=True, shared_rows=2, context=1))
+def test_a_context_that_is_seen_again_is_forgotten_last(monkeypatch):
+    monkeypatch.setattr(recycling, "SHARED_ROWS", 2)
+    monkeypatch.setattr(recycling, "CONTEXT", 1)
+    drafter = Recycling(RecyclingConfig(share_answers=True))
     prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
     for prompt in ([1, 2, 9], [1, 7], [3, 8], [5]):
         drafter.init_state(Prompts.of(torch.tensor([prompt])), prefill, max_new_tokens=4)
@@ -160,7 +163,6 @@ def test_a_context_that_is_seen_again_is_forgotten_last():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 4}, "recycling.context=4: must be at most 3"),
         ({"depth": 0}, "recycling.depth=0: must be above 0"),
         ({"top_k": 301}, "recycling.top_k=301: the target has only 300 tokens"),
         ({"references": []}, "the drafter recycling has no option references"),

@@ -35,14 +35,14 @@ def paths_of(found: Candidates) -> list[tuple[int, ...]]:
     return paths
 
 
-def naive_probs(windows: list[list[int]], min_prob: float) -> dict[tuple[int, ...], float]:
+def naive_probs(windows: list[list[int]]) -> dict[tuple[int, ...], float]:
     """Return the probability of each path that occurs after some place."""
     probs = {(): 1.0}
     for path in sorted({tuple(window[:end]) for window in windows for end in range(1, len(window) + 1)}, key=len):
         starts = [tuple(window[: len(path)]) for window in windows if len(window) >= len(path)]
         siblings = [start for start in starts if start[:-1] == path[:-1]]
         prob = probs.get(path[:-1], 0.0) * starts.count(path) / len(siblings)
-        if prob >= min_prob:
+        if prob >= suffix_module.MIN_PROB:
             probs[path] = prob
     return probs
 
@@ -52,12 +52,12 @@ def naive(text: list[int], references: list[list[int]], config: SuffixConfig) ->
     trees = []
     for n, source in itertools.product(range(1, min(len(text), config.depth) + 1), (text, *references)):
         ends = range(n, len(source)) if source is text else range(n, len(source) + 1)
-        length = min(config.depth, config.tree_nodes, int(config.max_spec_factor * n))
+        length = min(config.depth, config.tree_nodes, suffix_module.NODES_PER_TOKEN * n)
         windows = [source[end:] for end in ends if source[end - n : end] == text[-n:]]
         if source is text:
             windows = [list(itertools.islice(itertools.cycle(window), length)) for window in windows]
-        probs = naive_probs([window[:length] for window in windows], config.min_prob)
-        budget = min(config.tree_nodes, int(config.max_spec_factor * n))
+        probs = naive_probs([window[:length] for window in windows])
+        budget = min(config.tree_nodes, suffix_module.NODES_PER_TOKEN * n)
         trees.append((sum(sorted((probs[path] for path in probs if path), reverse=True)[:budget]), probs))
     return trees
 
@@ -67,12 +67,9 @@ def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed, monkeypatch
     monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 64)
     chance = random.Random(seed)
     vocab = chance.choice([2, 4, 20])
-    config = SuffixConfig(
-        tree_nodes=chance.randint(1, 12),
-        depth=chance.randint(1, 8),
-        max_spec_factor=chance.choice([1.0, 2.0, 4.0]),
-        min_prob=chance.choice([0.05, 0.3]),
-    )
+    config = SuffixConfig(tree_nodes=chance.randint(1, 12), depth=chance.randint(1, 8))
+    monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", chance.choice([1, 2, 4]))
+    monkeypatch.setattr(suffix_module, "MIN_PROB", chance.choice([0.05, 0.3]))
     references = [[chance.randrange(vocab) for _ in range(chance.randint(5, 30))]] * (seed % 2)
     drafter, num_found = Suffix(config, references), 0
     for size in range(1, 50, 4):
@@ -90,14 +87,16 @@ def test_longer_matches_never_have_lower_estimates():
     assert all(list(column) == sorted(column) for column in zip(*suffix_module.PRIOR, strict=True))
 
 
-def test_the_likeliest_continuation_comes_first():
-    drafter = Suffix(SuffixConfig(max_spec_factor=2.0))
+def test_the_likeliest_continuation_comes_first(monkeypatch):
+    monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", 2)
+    drafter = Suffix(SuffixConfig())
     found = drafted(drafter, [1, 5, 6, 1, 7, 8, 1, 5, 9, 1])
     assert paths_of(found) == [(5,), (7,)], "two of three places, then one; 6 and 9 have a third, but 2 nodes are all"
 
 
-def test_a_longer_match_gets_more_nodes():
-    drafter = Suffix(SuffixConfig(max_spec_factor=1.0))
+def test_a_longer_match_gets_more_nodes(monkeypatch):
+    monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", 1)
+    drafter = Suffix(SuffixConfig())
     text = list(range(20))
     for n in (1, 2, 4, 6):
         assert list(drafted(drafter, [*text, *text[:n]]).tokens) == text[n : 2 * n]
@@ -110,15 +109,17 @@ def test_a_text_that_repeats_itself_is_drafted_to_full_depth():
 
 
 def test_only_the_latest_places_of_frequent_tokens_are_counted(monkeypatch):
+    monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", 1)
     monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 4)
-    found = drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), [*[1, 5] * 20, *[9, 1, 6] * 4, 8, 1])
+    found = drafted(Suffix(SuffixConfig()), [*[1, 5] * 20, *[9, 1, 6] * 4, 8, 1])
     assert list(found.tokens) == [6]
 
 
 def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
+    monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", 1)
     monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 2)
     text = [1, 2, 3, 4, 5, 6, *[8, 4] * 9, 1, 2, 3, 4]
-    assert list(drafted(Suffix(SuffixConfig(max_spec_factor=1.0)), text).tokens)[:2] == [5, 6]
+    assert list(drafted(Suffix(SuffixConfig()), text).tokens)[:2] == [5, 6]
 
 
 @torch.inference_mode()
@@ -163,8 +164,6 @@ def test_the_memory_of_answers_is_bounded_and_forgets_the_oldest():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_prob": 0.0}, "suffix.min_prob=0.0: must be above 0"),
-        ({"max_spec_factor": -1.0}, "suffix.max_spec_factor=-1.0: must be above 0"),
         ({"share_answers": 1}, "suffix.share_answers=1: must be true or false"),
         ({"max_ngram": 3}, "the drafter suffix has no option max_ngram"),
     ],

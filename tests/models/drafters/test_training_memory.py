@@ -29,15 +29,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter-low-rank": {"kind": "redrafter", "exit_width": HIDDEN, "head_rank": 4},
     "medusa": {"num_heads": 3},
     "medusa-shared": {"kind": "medusa", "num_heads": 3, "heads": "ffn", "share_head": True},
-    "eagle": {"unroll": 3},
-    "eagle-first-depth": {"kind": "eagle", "unroll": 1},
+    "eagle": {},
     "eagle3": {"feature_layers": [0, 1]},
     "eagle3-reduced": {"kind": "eagle3", "feature_layers": [0, 1], "draft_vocab_size": REDUCED},
     "block": {"feature_layers": [0, 1], "block": 3},
     "block-reduced": {"kind": "block", "feature_layers": [0, 1], "block": 3, "draft_vocab_size": REDUCED},
     "draft_model": {"num_layers": 1},
 }
-WITH_LAYERS = ["block", "eagle", "eagle-first-depth", "eagle3", "draft_model"]
+WITH_LAYERS = ["block", "eagle", "eagle3", "draft_model"]
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,6 @@ def test_a_drafter_drafts_by_the_published_formula(format, options, qwen3, make_
     ("options", "message"),
     [
         ({"correction": "rnn"}, r"its correction is rnn, but DSpark's is markov \(train with drafter.correction=markov\)"),
-        ({"correction": "bilinear"}, "its correction is bilinear"),
         ({"correction": "none"}, "its correction is none"),
         ({"inject": True}, r"its slots start with the latest context.*\(train with drafter.inject=false\)"),
         ({"num_slots": 1}, r"it has 1 slots for .* draft tokens.*\(train with drafter.num_slots=null\)"),

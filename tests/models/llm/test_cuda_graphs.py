@@ -88,7 +88,7 @@ CACHED = {
     "eagle, static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 2, "tree_nodes": 6},
     "eagle3": {"kind": "eagle3", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
     "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
-    "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "bilinear", "rank": 4},
+    "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "markov", "rank": 4},
     "block, one slot": {"kind": "block", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
     "draft model": {"kind": "draft_model", "num_layers": 1, "length": 3},
     "draft model, tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 7},

@@ -14,7 +14,7 @@ from outrider.distill.regenerate.engines import batch as module
 from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.lengths.predictors import LightPredictor
-from outrider.distill.regenerate.lengths.schedule import POLICIES, Decoded, Waiting
+from outrider.distill.regenerate.lengths.schedule import Decoded, Waiting
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.config import TargetConfig
@@ -92,11 +92,16 @@ class CountingPredictor(LightPredictor):
     "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "sampled"]
 )
 def test_evicted_rows_get_the_answers_of_requests_alone(
-    exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling, batches: Batches
+    exact_target: HFTarget,
+    many: list[Request],
+    limits: Limits,
+    sampling: Sampling,
+    batches: Batches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "LightPredictor", CountingPredictor)
     alone = DecoderEngine(exact_target, NullDrafter(), sampling=sampling, limits=limits, batch_size=1)
-    engine = replace(make_engine(exact_target, sampling, limits), make_predictor=CountingPredictor)
-    actual = texts(engine, many)
+    actual = texts(make_engine(exact_target, sampling, limits), many)
     assert actual == texts(alone, many)
     assert {cut for _, cut in actual.values()} == {True, False}
     assert num_evicted(batches) > 20
@@ -118,18 +123,6 @@ def test_batches_do_not_depend_on_earlier_calls(
     torch.manual_seed(3)
     assert [(answer.id, answer.tokens.tolist()) for answer in second.answer(many)] == expected
     assert batches == expected_batches
-
-
-def test_the_schedule_s3_gives_the_same_answers_in_other_batches(
-    target: HFTarget, many: list[Request], limits: Limits, batches: Batches
-) -> None:
-    shortest = make_engine(target, SAMPLINGS[1], limits)
-    expected = texts(shortest, many[:22])
-    ours = batches.copy()
-    batches.clear()
-    assert texts(replace(shortest, policy=POLICIES["s3"]), many[:22]) == expected
-    assert ours != batches
-    assert 0 < num_evicted(batches) < num_evicted(ours)  # S3 reserves more, and keeps a batch's last rows
 
 
 def test_the_kv_cache_never_exceeds_the_budget(

@@ -168,7 +168,7 @@ def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
     ("models", "error", "message"),
     [
         (endless(b" ", 0.05), ConnectionError, "no complete reply within"),
-        (sends({"data": [{"id": "m" * 50_000}, {"id": "n"}]}), ValueError, "set distill.served_model"),
+        (sends({"data": [{"id": "m" * 50_000}, {"id": "n"}]}), ValueError, "serve the target under this name"),
         (sends({"data": [{"id": "\x1b[2Ja"}, {"id": "b"}]}), ValueError, r"serves  \[2Ja, b"),
     ],
 )

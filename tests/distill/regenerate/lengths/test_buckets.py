@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.distill.config import PREDICTORS as NAMES
 from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
-from outrider.distill.regenerate.lengths.predictors import PREDICTORS, LightPredictor
-from outrider.distill.regenerate.lengths.schedule import POLICIES, Decoded, supervise
+from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.schedule import SHORTEST, Decoded, supervise
 
 SHORT, LONG = 70, 200
 """First tokens of prompts with short and with long answers."""
@@ -66,9 +65,8 @@ def test_the_light_predictor_learns_lengths_from_prompts():
     assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
-def test_predictions_depend_only_on_the_last_training_data(name):
-    first, second = PREDICTORS[name](), PREDICTORS[name]()
+def test_predictions_depend_only_on_the_last_training_data():
+    first, second = LightPredictor(), LightPredictor()
     second.learn(make_requests(32), torch.zeros(32, dtype=torch.long))
     second.predict(make_requests(8))
     before = torch.get_rng_state()
@@ -76,10 +74,6 @@ def test_predictions_depend_only_on_the_last_training_data(name):
         predictor.learn(make_requests(40), torch.arange(40) % 10)
     assert torch.equal(first.predict(make_requests(8)), second.predict(make_requests(8)))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_every_option_has_a_predictor():
-    assert tuple(PREDICTORS) == NAMES
 
 
 def test_the_length_of_the_old_answer_is_used_as_a_feature():
@@ -171,7 +165,7 @@ def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
         new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
         return [Decoded(num_new=n, ended=row.num_written + n == lengths[row.index]) for n, row in zip(new, batch, strict=True)]
 
-    policy = replace(POLICIES["shortest"], least_share=0.0, held_budgets=None)
+    policy = replace(SHORTEST, least_share=0.0, held_budgets=None)
     list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, predictor, decode, budget=8000))
     assert predictor.buckets is not None
     error = (predictor.buckets.ends - Buckets.of(lengths).ends).abs()

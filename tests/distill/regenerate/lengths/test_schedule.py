@@ -5,14 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.distill.config import SCHEDULES
 from outrider.distill.regenerate.lengths.schedule import (
-    POLICIES,
+    SHORTEST,
     Decoded,
     Policy,
     Waiting,
     evict,
-    longest_answer_first,
     next_batch,
     shortest_text_first,
     supervise,
@@ -66,7 +64,7 @@ def test_filling_batch_after_batch_is_decreasing_first_fit():
     num_overtaking = 0
     for _ in range(50):
         sizes = [(draw.randint(1, 40), draw.randint(1, 40)) for _ in range(30)]
-        batches = all_batches(longest_answer_first(rows(*sizes)), 160)
+        batches = all_batches(sorted(rows(*sizes), key=lambda row: -row.num_reserved), 160)
         assert batches == first_fit_decreasing(sizes, 160)
         num_overtaking += [size for batch in batches for size in batch] != sorted(sizes, key=lambda size: -size[1])
     assert num_overtaking > 20  # requests that don't fit let later ones overtake
@@ -129,7 +127,7 @@ class Script:
         return decoded
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), Policy(order=shortest_text_first, held_budgets=2 / 3)])
+@pytest.mark.parametrize("policy", [SHORTEST, Policy(order=list), Policy(order=shortest_text_first, held_budgets=2 / 3)])
 def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(policy):
     draw = random.Random(1)
     prompts = [draw.randint(1, 20) for _ in range(60)]
@@ -142,10 +140,6 @@ def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(pol
     assert sum(result.ended for result in decoded) == 60
     assert sum(result.num_new for result in decoded) == sum(lengths)
     assert len(decoded) > 60  # some rows were evicted
-
-
-def test_every_option_has_a_policy() -> None:
-    assert tuple(POLICIES) == SCHEDULES
 
 
 def test_the_last_rows_are_evicted_early_only_if_others_wait():

@@ -13,14 +13,16 @@ from outrider.data.files import read_json, write_json
 from outrider.eval.tune.run import settings_to_try
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.decoding.loop import generate
-from outrider.models.drafters import NullDrafter, load_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedDrafter
 from outrider.models.drafters.saved.loading import describe_setup, tuned_folder
 from outrider.models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from outrider.models.export import custom_generate
 from outrider.models.export.package import make_package
+from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.identity import weights_digest
+from outrider.models.llm.loading import load_target
 
 from ....tiny_models import save_tiny_target
 
@@ -123,6 +125,16 @@ def test_another_vocabulary_or_tokenizer_is_an_error_before_weights_are_read(tar
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="the draft model other has another tokenizer"):
         load_drafter(f"draft_model:{tmp_path / 'other'}", target)
+
+
+def test_a_tokenizer_is_loaded_with_the_targets_options(tiny_target_dir: Path, sibling: Path) -> None:
+    options = {"extra_special_tokens": ["e"]}
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu", tokenizer_options=options))
+    load_drafter(f"draft_model:{sibling}", target)
+    build_drafter(parse_drafter({"kind": "draft_model", "path": str(sibling)}), target)
+    target.tokenizer_options = {}
+    with pytest.raises(ValueError, match="has another tokenizer"):
+        load_drafter(f"draft_model:{sibling}", target)
 
 
 def without_weights(folder: Path) -> None:

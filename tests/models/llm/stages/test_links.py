@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.models.llm.stages import links
 from outrider.models.llm.stages.channels import Channel, Exchange, Message
 from outrider.models.llm.stages.links import HeadLost, ProcessLink, RemoteStage, StageLink
 from outrider.models.llm.stages.messages import Kind, StageLost, Work
@@ -49,13 +50,13 @@ def received(channel: Channel, *, count: int = 1) -> list[Message]:
 class Pipeline:
     """Stages in threads, which multiply hidden states by their number."""
 
-    def __init__(self, num_stages: int, **options: float) -> None:
+    def __init__(self, num_stages: int) -> None:
         controls = [channels() for _ in range(num_stages)]
         rings = [channels() for _ in range(num_stages - 1)]
         self.ring = [near for near, _ in rings]
         self.heads = [far for _, far in controls]
         stages = [RemoteStage(f"stage {number} (layer {number})", near) for number, (near, _) in enumerate(controls, start=1)]
-        self.link = ProcessLink(stages, **options)
+        self.link = ProcessLink(stages)
         self.held = threading.Event()
         """While it is set, stage 2 doesn't begin its next layer."""
         self.ended: list[int] = []
@@ -90,9 +91,15 @@ class Pipeline:
         assert len(self.ended) == len(self.threads)
 
 
+@pytest.fixture
+def short_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LEAST_STALL_SECONDS", 0.6)
+    monkeypatch.setattr(links, "STALL_FACTOR", 0.0)
+
+
 @contextmanager
-def pipeline(num_stages: int, **options: float) -> Iterator[Pipeline]:
-    running = Pipeline(num_stages, **options)
+def pipeline(num_stages: int) -> Iterator[Pipeline]:
+    running = Pipeline(num_stages)
     try:
         yield running
     finally:
@@ -229,9 +236,10 @@ def test_what_arrived_before_a_failed_send_is_read() -> None:
     assert not far.has_unsent
 
 
+@pytest.mark.usefixtures("short_stalls")
 def test_a_pause_of_the_whole_pipeline_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after Ctrl-Z and `fg`, when no stage has answered yet."""
-    with pipeline(2, stall_seconds=0.6) as running:
+    with pipeline(2) as running:
         running.held.set()
         running.link.send(work(0))
         pauses = iter([2.0])
@@ -281,15 +289,16 @@ def hold(running: Pipeline) -> None:
     running.held.set()
 
 
+@pytest.mark.usefixtures("short_stalls")
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (hold, r"stage 2 \(layer 2\) has finished no layer for 0.6 s \(target.stall_seconds\)"),
+        (hold, r"stage 2 \(layer 2\) has finished no layer for 0.6 s"),
         (swallow, r"stage 2 \(layer 2\) has received nothing from stage 1 .* is cut"),
     ],
 )
 def test_stages_without_progress_are_lost_after_the_stall_limit(fault: Callable[[Pipeline], None], message: str) -> None:
-    with pipeline(3, stall_seconds=0.6) as running:
+    with pipeline(3) as running:
         running.link.send(work(0))
         running.link.receive()
         fault(running)
@@ -300,8 +309,9 @@ def test_stages_without_progress_are_lost_after_the_stall_limit(fault: Callable[
         assert 0.6 <= time.monotonic() - start < 2
 
 
+@pytest.mark.usefixtures("short_stalls")
 def test_a_slow_stage_that_makes_progress_is_not_lost() -> None:
-    with pipeline(2, stall_seconds=0.6) as running:
+    with pipeline(2) as running:
         for number in range(4):
             running.link.send(work(number))
         running.held.set()
