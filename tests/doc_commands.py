@@ -169,7 +169,7 @@ def run_config(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> RunConf
     check_launch_options(line)
     prepare_files(line.own)
     with monkeypatch.context() as patched:
-        patched.setattr(stages, "run", configs.append)
+        patched.setattr(stages, "run", lambda config, plan: configs.append(config))
         compose.run_command(line.own)
     assert len(configs) == 1 or "--show" in arguments, arguments
     return configs[0] if configs else None
