@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice, product
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -90,7 +90,8 @@ class Choice:
         return order if self.packed_from is None else f"{order}, packed from {self.packed_from} to {MOST_PACKED_ROWS} rows"
 
 
-BY_NAME = {str(choice): choice for choice in (Choice(*values) for values in product((False, True), (None, *PACKED_FROM)))}
+CHOICES = [Choice(columns_first, packed_from) for columns_first in (False, True) for packed_from in (None, *PACKED_FROM)]
+BY_NAME = {str(choice): choice for choice in CHOICES}
 """Every choice by its name in records."""
 
 
