@@ -12,7 +12,7 @@ from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import Drafters, cpu_threads, load_chosen_target, require_used, with_limit
+from .options import DrafterNames, cpu_threads, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.parts import DrafterParts
@@ -27,7 +27,7 @@ USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", 
 class CertifyOptions:
     """Options of `outrider certify`."""
 
-    drafter: Drafters
+    drafter: DrafterNames
     """Drafters to decode with, as in `outrider eval`."""
     limit: PositiveInt = 10
     """Draw at most this many prompts."""

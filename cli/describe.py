@@ -98,7 +98,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class OptionChoice:
     """One choice of a group (drafter=eagle3), or a launch file."""
 
     group: str
@@ -300,10 +300,10 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def choices(group: str) -> dict[str, Choice]:
+def choices(group: str) -> dict[str, OptionChoice]:
     """Describe the choices of a group, or the launch files (group "launch"), by name."""
     return {
-        path.stem: Choice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
+        path.stem: OptionChoice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))
     }
 

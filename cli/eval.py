@@ -14,7 +14,7 @@ from ..eval.config import EvalConfig, stage_problems
 from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import BY_MACHINE, Drafters, cpu_threads, load_chosen_target, with_limit
+from .options import BY_MACHINE, DrafterNames, cpu_threads, load_chosen_target, with_limit
 
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EvalOptions:
     """Options of `outrider eval`."""
 
-    drafter: Drafters
+    drafter: DrafterNames
     """Drafters, each a row of the table: its directory, user/name[@revision] on the Hub,
     prompt_lookup, suffix, recycling, draft_model:MODEL (a small causal LM as it is), or several
     joined by +."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..models.llm.config import TargetConfig
     from ..models.llm.hf_target import HFTarget
 
-Drafters = Annotated[list[str], Field(min_length=1)]
+DrafterNames = Annotated[list[str], Field(min_length=1)]
 BY_MACHINE = {"dtype": None}
 """Default of a command's target: float32 on a CPU, else as stored."""
 

@@ -53,7 +53,7 @@ LONG_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class PlannedTexts:
     """The texts of a run: some of them with labels, and the means of all."""
 
     labelled: Sequence[DistilledExample]
@@ -97,7 +97,7 @@ class Planner:
 
     # --- the stages
 
-    def _labels(self, overlap: PromptOverlap | None, *, only_sample: bool) -> Texts:
+    def _labels(self, overlap: PromptOverlap | None, *, only_sample: bool) -> PlannedTexts:
         """Plan the answers and labels that are missing. Labels parts of some texts for the training, too."""
         # 1. The texts. Regenerated ones have the prompts of the data, and answers of a sampled length.
         data, options, target = self.config.data, self.config.distill, self.target
@@ -119,7 +119,7 @@ class Planner:
         per_position = 0.0 if options.is_greedy else work.num_branch_tokens / max(1, work.num_positions)
         seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
         num_read = num_tokens + num_positions * per_position
-        sample = Texts(
+        sample = PlannedTexts(
             labelled=labelled, tokens_per_text=num_tokens / len(texts), positions_per_text=num_positions / len(texts)
         )
         if only_sample:
@@ -180,7 +180,7 @@ class Planner:
             unfinished.append((run, steps_done))
         return unfinished
 
-    def _training(self, run: DrafterRun, steps_done: int, texts: Texts) -> None:
+    def _training(self, run: DrafterRun, steps_done: int, texts: PlannedTexts) -> None:
         # 1. The steps that are left.
         target, options = self.target, with_accumulation(run.train, self.accelerator.num_processes)
         name = f"train {run.drafter_dir.parent.name}" if self.config.variants else "train"

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, closest
-from .describe import GROUPS, Choice, Option, Section, choices, drafter_sections, recipes, sections
+from .describe import GROUPS, Option, OptionChoice, Section, choices, drafter_sections, recipes, sections
 from .help import facts, wrapped
 
 
@@ -122,7 +122,7 @@ def _option_lines(option: Option, where: str = "") -> Iterator[str]:
     yield wrapped(option.meaning, 6) + "\n"
 
 
-def _choice_line(choice: Choice) -> str:
+def _choice_line(choice: OptionChoice) -> str:
     return wrapped(f"{choice.group}={choice.name}{': ' if choice.meaning else ''}{choice.summary}", 2)
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Item = TypeVar("Item", Example, Conversation)
-Entry = TypeVar("Entry", bound=BaseEntry)
+PlannedShard = TypeVar("PlannedShard", bound=BaseEntry)
 M = TypeVar("M", bound=BaseManifest)
 
 
@@ -49,7 +49,7 @@ def plan_sha256(shards: Sequence[Sequence[Example | Conversation]], data_sha256:
 
 
 def run_shards(
-    store: ShardStore[Entry, M],
+    store: ShardStore[PlannedShard, M],
     manifest: M,
     plan: Sequence[Sequence[Item]],
     accelerator: Accelerator,
@@ -57,7 +57,7 @@ def run_shards(
     *,
     num_units: Callable[[Sequence[Item]], int],
     make: Callable[[Mapping[int, Sequence[Item]], tqdm], None],
-    finish: Callable[[list[Entry]], None],
+    finish: Callable[[list[PlannedShard]], None],
     unit: str,
     data_facts: Mapping[str, Any],
 ) -> M:
@@ -97,7 +97,7 @@ def run_shards(
 
 
 def begin_shards(
-    store: ShardStore[Entry, M],
+    store: ShardStore[PlannedShard, M],
     manifest: M,
     plan: Sequence[Sequence[Item]],
     accelerator: Accelerator,

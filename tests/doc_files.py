@@ -10,7 +10,7 @@ from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.saved.folder import FORMAT_VERSION, DrafterFile
-from outrider.models.drafters.saved.loading import Choice, describe_setup, save_tuned
+from outrider.models.drafters.saved.loading import TunedChoice, describe_setup, save_tuned
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
@@ -48,5 +48,5 @@ def write_demo_drafter(folder: Path) -> None:
     target = load_target(TargetConfig(name_or_path=str(DEMO_TARGET), dtype="float32"))
     drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1}), target)
     save_drafter(drafter, folder, target.identity)
-    choice = Choice(setting={"beam_width": 2}, tokens_per_step=1.5, tokens_per_second=2.0, plain_tokens_per_second=1.0)
+    choice = TunedChoice(setting={"beam_width": 2}, tokens_per_step=1.5, tokens_per_second=2.0, plain_tokens_per_second=1.0)
     save_tuned(folder, describe_setup(target, folder), {1: choice, 4: choice})

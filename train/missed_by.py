@@ -27,7 +27,7 @@ from ..models.drafters.draft_model import DraftModel
 from ..models.drafters.losses import MISSED_BY
 from ..models.drafters.registry import TRAINING_FREE, make_training_free
 from ..models.drafters.saved.loading import load_part
-from ..models.drafters.saved.parts import Part, parse_drafter_name
+from ..models.drafters.saved.parts import DrafterPart, parse_drafter_name
 from ..models.drafters.training_free import TrainingFreeDrafter
 from ..models.llm.hf_target import HFTarget
 
@@ -195,7 +195,7 @@ def open_other(name: str, target: HFTarget) -> OtherDrafter:
     return OtherDrafter(drafters, target)
 
 
-def _open_part(part: Part, target: HFTarget) -> TrainableDrafter | TrainingFreeDrafter:
+def _open_part(part: DrafterPart, target: HFTarget) -> TrainableDrafter | TrainingFreeDrafter:
     if part.folder is None:
         if TRAINING_FREE[part.name].entries is not TrainingFreeDrafter.entries:
             raise ValueError(

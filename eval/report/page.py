@@ -14,14 +14,14 @@ from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
 from ..results.notes import FEW_UNITS, headline
 from ..results.rows import Row
-from .page_tables import Section, Table
+from .page_tables import PageSection, PageTable
 from .runs import Group, decoding, read_groups
 from .sections import accepted_lengths, batch_sizes, categories, results, time_split
 
 PAGE_FILE = "report.html"
 NUM_OPEN = 4
 """Tables of a section that the page shows at once. Later ones are folded."""
-SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
+SECTIONS: dict[str, Callable[[Group], list[PageTable]]] = {
     "speedup": results,
     "categories": categories,
     "batches": batch_sizes,
@@ -40,7 +40,7 @@ class Chapter:
     headlines: list[str]
     """The result of each run in one line."""
     differs_in: list[str]
-    sections: list[Section]
+    sections: list[PageSection]
     facts: list[tuple[str, str]]
     absent: list[str]
 
@@ -83,9 +83,9 @@ def _chapter(group: Group) -> Chapter:
     )
 
 
-def _section(name: str, tables: list[Table]) -> Section:
+def _section(name: str, tables: list[PageTable]) -> PageSection:
     texts = _texts()[name]
-    return Section(id=name, title=texts["title"], intro=texts["intro"].format(few_units=FEW_UNITS), tables=tables)
+    return PageSection(id=name, title=texts["title"], intro=texts["intro"].format(few_units=FEW_UNITS), tables=tables)
 
 
 @cache

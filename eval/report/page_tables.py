@@ -29,7 +29,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class TableColumn:
     """Column of a table, drawn according to its kind.
 
     Kinds are `text`, `bar` (from 0 to `top`) and `heat` (a color from 0 to `top`; with a parity, two
@@ -63,11 +63,11 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     caption: str
     corner: str
     """Title of the column with the lines' labels."""
-    columns: list[Column]
+    columns: list[TableColumn]
     lines: list[Line]
     notes: list[str] = field(default_factory=list)
 
@@ -81,11 +81,11 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     id: str
     title: str
     intro: str
-    tables: list[Table]
+    tables: list[PageTable]
 
 
 def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
@@ -97,12 +97,14 @@ def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequenc
     return Value(text=f"{value:{spec}}{unit}", number=value, low=low, high=high, note=note)
 
 
-def column(name: str, kind: str, values: Sequence[Value], parity: float | None = None) -> Column:
+def column(name: str, kind: str, values: Sequence[Value], parity: float | None = None) -> TableColumn:
     """Build a column whose scale includes all its values, their intervals and the parity."""
     ends = [end for value in values for end in (value.number, value.high) if end is not None]
-    return Column(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
+    return TableColumn(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
 
 
-def table(caption: str, corner: str, columns: Sequence[Column], lines: Sequence[Line], notes: Sequence[str] = ()) -> Table:
+def table(
+    caption: str, corner: str, columns: Sequence[TableColumn], lines: Sequence[Line], notes: Sequence[str] = ()
+) -> PageTable:
     assert all(len(line.values) == len(columns) for line in lines)
-    return Table(caption=caption, corner=corner, columns=list(columns), lines=list(lines), notes=list(notes))
+    return PageTable(caption=caption, corner=corner, columns=list(columns), lines=list(lines), notes=list(notes))

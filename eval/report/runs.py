@@ -23,13 +23,13 @@ VARIES_WITHIN_A_TABLE = frozenset(
 )
 """Options in which comparable runs may differ, because each number is shown with their values."""
 
-Cell = tuple[str, str, float, int, str]
+RunCell = tuple[str, str, float, int, str]
 """Suite, its prompts' revision, temperature, batch size and method: identifies a row of a
 summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RunEntry:
     """Row of a run's summary, with its names in the report."""
 
     run: str
@@ -70,7 +70,7 @@ class Group:
     """Runs under the same conditions: target, options and environment."""
 
     runs: list[Run]
-    entries: list[Entry]
+    entries: list[RunEntry]
     differs_in: list[str]
     """Conditions in which this group differs from the first one."""
 
@@ -78,19 +78,19 @@ class Group:
     def title(self) -> str:
         return f"{self.runs[0].info.config['target']['name']} in {self.entries[0].row['dtype']}"
 
-    def settings(self) -> Iterator[tuple[str, list[Entry]]]:
+    def settings(self) -> Iterator[tuple[str, list[RunEntry]]]:
         """Yield the rows of one table each, with its caption.
 
         A table has one suite, temperature and batch size.
         """
-        tables: dict[tuple[str, str, float, int], list[Entry]] = defaultdict(list)
+        tables: dict[tuple[str, str, float, int], list[RunEntry]] = defaultdict(list)
         for entry in self.entries:
             tables[cell_of(entry.row)[:4]].append(entry)
         for (_, _, temperature, batch_size), entries in tables.items():
             caption = f"{self.suite_name(entries[0])}, {decoding(temperature)}, batch size {batch_size}"
             yield caption, sorted(entries, key=lambda entry: not entry.is_baseline)
 
-    def suite_name(self, entry: Entry) -> str:
+    def suite_name(self, entry: RunEntry) -> str:
         """Name an entry's suite.
 
         The revision is added if the group also measured other prompts of this suite.
@@ -105,7 +105,7 @@ def decoding(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature > 0 else "greedy"
 
 
-def cell_of(row: Row) -> Cell:
+def cell_of(row: Row) -> RunCell:
     return row["suite"], row["prompt_set_revision"], row["temperature"], row["batch_size"], row["method"]
 
 
@@ -149,7 +149,7 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in directories]
 
 
-def _entries(runs: Sequence[Run]) -> list[Entry]:
+def _entries(runs: Sequence[Run]) -> list[RunEntry]:
     """Build the entries of comparable runs' rows.
 
     If several runs measured a method, the entry's label includes the run's folder.
@@ -169,7 +169,7 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
             label = f"{drafter} [{run.name}]" if row["label"] in repeated else drafter
             named: Row = {**row, "label": ", ".join(filter(None, (label, detail)))}
             entries.append(
-                Entry(
+                RunEntry(
                     run=run.name,
                     row=named,
                     label=label,

@@ -11,8 +11,8 @@ from typing import Any
 from ..records.names import OOM
 from ..results.notes import PACE_NOTE, problems, stages_notes, too_few
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, method_name, units
-from .page_tables import Column, Line, Table, Value, column, number, table
-from .runs import Entry, Group, decoding
+from .page_tables import Line, PageTable, TableColumn, Value, column, number, table
+from .runs import Group, RunEntry, decoding
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
@@ -22,7 +22,7 @@ MAX_METHODS = 5
 NO_MEMORY = Value(text=OOM, tone="bad")
 
 
-def speedup(entry: Entry) -> Value:
+def speedup(entry: RunEntry) -> Value:
     """Build the cell of a speedup over plain decoding, as in the evaluation's table.
 
     Where answers differ from the target's by mistake, the cell shows the fault instead. A lossy rule's
@@ -38,7 +38,7 @@ def speedup(entry: Entry) -> Value:
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
-def median(entry: Entry) -> Value:
+def median(entry: RunEntry) -> Value:
     """Build the cell of the median speedup and the number of prompts, or batches, that were faster."""
     row = entry.row
     if not (compared := row["num_compared"]):
@@ -46,14 +46,14 @@ def median(entry: Entry) -> Value:
     return replace(number(row["median_speedup"], unit="x"), note=f"faster on {row['num_faster']} of {compared}")
 
 
-def processor_time(entry: Entry) -> Value:
+def processor_time(entry: RunEntry) -> Value:
     """Build the cell of the processor time per token, and its ratio to plain decoding's."""
     seconds, ratio = entry.row["processor_seconds_per_token"], entry.row["processor_speedup"]
     value = number(None if seconds is None else 1e3 * seconds)
     return value if ratio is None or entry.is_baseline else replace(value, note=f"speedup {ratio:.2f}x")
 
 
-def results(group: Group) -> list[Table]:
+def results(group: Group) -> list[PageTable]:
     """Build tables of tokens per step and speedup by method and suite."""
     tables = _overviews(group)
     for caption, entries in group.settings():
@@ -71,7 +71,7 @@ def results(group: Group) -> list[Table]:
             "CPU ms/token": [processor_time(entry) for entry in entries],
         }
         filled = {name: values for name, values in cells_of.items() if any(value.text != "-" for value in values)}
-        columns += [*(Column(name=name) for name in filled), Column(name="Identical")]
+        columns += [*(TableColumn(name=name) for name in filled), TableColumn(name="Identical")]
         labels = [Value(text=entry.row["lossless_label"]) for entry in entries]
         lines = [
             _line(entry, list(values))
@@ -81,7 +81,7 @@ def results(group: Group) -> list[Table]:
     return tables
 
 
-def _notes(entries: Sequence[Entry]) -> list[str]:
+def _notes(entries: Sequence[RunEntry]) -> list[str]:
     """Write the notes that explain the results."""
     notes = []
     if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
@@ -97,7 +97,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
     return notes
 
 
-def _interval_note(entries: Sequence[Entry]) -> str:
+def _interval_note(entries: Sequence[RunEntry]) -> str:
     """Describe the units of a table's intervals, and warn if there are too few."""
     row = entries[0].row
     if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
@@ -110,11 +110,11 @@ def _interval_note(entries: Sequence[Entry]) -> str:
     return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}"
 
 
-def _overviews(group: Group) -> list[Table]:
+def _overviews(group: Group) -> list[PageTable]:
     """Build tables of methods by suites, for each temperature and batch size with several
     suites."""
     # 1. Group the tables by temperature and batch size.
-    groups: dict[tuple[float, int], dict[str, list[Entry]]] = defaultdict(dict)
+    groups: dict[tuple[float, int], dict[str, list[RunEntry]]] = defaultdict(dict)
     for caption, entries in group.settings():
         row = entries[0].row
         groups[row["temperature"], row["batch_size"]][caption] = entries
@@ -152,7 +152,7 @@ def _overviews(group: Group) -> list[Table]:
     return tables
 
 
-def categories(group: Group) -> list[Table]:
+def categories(group: Group) -> list[PageTable]:
     """Build tables of speedup and tokens per step by category.
 
     There is a line for each category, and a column for each method.
@@ -181,12 +181,12 @@ def categories(group: Group) -> list[Table]:
     return tables
 
 
-def _counted_prompts(entries: Sequence[Entry], category: str) -> str:
+def _counted_prompts(entries: Sequence[RunEntry], category: str) -> str:
     counts = [entry.row["by_category"][category]["num_prompts"] for entry in entries if category in entry.row["by_category"]]
     return f"{max(counts)} prompt{'s' if max(counts) > 1 else ''}"
 
 
-def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
+def _category_speedup(entry: RunEntry, values: dict[str, Any] | None) -> Value:
     overall = speedup(entry)
     if values is None:
         return Value(text="-")
@@ -195,17 +195,17 @@ def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
     return replace(number(values["speedup"], ".2f", "x", values["speedup_ci95"]), tone=overall.tone)
 
 
-def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
+def _category_steps(entry: RunEntry, values: dict[str, Any] | None) -> Value:
     return number(values["tokens_per_step"]) if values else Value(text="-")
 
 
-def batch_sizes(group: Group) -> list[Table]:
+def batch_sizes(group: Group) -> list[PageTable]:
     """Build grids of tokens/s by method and batch size, for each suite and temperature.
 
     The color of a cell is its ratio to plain decoding at the same batch size.
     """
     # 1. Group the entries by suite, temperature and method.
-    groups: dict[tuple[str, float], dict[tuple[str, str], dict[int, Entry]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[tuple[str, float], dict[tuple[str, str], dict[int, RunEntry]]] = defaultdict(lambda: defaultdict(dict))
     for entry in sorted(group.entries, key=lambda entry: not entry.is_baseline):
         place = (group.suite_name(entry), entry.row["temperature"])
         groups[place][entry.label, entry.detail][entry.row["batch_size"]] = entry
@@ -232,7 +232,7 @@ def batch_sizes(group: Group) -> list[Table]:
     return tables
 
 
-def _speed(entry: Entry | None, plain: Mapping[tuple[str, int], Entry], field: str) -> Value:
+def _speed(entry: RunEntry | None, plain: Mapping[tuple[str, int], RunEntry], field: str) -> Value:
     """Build the cell of a speed, with its ratio to plain decoding's in the same run."""
     if entry is None:
         return Value(text="-")
@@ -247,7 +247,7 @@ def _speed(entry: Entry | None, plain: Mapping[tuple[str, int], Entry], field: s
     return replace(value, number=speed / base, note=f"{speed / base:.2f}x") if speed and base else replace(value, number=None)
 
 
-def accepted_lengths(group: Group) -> list[Table]:
+def accepted_lengths(group: Group) -> list[PageTable]:
     """Build tables of the number of draft tokens that each verify step accepted."""
     tables = []
     for caption, entries in group.settings():
@@ -268,12 +268,16 @@ def accepted_lengths(group: Group) -> list[Table]:
             mean = Value(text=f"{entry.row['mean_accepted']:.2f}")
             lines.append(_line(entry, [*shares, mean, Value(text=f"{num_steps:,}")]))
         top = column("", "heat", [value for line in lines for value in line.values]).top
-        columns = [*(Column(name=name, kind="heat", top=top) for name in names), Column(name="Mean"), Column(name="Steps")]
+        columns = [
+            *(TableColumn(name=name, kind="heat", top=top) for name in names),
+            TableColumn(name="Mean"),
+            TableColumn(name="Steps"),
+        ]
         tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
     return tables
 
 
-def time_split(group: Group) -> list[Table]:
+def time_split(group: Group) -> list[PageTable]:
     """Build tables of the phases' shares of the decode time."""
     tables = []
     for caption, entries in group.settings():
@@ -285,10 +289,10 @@ def time_split(group: Group) -> list[Table]:
             seconds = entry.row["draft_seconds_per_step"]
             lines.append(_line(entry, [*shares, Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")]))
         if lines:
-            columns = [*(Column(name=phase, kind="heat") for phase in PHASES), Column(name="Draft ms/step")]
+            columns = [*(TableColumn(name=phase, kind="heat") for phase in PHASES), TableColumn(name="Draft ms/step")]
             tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
     return tables
 
 
-def _line(entry: Entry, values: list[Value]) -> Line:
+def _line(entry: RunEntry, values: list[Value]) -> Line:
     return Line(label=entry.label, detail=entry.detail, values=values)

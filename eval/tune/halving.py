@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 Setting = dict[str, Any] | None
 """Run-time options of a drafter; None is plain decoding."""
-Prompts = Sequence[Int[torch.Tensor, " _"]]
+TuningPrompts = Sequence[Int[torch.Tensor, " _"]]
 
 FIRST_BATCHES = 2
 """Batches that each setting decodes in the first round."""
@@ -73,7 +73,7 @@ class Trial:
     parts: DrafterParts
     target: HFTarget
     rule: AcceptanceRule
-    batches: Sequence[Prompts]
+    batches: Sequence[TuningPrompts]
     """Full batches of the same size."""
     max_new_tokens: int
     left_out: list[LeftOut] = field(default_factory=list)

@@ -15,14 +15,14 @@ from ...data.files import write_json
 from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.registry import DrafterSpec
-from ...models.drafters.saved.loading import Choice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
+from ...models.drafters.saved.loading import TunedChoice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment, within_memory
 from ..measure.methods import Drafters, TunedSettings, acceptance_rule
 from ..run import load_suites
-from .halving import LeftOut, Prompts, Speed, Trial, halve
+from .halving import LeftOut, Speed, Trial, TuningPrompts, halve
 
 TUNING_FILE = "tuning.json"
 
@@ -31,7 +31,7 @@ TUNING_FILE = "tuning.json"
 class Tuning:
     """Result of tuning."""
 
-    choices: dict[int, Choice]
+    choices: dict[int, TunedChoice]
     """The fastest way to decode, by batch size. A batch size has no choice if plain decoding ran out
     of memory."""
     finals: list[Speed]
@@ -67,7 +67,7 @@ def tune(
     temperature = config.temperatures[0]
 
     # 2. Find the fastest settings for each batch size.
-    choices: dict[int, Choice] = {}
+    choices: dict[int, TunedChoice] = {}
     finals: list[Speed] = []
     left_out: list[LeftOut] = []
     target.choose_linears()
@@ -105,10 +105,10 @@ def tune(
     return tuning
 
 
-def choose(speeds: Sequence[Speed]) -> Choice:
+def choose(speeds: Sequence[Speed]) -> TunedChoice:
     """Choose the fastest of these speeds; plain decoding is the first of them."""
     plain, best = speeds[0], max(speeds, key=lambda speed: speed.tokens_per_second)
-    return Choice(
+    return TunedChoice(
         setting=best.setting,
         tokens_per_step=best.tokens_per_step,
         tokens_per_second=best.tokens_per_second,
@@ -144,7 +144,7 @@ def _context_length(parts: DrafterParts, target: HFTarget, settings: Sequence[di
     )
 
 
-def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int) -> Prompts:
+def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int) -> TuningPrompts:
     """Encode the first turns of the suites' prompts that leave room for an answer.
 
     Prompt and answer have at most `longest` tokens. Raises ValueError if no prompt fits, and if

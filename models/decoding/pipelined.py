@@ -31,7 +31,7 @@ from .tree import DraftTree, empty_tree
 from .types import Prompts, Step, TargetOutput
 from .window import Known, Window
 
-Verified = tuple[int, DraftTree, TargetOutput]
+VerifiedRun = tuple[int, DraftTree, TargetOutput]
 """The number of an answered run, its live part as a tree below the root, and that part's output."""
 
 
@@ -162,7 +162,7 @@ def draft_on(
             break
 
 
-def take_answer(target: AsyncTarget, speculation: Speculation, window: Window) -> Verified | None:
+def take_answer(target: AsyncTarget, speculation: Speculation, window: Window) -> VerifiedRun | None:
     """Wait for the oldest run's answer: its number, and its live part with the output.
 
     It has the root. None if all its entries are dead.

@@ -34,7 +34,7 @@ from .growing_tree import GrowingTree
 from .sampling import Randomness
 from .tree import DraftTree
 from .types import Acceptance, AcceptedPath, Prompts, TargetOutput
-from .window import Answer, Run
+from .window import DraftRun, PassAnswer
 
 State = TypeVar("State")
 """A drafter's state for a batch of texts."""
@@ -109,13 +109,13 @@ class AsyncTarget(Target, Protocol):
     def max_runs(self) -> int:
         """How many runs may usefully be under way: one more than there are stages."""
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: DraftRun) -> None:
         """Begin a run. Never waits."""
 
     def has_answer(self) -> bool:
         """Return whether `receive` would return at once."""
 
-    def receive(self) -> Answer:
+    def receive(self) -> PassAnswer:
         """Return the answer to the oldest unanswered run; waits for it.
 
         Every run is answered, in the order of `submit`, also if it was cancelled. Raises an error

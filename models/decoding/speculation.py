@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from .growing_tree import GrowingTree
 from .pacing import Seconds, interpolated
 from .types import NO_NODE
-from .window import Run, Window
+from .window import DraftRun, Window
 
 MAX_NODES = 64
 """Most nodes of a window."""
@@ -43,7 +43,7 @@ class Speculation(Protocol):
         likeliest leaf. Nodes deeper than `max_depth` are useless.
         """
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: DraftRun) -> None:
         """Learn that a run was sent."""
 
     def add_answer(self, number: int, num_tokens: int) -> None:
@@ -94,7 +94,7 @@ class PaperSpeculation:
         self._num_vain += not nodes
         return nodes
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: DraftRun) -> None:
         self._num_runs += 1
 
     def add_answer(self, number: int, num_tokens: int) -> None:
@@ -158,7 +158,7 @@ class ExpectedSpeculation:
         is_all = len(nodes) == size or leaf < self.least_prob
         return (nodes or None) if is_all else ()
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: DraftRun) -> None:
         is_root = run.num_read == 0
         if is_root:  # all runs before it are dead
             self._sent = {}

@@ -60,7 +60,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class DraftRun:
     """One pass of the target over new entries of the window."""
 
     number: int
@@ -82,7 +82,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PassAnswer:
     """The target's answer to a run."""
 
     number: int
@@ -171,7 +171,7 @@ class Window:
                 for child in drafts.children(node):
                     heappush(heap, (-probs[child], child))
 
-    def send(self, drafts: GrowingTree | None = None, nodes: Sequence[int] = ()) -> Run:
+    def send(self, drafts: GrowingTree | None = None, nodes: Sequence[int] = ()) -> DraftRun:
         """Return the next run: the root if it wasn't sent, then these nodes of the drafter's tree.
 
         Each node's parent was sent, or is among the nodes before it. None of them was sent.
@@ -191,7 +191,7 @@ class Window:
         new = [*([] if self.is_root_sent else [NO_NODE]), *range(first, len(self.tree))]
         tokens = [self.root if node == NO_NODE else self.tree.tokens[node] for node in new]
         keep, self._keep, self.is_root_sent = self._keep, None, True
-        run = Run(
+        run = DraftRun(
             number=next(run_numbers), keep=keep, tokens=tuple(tokens), parents=tuple(self.tree.parents), num_read=num_read
         )
         self.runs[run.number] = new

@@ -56,7 +56,7 @@ TEXT_MEMORY, TEXT_WEIGHT = 400.0, 20.0
 MAX_ESTIMATE = 0.995
 """No token is sure to be accepted."""
 
-Counts = dict[int, tuple[float, float]]
+OutcomeCounts = dict[int, tuple[float, float]]
 """Hits and observations of each cell, by its key. A missing cell has none."""
 NO_COUNTS = (0.0, 0.0)
 
@@ -75,7 +75,7 @@ def agreement_key(proposed_by: int, present: int, estimate: float) -> int:
     return AGREEMENTS + ((proposed_by << MAX_SOURCES) + present) * BINS_PER_DEPTH + bisect(BIN_BOUNDS, estimate)
 
 
-def teach(counts: Counts, keys: Sequence[int], was_hit: bool) -> None:
+def teach(counts: OutcomeCounts, keys: Sequence[int], was_hit: bool) -> None:
     """Count an observation in each of these cells."""
     for key in keys:
         hits, total = counts.get(key, NO_COUNTS)
@@ -108,7 +108,7 @@ class ScoreCalibration:
         prior = PRIOR_WEIGHT * score
         return min(score * (hits + prior) / (scores + prior), MAX_ESTIMATE) if prior > 0.0 else 0.0
 
-    def start_from(self, cells: Iterable["Cell"]) -> None:
+    def start_from(self, cells: Iterable["CalibrationCell"]) -> None:
         """Start from counts that were saved, spread over the bins of scores that theirs covers."""
         bounds, fine = (0.0, *BIN_BOUNDS, 1.0), (0.0, *SCORE_BOUNDS, 1.0)
         middles = [sum(pair) / 2 for pair in pairwise(fine)]
@@ -131,7 +131,7 @@ class ScoreCalibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class CalibrationCell:
     """Hits and observations of one source's tokens at a depth, in one bin."""
 
     depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)]
@@ -166,12 +166,12 @@ class Agreement:
 class Prior:
     """Counts that were measured before, by the names of the sources."""
 
-    sources: dict[str, list[Cell]]
+    sources: dict[str, list[CalibrationCell]]
     agreements: list[Agreement]
 
-    def counts(self, names: Sequence[str]) -> Counts:
+    def counts(self, names: Sequence[str]) -> OutcomeCounts:
         """Return the counts of these sources, as the start of a text's calibration."""
-        counts: Counts = {}
+        counts: OutcomeCounts = {}
         for source, name in enumerate(names):
             for cell in self.sources.get(name, []):
                 counts[source_key(source, cell.depth) + cell.bin] = _limited(cell.hits, cell.total)
@@ -182,15 +182,15 @@ class Prior:
         return counts
 
     @classmethod
-    def of(cls, counts: Counts, names: Sequence[str]) -> "Prior":
+    def of(cls, counts: OutcomeCounts, names: Sequence[str]) -> "Prior":
         """Return the prior of measured counts of these sources."""
-        sources: dict[str, list[Cell]] = {name: [] for name in names}
+        sources: dict[str, list[CalibrationCell]] = {name: [] for name in names}
         agreements = []
         for key, (hits, total) in sorted(counts.items()):
             cell, bin_index = divmod(key, BINS_PER_DEPTH)
             if key < AGREEMENTS:
                 source, depth = divmod(cell, MAX_DEPTH)
-                sources[names[source]].append(Cell(depth=depth + 1, bin=bin_index, hits=hits, total=total))
+                sources[names[source]].append(CalibrationCell(depth=depth + 1, bin=bin_index, hits=hits, total=total))
             else:
                 proposed_by, present = divmod(cell - AGREEMENTS // BINS_PER_DEPTH, 1 << MAX_SOURCES)
                 members = {"proposed_by": _names(proposed_by, names), "present": _names(present, names)}

@@ -35,7 +35,7 @@ from .beams import SearchTree
 from .branches import Branches
 from .cached_drafter import CachedDrafter
 from .calibration import Prior
-from .fixed_draft import FixedSearch, TextState, UnreadTree
+from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
 from .growing_draft import GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -175,7 +175,7 @@ class DraftModel(CachedDrafter):
     def draft_columns(self) -> int:
         return 1 + self.draft_entries + self.drafting.max_entries
 
-    def draft_inputs(self, state: TextState) -> tuple[torch.Tensor, ...]:
+    def draft_inputs(self, state: DraftTextState) -> tuple[torch.Tensor, ...]:
         return (to_width(state.tokens, self.draft_entries),)
 
     def search_in(

@@ -20,7 +20,7 @@ from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextState:
+class DraftTextState:
     """State of a batch of texts without their last tokens, which `propose` gets."""
 
     text: CacheSnapshot
@@ -80,13 +80,13 @@ class FixedSearch:
     def use_prior(self, prior: Prior) -> None:
         """Do nothing: the tree's size doesn't depend on how likely its nodes are."""
 
-    def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> TextState:
+    def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> DraftTextState:
         """Return the state of texts whose last tokens aren't in the cache."""
         num_unread = Counts(torch.ones_like(last_tokens), (1,) * len(last_tokens))
-        return TextState(text=text, tokens=last_tokens[:, None], num_unread=num_unread)
+        return DraftTextState(text=text, tokens=last_tokens[:, None], num_unread=num_unread)
 
     def propose(
-        self, state: TextState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
+        self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
     ) -> tuple[DraftTree, DraftedTree]:
         """Draft the most probable continuations of a search, or groups drawn at random."""
         # 1. Read the last tokens of each text: all but the last are kept, the last starts the tree.
@@ -100,20 +100,20 @@ class FixedSearch:
             tree, entries = take(search, nodes), 1 + nodes  # entry 0 is the last token
         return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
 
-    def search(self, state: TextState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TextState]:
+    def search(self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, DraftTextState]:
         cache, logits = self._read_unread(state, last_token)
         return self._search(cache, logits, last_token), self.begin(cache.snapshot(), last_token)
 
-    def skip(self, state: TextState, last_token: Int[torch.Tensor, " batch"]) -> TextState:
+    def skip(self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]) -> DraftTextState:
         """Leave the last token unread as well, unless there are many such tokens."""
         if max(state.num_unread.host) < MAX_UNREAD:
             tokens = append(state.tokens, state.num_unread, last_token[:, None])
-            return TextState(text=state.text, tokens=tokens, num_unread=state.num_unread + 1)
+            return DraftTextState(text=state.text, tokens=tokens, num_unread=state.num_unread + 1)
         cache, _ = self._read_unread(state, last_token)
         return self.begin(cache.snapshot(), last_token)
 
     def _read_unread(
-        self, state: TextState, last_token: Int[torch.Tensor, " batch"]
+        self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[TreeCache, Float[torch.Tensor, "batch 1 vocab"]]:
         """Read the last tokens, keep all but the last, and return the logits after the last."""
         cache = state.text.writable()
@@ -183,22 +183,22 @@ class FixedSearch:
         num_groups = self.max_nodes // self._num_children
         return draw_tree(drawing, logits, read, top_k=self.config.top_k, depth=self.config.length, num_groups=num_groups)
 
-    def meanwhile(self, drafted: UnreadTree | TextState) -> None:
+    def meanwhile(self, drafted: UnreadTree | DraftTextState) -> None:
         """Return None: the next step searches anew."""
 
-    def advance(self, drafted: UnreadTree | TextState, tree: DraftTree, accepted: AcceptedPath) -> TextState:
+    def advance(self, drafted: UnreadTree | DraftTextState, tree: DraftTree, accepted: AcceptedPath) -> DraftTextState:
         """Keep all but the last two tokens of the new text in the cache.
 
         These are the last token and all accepted nodes except one. Of a tree that isn't its own, and
         of one drafted in a recording, the drafter keeps nothing: the next draft reads the accepted
         tokens.
         """
-        if isinstance(drafted, TextState):
+        if isinstance(drafted, DraftTextState):
             tokens = append(drafted.tokens, drafted.num_unread, accepted.drafts)
-            return TextState(text=drafted.text, tokens=tokens, num_unread=drafted.num_unread + accepted.num_accepted)
+            return DraftTextState(text=drafted.text, tokens=tokens, num_unread=drafted.num_unread + accepted.num_accepted)
         if not isinstance(drafted, DraftedTree):
             tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
-            return TextState(text=drafted.text, tokens=tokens, num_unread=accepted.num_read)
+            return DraftTextState(text=drafted.text, tokens=tokens, num_unread=accepted.num_read)
         cache, entries = drafted.text.writable(), drafted.entries
         # A cache that isn't the newest is a copy of the texts without the tree: read the tree
         # again.
@@ -212,9 +212,9 @@ class FixedSearch:
         tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
         return self.begin(cache.snapshot(), tokens.gather(1, accepted.entry[:, None])[:, 0])
 
-    def select(self, state: TextState, rows: Sequence[int]) -> TextState:
+    def select(self, state: DraftTextState, rows: Sequence[int]) -> DraftTextState:
         """Return the state of these rows of the batch only."""
-        return TextState(text=state.text.select(rows), tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
+        return DraftTextState(text=state.text.select(rows), tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
 
 
 def draw_tree(

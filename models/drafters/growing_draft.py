@@ -53,7 +53,7 @@ GROWN_NODES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class GrowingRow:
     """A row's text behind the cache's, and the tree that hangs from the first of these tokens."""
 
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ class GrowingState:
 
     text: CacheSnapshot
     """Keys and values of the texts without the tokens of `rows`."""
-    rows: tuple[Row, ...]
+    rows: tuple[GrowingRow, ...]
     has_tree: bool
     """Whether keys and values of the first token and of the tree follow the text's: of one row."""
 
@@ -79,7 +79,7 @@ class GrowingDraft:
 
     text: CacheSnapshot
     """Keys and values of the texts without the tokens of `rows`; the trees' entries follow them."""
-    rows: list[Row]
+    rows: list[GrowingRow]
     is_rooted: bool
     """Whether the first tokens are the trees' roots and were read. Else trees have no nodes, and
     the last token is to be their root."""
@@ -132,7 +132,7 @@ class GrowingSearch:
 
     def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> GrowingState:
         """Return the state of texts whose last tokens aren't in the cache."""
-        rows = tuple(Row(tokens=(token,)) for token in last_tokens.tolist())
+        rows = tuple(GrowingRow(tokens=(token,)) for token in last_tokens.tolist())
         return GrowingState(text=text, rows=rows, has_tree=False)
 
     def propose(
@@ -240,10 +240,10 @@ class GrowingSearch:
             learn(row.tree, row.scores, row.tokens[1:], self.calibration)
         if state.has_tree:
             return self._rerooted(self._writable(state), rows[0])
-        empty = [Row(tokens=row.tokens) for row in rows]
+        empty = [GrowingRow(tokens=row.tokens) for row in rows]
         return GrowingDraft(text=state.text, rows=empty, is_rooted=False, order=[[] for _ in empty])
 
-    def _rerooted(self, cache: TreeCache, row: Row) -> GrowingDraft:
+    def _rerooted(self, cache: TreeCache, row: GrowingRow) -> GrowingDraft:
         """Commit the tokens that were read, and keep the tree below the last token if it was read."""
         _, *tokens = row.tokens
         rerooted = row.tree.rerooted(tokens)
@@ -252,14 +252,14 @@ class GrowingSearch:
             path = [row.tree.entries[node] for node in row.tree.follow(tokens)]
             path = list(takewhile(lambda entry: entry != UNREAD, path))
             _keep(cache, [0, *path], 1 + len(path))
-            rest = Row(tokens=row.tokens[1 + len(path) :])
+            rest = GrowingRow(tokens=row.tokens[1 + len(path) :])
             return GrowingDraft(text=cache.snapshot(), rows=[rest], is_rooted=False, order=[[]])
         # 2. Move the entries that stay behind the text.
         _keep(cache, [0, *rerooted.path, *rerooted.entries], 1 + len(rerooted.path))
         # 3. Estimate the nodes anew: they are less deep now, and there is more to learn from.
         tree, scores = rerooted.tree, [row.scores[node] for node in rerooted.nodes]
         tree.reweigh([*map(self.calibration.estimate, tree.depths, scores)])
-        kept = Row(tokens=row.tokens[-1:], tree=tree, scores=scores)
+        kept = GrowingRow(tokens=row.tokens[-1:], tree=tree, scores=scores)
         return GrowingDraft(text=cache.snapshot(), rows=[kept], is_rooted=True, order=[_order(tree)])
 
     def _writable(self, state: GrowingState) -> TreeCache:
@@ -339,7 +339,7 @@ def _order(tree: GrowingTree) -> list[int]:
     return sorted((node for node, entry in enumerate(tree.entries) if entry != UNREAD), key=tree.entries.__getitem__)
 
 
-def _path_scores(row: Row, nodes: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
+def _path_scores(row: GrowingRow, nodes: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
     """Return tokens, parents and log-probabilities of whole paths, as a search has them."""
     tokens, parents = row.tree.links(nodes)
     scores: list[float] = []

@@ -30,9 +30,9 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
-from .calibration import MAX_SOURCES, Counts, Prior
+from .calibration import MAX_SOURCES, OutcomeCounts, Prior
 from .candidates import tree_of
-from .merging import MergedRow, Proposals, Walk, follow, grow, rows_of_search
+from .merging import MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
 
 PACES = ("expected", "fixed")
@@ -64,8 +64,8 @@ class MergedState:
     """The states of the sources, and the calibration of each row."""
 
     sources: tuple[Any, ...]
-    counts: tuple[Counts, ...]
-    walks: tuple[tuple[Walk, ...], ...]
+    counts: tuple[OutcomeCounts, ...]
+    walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that each row's text has followed so far, up to its last accepted token."""
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""
@@ -78,8 +78,8 @@ class MergedDraft:
     """What `advance` needs of a proposal."""
 
     drafted: tuple[Any, ...]
-    counts: tuple[Counts, ...]
-    walks: tuple[tuple[Walk, ...], ...]
+    counts: tuple[OutcomeCounts, ...]
+    walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that the text has followed up to its last token, this one included."""
     expected: float
     """Tokens that the step is expected to emit in each row."""
@@ -95,7 +95,7 @@ class Draft:
     state: MergedState
     last_token: Int[torch.Tensor, " batch"]
     last_tokens: Sequence[int]
-    counts: tuple[Counts, ...]
+    counts: tuple[OutcomeCounts, ...]
     drafted: dict[int, Any] = field(default_factory=dict)
     """What each source needs to advance, by its index."""
     proposals: list[list[Proposals]]
@@ -363,7 +363,9 @@ def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
     return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
 
 
-def _followed(counts: Counts, walks: Sequence[Walk], tokens: Sequence[int]) -> tuple[Counts, tuple[Walk, ...]]:
+def _followed(
+    counts: OutcomeCounts, walks: Sequence[MergeWalk], tokens: Sequence[int]
+) -> tuple[OutcomeCounts, tuple[MergeWalk, ...]]:
     """Return a row's calibration and proposals after these tokens of its text."""
     if not walks or not tokens:
         return counts, tuple(walks)

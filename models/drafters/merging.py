@@ -20,7 +20,7 @@ from .calibration import (
     MAX_ESTIMATE,
     NO_COUNTS,
     SCORE_WEIGHT,
-    Counts,
+    OutcomeCounts,
     agreement_key,
     source_key,
     teach,
@@ -92,7 +92,9 @@ class MergedRow:
         return Nodes(tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes])
 
 
-def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: Sequence[float] | None = None) -> MergedRow:
+def grow(
+    sources: Sequence[Proposals], counts: OutcomeCounts, max_nodes: int, floors: Sequence[float] | None = None
+) -> MergedRow:
     """Return the `max_nodes` likeliest nodes, or fewer.
 
     With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
@@ -129,7 +131,7 @@ def grow(sources: Sequence[Proposals], counts: Counts, max_nodes: int, floors: S
 
 
 def children(
-    parents: Sequence[SourceNode], depth: int, counts: Counts
+    parents: Sequence[SourceNode], depth: int, counts: OutcomeCounts
 ) -> tuple[list[tuple[float, int, int, list[SourceNode]]], list[Child]]:
     """Return the tokens that sources propose after a node, and what calibration learns from.
 
@@ -181,11 +183,11 @@ def children(
     return merged, learned
 
 
-Walk = tuple[MergedRow, int]
+MergeWalk = tuple[MergedRow, int]
 """A proposal, and the node that the text has reached in it; NO_NODE at its root."""
 
 
-def follow(counts: Counts, walks: Sequence[Walk], token: int) -> tuple[Walk, ...]:
+def follow(counts: OutcomeCounts, walks: Sequence[MergeWalk], token: int) -> tuple[MergeWalk, ...]:
     """Learn from the token that the target chose, and return the proposals that it follows.
 
     Nodes that weren't verified teach as well: whether a proposal was right shows in the text. Else

@@ -29,17 +29,17 @@ from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.tree import accepted_path, chain_tree
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from .block import Block
-from .calibration import BIN_BOUNDS, Counts
+from .calibration import BIN_BOUNDS, OutcomeCounts
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .growing_draft import MAX_READS
 from .medusa import Medusa
 from .merged import MergedDrafter
-from .merging import MergedRow, Proposals, Walk, follow, grow
+from .merging import MergedRow, MergeWalk, Proposals, follow, grow
 from .redrafter import Redrafter
 from .streaming_models import LEAST_PROB, StreamingDraftModel, StreamingModel, StreamingRedrafter, worth_reading
-from .training_free import State, TextState, TrainingFreeDrafter
+from .training_free import FreeState, TextState, TrainingFreeDrafter
 
 MAX_NODES = 256
 """Most nodes of a tree."""
@@ -61,12 +61,12 @@ class MergedGrowth:
     """State of a streaming merge."""
 
     last_token: int
-    free: dict[int, State]
+    free: dict[int, FreeState]
     """The states of the training-free sources, by the source's index."""
     models: dict[int, Any]
     """The states of the models."""
-    counts: Counts
-    walks: tuple[Walk, ...] = ()
+    counts: OutcomeCounts
+    walks: tuple[MergeWalk, ...] = ()
     """Former trees that the text has followed so far."""
     roots: list[Proposals] = field(default_factory=list)
     """What the sources propose below the last token."""

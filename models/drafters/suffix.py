@@ -72,7 +72,7 @@ class SuffixConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SuffixSource:
     """The first `size` tokens of an index: a value, since indexes only grow."""
 
     index: NgramIndex
@@ -82,7 +82,7 @@ class Source:
 class SuffixStore(NgramIndex):
     """The index of a row's text, and the sources that it shares with others."""
 
-    def __init__(self, shared: Sequence[Source]) -> None:
+    def __init__(self, shared: Sequence[SuffixSource]) -> None:
         super().__init__(INDEXED_NGRAM)
         self.shared = shared
 
@@ -136,7 +136,7 @@ class Suffix(TrainingFreeDrafter):
 
     def store_factory(self) -> Callable[[], SuffixStore]:
         indexes = [self.references, *self.memory.indexes]
-        return partial(SuffixStore, [Source(index, len(index.text)) for index in indexes if index.text])
+        return partial(SuffixStore, [SuffixSource(index, len(index.text)) for index in indexes if index.text])
 
     @property
     def shares_answers(self) -> bool:
@@ -154,7 +154,7 @@ class Suffix(TrainingFreeDrafter):
                     best = growth
         return best.candidates() if best.tokens else NO_CANDIDATES
 
-    def _growths(self, store: NgramIndex, source: Source | None, tokens: Sequence[int], best: Growth) -> Iterator[Growth]:
+    def _growths(self, store: NgramIndex, source: SuffixSource | None, tokens: Sequence[int], best: Growth) -> Iterator[Growth]:
         """Yield the trees of matches of a text and more tokens in one source, the longest first.
 
         A tree of k nodes can't score above k, so shorter matches than the best score needs are

@@ -134,7 +134,7 @@ def continuation(text: Sequence[int], position: int, tokens: Sequence[int], leng
     return (period * (length // len(period) + 1))[:length]
 
 
-class State(NamedTuple):
+class FreeState(NamedTuple):
     """The texts of a batch."""
 
     rows: tuple[Snapshot, ...]
@@ -146,11 +146,11 @@ class State(NamedTuple):
 class TextState(NamedTuple):
     """What `advance` needs of a proposal: the state before, and the tokens that the tree follows."""
 
-    state: State
+    state: FreeState
     last_tokens: Sequence[int]
 
 
-class TrainingFreeDrafter(Drafter[State, TextState], ABC):
+class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     """Base class of drafters that need no training.
 
     The state has a store for each row, on the host. Its tree is a function of the text (and of the
@@ -218,33 +218,33 @@ class TrainingFreeDrafter(Drafter[State, TextState], ABC):
         """Return the trained weights: none."""
         return iter(())
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FreeState:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
         if self.last_batch:
             self.remember(self.last_batch)
         make_store = self.store_factory()
         journals = [Journal(make_store, [entry]) for entry in self.first_entries(texts, prefill)]
         self.last_batch = journals if self.shares_answers else ()
-        return State(tuple(Snapshot(journal, 1) for journal in journals))
+        return FreeState(tuple(Snapshot(journal, 1) for journal in journals))
 
-    def candidates(self, state: State, last_tokens: Sequence[int]) -> list[Candidates]:
+    def candidates(self, state: FreeState, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""
         return [self.candidates_of(row.store, [token]) for row, token in zip(state.rows, last_tokens, strict=True)]
 
     def propose(
-        self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+        self, state: FreeState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, TextState]:
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         return tree_of(self.candidates(state, last_tokens), last_token.device), TextState(state, last_tokens)
 
-    def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
+    def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
         after = tuple(row.after(entry) for row, entry in zip(drafted.state.rows, entries, strict=True))
-        return State(after, accepted.next_tokens)
+        return FreeState(after, accepted.next_tokens)
 
-    def select(self, state: State, rows: Sequence[int]) -> State:
+    def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:
         last_tokens = state.last_tokens
-        return State(tuple(state.rows[row] for row in rows), last_tokens and tuple(last_tokens[row] for row in rows))
+        return FreeState(tuple(state.rows[row] for row in rows), last_tokens and tuple(last_tokens[row] for row in rows))
 
 
 def read_references(paths: Sequence[str], target: HFTarget) -> list[list[int]]:

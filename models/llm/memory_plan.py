@@ -22,7 +22,7 @@ NUM_SLOTS = 2
 """Slots for units that aren't resident: one is used by the pass, the other one is filled."""
 
 
-class Place(StrEnum):
+class WeightPlace(StrEnum):
     """Place of a unit's weights between passes."""
 
     RESIDENT = "resident"
@@ -40,7 +40,7 @@ class Unit:
     computed_bytes: int
     """Bytes in the type of the computation."""
     is_head: bool = False
-    place: Place = Place.RESIDENT
+    place: WeightPlace = WeightPlace.RESIDENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class MemoryPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that each pass reads from the files."""
-        return sum(unit.stored_bytes for unit in self.units if unit.place is Place.STREAMED)
+        return sum(unit.stored_bytes for unit in self.units if unit.place is WeightPlace.STREAMED)
 
     @property
     def parts(self) -> dict[str, int]:
@@ -72,8 +72,8 @@ class MemoryPlan:
 
         On an accelerator, kept units are in the host's memory and don't count.
         """
-        resident = sum(unit.computed_bytes for unit in self.units if unit.place is Place.RESIDENT)
-        kept = sum(unit.stored_bytes for unit in self.units if unit.place is Place.KEPT)
+        resident = sum(unit.computed_bytes for unit in self.units if unit.place is WeightPlace.RESIDENT)
+        kept = sum(unit.stored_bytes for unit in self.units if unit.place is WeightPlace.KEPT)
         return {
             "embeddings and norms": self.ends_bytes,
             "layers and head that stay": resident,
@@ -88,17 +88,18 @@ class MemoryPlan:
         """Bytes of all parts together."""
         return sum(self.parts.values())
 
-    def count(self, place: Place) -> int:
+    def count(self, place: WeightPlace) -> int:
         """Count the decoder layers in a place."""
         return sum(unit.place is place and not unit.is_head for unit in self.units)
 
     def describe(self, bytes_per_second: float | None = None) -> str:
         """Describe in one line what stays, what is read in each pass, and in how many seconds."""
-        heads = [unit for unit in self.units if unit.is_head and unit.place is not Place.RESIDENT]
-        counts = {place: self.count(place) for place in Place}
-        verbs = {Place.RESIDENT: "stay", Place.KEPT: "kept as stored", Place.STREAMED: "stream"}
+        heads = [unit for unit in self.units if unit.is_head and unit.place is not WeightPlace.RESIDENT]
+        counts = {place: self.count(place) for place in WeightPlace}
+        verbs = {WeightPlace.RESIDENT: "stay", WeightPlace.KEPT: "kept as stored", WeightPlace.STREAMED: "stream"}
         places = ", ".join(f"{count} {verbs[place]}" for place, count in counts.items() if count)
-        head = "".join(f", the head {'streams' if unit.place is Place.STREAMED else 'is kept as stored'}" for unit in heads)
+        head_verbs = {WeightPlace.KEPT: "is kept as stored", WeightPlace.STREAMED: "streams"}
+        head = "".join(f", the head {head_verbs[unit.place]}" for unit in heads)
         reading = f"{_gib(self.streamed_bytes)} GiB a pass" if self.streamed_bytes else "a pass reads no file"
         if self.streamed_bytes and bytes_per_second:
             seconds = self.streamed_bytes / bytes_per_second
@@ -127,7 +128,7 @@ def plan_memory(
     Raises ValueError, with the least budget that works, if the budget is too small.
     """
     plan = MemoryPlan(
-        units=tuple(replace(unit, place=Place.RESIDENT) for unit in units),
+        units=tuple(replace(unit, place=WeightPlace.RESIDENT) for unit in units),
         budget_bytes=budget_bytes,
         ends_bytes=ends_bytes,
         cache_bytes=token_bytes * budget_tokens,
@@ -155,8 +156,8 @@ def plan_memory(
 
 def _least(plan: MemoryPlan, staging_bytes: int, head_streams: bool) -> MemoryPlan:
     """Return the plan that streams all layers, and the head if `head_streams`."""
-    units = [unit if unit.is_head and not head_streams else replace(unit, place=Place.STREAMED) for unit in plan.units]
-    slot = max(unit.computed_bytes for unit in units if unit.place is Place.STREAMED)
+    units = [unit if unit.is_head and not head_streams else replace(unit, place=WeightPlace.STREAMED) for unit in plan.units]
+    slot = max(unit.computed_bytes for unit in units if unit.place is WeightPlace.STREAMED)
     return replace(plan, units=tuple(units), slot_bytes=slot, staging_bytes=staging_bytes)
 
 
@@ -165,9 +166,9 @@ def _filled(plan: MemoryPlan, host_bytes: int | None) -> MemoryPlan:
     units, room = list(plan.units), plan.budget_bytes - plan.planned_bytes
     # Reversed binary digits visit the units evenly: 0 4 2 6 1 5 3 7 of 8.
     order = sorted(range(len(units)), key=lambda index: f"{index:032b}"[::-1])
-    streamed = [index for index in order if units[index].place is Place.STREAMED]
+    streamed = [index for index in order if units[index].place is WeightPlace.STREAMED]
 
-    def move(indexes: Sequence[int], place: Place, room: int, from_bytes: Callable[[Unit], int]) -> int:
+    def move(indexes: Sequence[int], place: WeightPlace, room: int, from_bytes: Callable[[Unit], int]) -> int:
         for index in indexes:
             num_bytes = from_bytes(units[index])
             if num_bytes <= room:
@@ -178,14 +179,14 @@ def _filled(plan: MemoryPlan, host_bytes: int | None) -> MemoryPlan:
         # Units that take as little room in the type of the computation stay in that type.
         narrow = [index for index in streamed if units[index].stored_bytes < units[index].computed_bytes]
         wide = [index for index in streamed if index not in narrow]
-        room = move(wide, Place.RESIDENT, room, lambda unit: unit.computed_bytes)
-        room = move(narrow, Place.KEPT, room, lambda unit: unit.stored_bytes)
-        kept = [index for index in narrow if units[index].place is Place.KEPT]
-        move(kept, Place.RESIDENT, room, lambda unit: unit.computed_bytes - unit.stored_bytes)
+        room = move(wide, WeightPlace.RESIDENT, room, lambda unit: unit.computed_bytes)
+        room = move(narrow, WeightPlace.KEPT, room, lambda unit: unit.stored_bytes)
+        kept = [index for index in narrow if units[index].place is WeightPlace.KEPT]
+        move(kept, WeightPlace.RESIDENT, room, lambda unit: unit.computed_bytes - unit.stored_bytes)
     else:
-        move(streamed, Place.RESIDENT, room, lambda unit: unit.computed_bytes)
-        rest = [index for index in streamed if units[index].place is Place.STREAMED]
-        move(rest, Place.KEPT, host_bytes, lambda unit: unit.stored_bytes)
+        move(streamed, WeightPlace.RESIDENT, room, lambda unit: unit.computed_bytes)
+        rest = [index for index in streamed if units[index].place is WeightPlace.STREAMED]
+        move(rest, WeightPlace.KEPT, host_bytes, lambda unit: unit.stored_bytes)
     return replace(plan, units=tuple(units))
 
 

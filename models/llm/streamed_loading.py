@@ -25,7 +25,7 @@ from ..bounded_build import CANT_BE_BUILT, bounded_build
 from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
-from .memory_plan import GIB, Place, Unit, plan_memory
+from .memory_plan import GIB, Unit, WeightPlace, plan_memory
 from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
@@ -187,10 +187,10 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     streamed: list[StreamedUnit] = []
     for (name, module), unit in zip(modules, plan.units, strict=True):
         contained = tuple(module.parameters())
-        if unit.place is Place.RESIDENT:
+        if unit.place is WeightPlace.RESIDENT:
             loader.place(name, contained)
         else:
-            weights = loader.weights(name, contained, is_kept=unit.place is Place.KEPT)
+            weights = loader.weights(name, contained, is_kept=unit.place is WeightPlace.KEPT)
             streamed.append(StreamedUnit(module, contained, weights, tuple(parameter.dtype for parameter in contained)))
     # 3. Start the stream. Reading its first units measures the rate.
     if not streamed:

@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FileWindow:
     """One read of a file, which begins at a multiple of PAGE."""
 
     path: Path
@@ -157,18 +157,18 @@ def _damaged(path: Path, why: str) -> ValueError:
     return ValueError(f"the weight file {path} can't be read: {why}. Is the download complete?")
 
 
-def windows(tensors: Sequence[StoredTensor], window_bytes: int = WINDOW_BYTES) -> list[Window]:
+def windows(tensors: Sequence[StoredTensor], window_bytes: int = WINDOW_BYTES) -> list[FileWindow]:
     """Divide tensors into the windows in which their files are read, in the files' order.
 
     A window holds whole elements. It ends before an element that doesn't fit, which the next window
     begins with: so the next window may begin in the same page. Near tensors share windows.
     """
-    result: list[Window] = []
+    result: list[FileWindow] = []
     path, start, end, pieces = Path(), 0, 0, list[Piece]()
 
     def close() -> None:
         if pieces:
-            result.append(Window(path, start, end - start, tuple(pieces)))
+            result.append(FileWindow(path, start, end - start, tuple(pieces)))
             pieces.clear()
 
     for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].path, tensors[index].offset)):

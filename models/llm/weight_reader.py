@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import torch
 
 from ...data.files import drop_from_cache
-from .weight_files import PAGE, WINDOW_BYTES, Piece, StoredTensor, Window, windows
+from .weight_files import PAGE, WINDOW_BYTES, FileWindow, Piece, StoredTensor, windows
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class WeightFiles:
                 self._direct.update([path] if flag else [])
                 return
 
-    def read(self, window: Window, buffer: torch.Tensor, unit: str = "") -> None:
+    def read(self, window: FileWindow, buffer: torch.Tensor, unit: str = "") -> None:
         """Read a window into a buffer that begins at a page. `unit` is named in errors.
 
         Raises OSError for a failed read, and ValueError for a file that has become shorter.
@@ -108,7 +108,7 @@ class Weights:
     name: str
     """Name of the unit's module, for messages."""
     stored: tuple[StoredTensor, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[FileWindow, ...]
     kept: tuple[torch.Tensor, ...] = ()
 
     @classmethod
@@ -212,7 +212,7 @@ class WeightReader:
             self.files.require_unchanged({window.path for window in loading.weights.windows})
             self._memory.submit(self._finish, loading)
 
-    def _copy(self, loading: Loading, window: Window, buffer: torch.Tensor) -> None:
+    def _copy(self, loading: Loading, window: FileWindow, buffer: torch.Tensor) -> None:
         """Copy a window's pieces into the tensors, then give the buffer back."""
         with loading.failing():
             if not loading.is_cancelled:

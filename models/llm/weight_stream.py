@@ -110,7 +110,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class ReadTurn:
     """A unit that is being loaded, or that computes."""
 
     index: int
@@ -149,8 +149,8 @@ class WeightStream:
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
             self._nothing = [[parameter.data.new_empty(0) for parameter in unit.parameters] for unit in units]
         self._used: dict[int, torch.cuda.Event] = {}
-        self._ahead: deque[Turn] = deque()
-        self._now: Turn | None = None
+        self._ahead: deque[ReadTurn] = deque()
+        self._now: ReadTurn | None = None
         self._last_index = len(units)
         for index, unit in enumerate(units):
             unit.bind(self._nothing[index])
@@ -259,7 +259,7 @@ class WeightStream:
                 values = unit.views(slot)
                 loading = Loading(unit.weights, values, self._used.get(slot.data_ptr()))
             self._reader.load(loading)
-            self._ahead.append(Turn(index, slot, values, loading))
+            self._ahead.append(ReadTurn(index, slot, values, loading))
 
     def _drop(self, num_turns: int) -> None:
         """Give up the first units ahead."""

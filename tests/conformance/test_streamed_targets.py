@@ -26,7 +26,7 @@ from outrider.eval.measure.plan import Method
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.memory_plan import Place
+from outrider.models.llm.memory_plan import WeightPlace
 from outrider.models.llm.weight_reader import WeightFiles
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
@@ -147,10 +147,14 @@ def pair(tmp_path_factory) -> Callable[[str, str], Pair]:
             folder, num_staying=placing.num_staying, dtype=placing.computed, head_streams=placing.head_streams
         )
         plan = stream_of(streamed).plan
-        counts = {place: plan.count(place) for place in Place}
+        counts = {place: plan.count(place) for place in WeightPlace}
         num_streamed = NUM_LAYERS - placing.resident - placing.kept
-        assert counts == {Place.RESIDENT: placing.resident, Place.KEPT: placing.kept, Place.STREAMED: num_streamed}
-        assert placing.head_streams == any(unit.is_head and unit.place is Place.STREAMED for unit in plan.units)
+        assert counts == {
+            WeightPlace.RESIDENT: placing.resident,
+            WeightPlace.KEPT: placing.kept,
+            WeightPlace.STREAMED: num_streamed,
+        }
+        assert placing.head_streams == any(unit.is_head and unit.place is WeightPlace.STREAMED for unit in plan.units)
         return Pair(folder, load_in_memory(folder, dtype=placing.computed), streamed)
 
     return load

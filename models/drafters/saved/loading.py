@@ -28,7 +28,7 @@ from ..training_free import TrainingFreeDrafter
 from .build import drafter_of_weights, saved_spec
 from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from .model_folder import load_model
-from .parts import MERGE, DrafterParts, Part, parse_drafter_name
+from .parts import MERGE, DrafterPart, DrafterParts, parse_drafter_name
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,9 @@ def load_drafter(
     return MergedDrafter(sources, configs[MERGE], prior, few_sizes=target.has_fixed_shapes)
 
 
-def load_part(part: Part, target: HFTarget, runtime_options: Mapping[str, Any]) -> TrainableDrafter | TrainingFreeDrafter:
+def load_part(
+    part: DrafterPart, target: HFTarget, runtime_options: Mapping[str, Any]
+) -> TrainableDrafter | TrainingFreeDrafter:
     """Load a part of a drafter. Raises ValueError as `load_drafter` does."""
     if part.folder is None:
         return make_training_free(part.name, runtime_options, target)
@@ -177,7 +179,7 @@ class DecodingSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TunedChoice:
     """The fastest way to decode batches of one size.
 
     Speeds are in tokens per second, of the whole batch."""
@@ -198,7 +200,7 @@ class Tuned:
     """All choices for one setup, by batch size."""
 
     place: DecodingSetup
-    choices: Annotated[dict[PositiveInt, Choice], Field(min_length=1)]
+    choices: Annotated[dict[PositiveInt, TunedChoice], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ def tuned_folder(drafter: Path | str | DrafterParts) -> Path:
     return parts.folders[0]
 
 
-def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choice]) -> None:
+def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, TunedChoice]) -> None:
     """Write the choices for a setup next to the drafter.
 
     They replace earlier choices of the same setup and batch sizes.
@@ -251,7 +253,7 @@ def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choi
 
 def tuned_choice(
     drafter: Path | str | DrafterParts, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0
-) -> Choice:
+) -> TunedChoice:
     """Return the choice for this setup and batch size, or for the nearest measured batch size.
 
     The nearest size has the smallest ratio to `batch_size`. Raises ValueError, with the command to

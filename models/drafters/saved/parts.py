@@ -34,7 +34,7 @@ MERGE = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DrafterPart:
     """A drafter of a merge, or one that drafts alone."""
 
     name: str
@@ -80,7 +80,7 @@ class DrafterParts:
 
     name: str
     """The whole name, as the user wrote it."""
-    parts: tuple[Part, ...]
+    parts: tuple[DrafterPart, ...]
 
     @property
     def kind(self) -> str:
@@ -93,7 +93,7 @@ class DrafterParts:
         return [part.folder for part in self.parts if part.folder is not None and not part.is_model]
 
     @property
-    def with_weights(self) -> list[Part]:
+    def with_weights(self) -> list[DrafterPart]:
         """The parts that have weights: trained drafters, and models."""
         return [part for part in self.parts if part.folder is not None]
 
@@ -112,7 +112,7 @@ class DrafterParts:
     def merged_with(self, names: Iterable[str]) -> "DrafterParts":
         """Return this drafter merged with training-free ones, except those that it has already."""
         present = {part.name for part in self.parts}
-        added = [Part(name=name) for name in names if name not in present]
+        added = [DrafterPart(name=name) for name in names if name not in present]
         return DrafterParts(name=SEPARATOR.join([self.name, *(part.name for part in added)]), parts=(*self.parts, *added))
 
     def is_merged(self, options: Mapping[str, Any]) -> bool:
@@ -199,7 +199,7 @@ def packaged_parts(folder: Path) -> DrafterParts:
         known = ", ".join(TRAINING_FREE_NAMES)
         raise ValueError(f"{folder / MERGE_FILE} names {', '.join(unknown)}, and there are {known}; package it again")
     if names and not (folder / CONFIG_FILE).is_file():
-        return DrafterParts(name=SEPARATOR.join(names), parts=tuple(Part(name=name) for name in names))
+        return DrafterParts(name=SEPARATOR.join(names), parts=tuple(DrafterPart(name=name) for name in names))
     return parse_drafter_name(folder).merged_with(names)
 
 
@@ -225,13 +225,13 @@ def parse_drafter_name(name: str | Path | DrafterParts, revision: str | None = N
     return DrafterParts(name=str(name), parts=tuple(parts))
 
 
-def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) -> Part:
+def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) -> DrafterPart:
     """Return the part that a text names, by its kind. Downloads it if it is on the Hub."""
     if not is_folder:
         if text in TRAINING_FREE_NAMES:
-            return Part(name=text)
+            return DrafterPart(name=text)
         if (model := model_of(text)) is not None:
-            return Part(name="draft_model", folder=resolve_model(model, **hub_options).resolve(), is_model=True)
+            return DrafterPart(name="draft_model", folder=resolve_model(model, **hub_options).resolve(), is_model=True)
         if "/" not in text and not Path(text).is_dir():
             raise ValueError(
                 f"the drafter {text!r} is neither a folder, nor a name on the Hub (user/name), nor one of "
@@ -241,10 +241,10 @@ def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) ->
     kind = read_drafter_config(folder).kind
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-    return Part(name=kind, folder=folder)
+    return DrafterPart(name=kind, folder=folder)
 
 
-def _vocab_size(part: Part) -> int:
+def _vocab_size(part: DrafterPart) -> int:
     """Return the number of tokens of a part with weights, from its configuration."""
     assert part.folder is not None
     if not part.is_model:

@@ -23,8 +23,8 @@ from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
 from ..streamed_loading import Skeleton, build_without_weights, stored_weights
 from .links import GOODBYE_SECONDS, ProcessLink, RemoteStage, StageLink, report_loss_on_sigterm
 from .meeting import (
-    Facts,
     HeadMeeting,
+    StageFacts,
     StageMeeting,
     Type,
     is_beside_head,
@@ -164,13 +164,13 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
     serve(stage, StageLink(meeting.head, previous, following, neighbours), fast_linears=config.fast_linears)
 
 
-def facts(config: TargetConfig) -> Facts:
+def facts(config: TargetConfig) -> StageFacts:
     """Return what must be equal in all processes, without reading weights."""
     folder = Path(config.name_or_path)
     paths = sorted(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)) if folder.is_dir() else []
     stats = [(path.name, path.stat()) for path in paths]
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in LOCAL_OPTIONS}
-    return Facts(
+    return StageFacts(
         machine=machine(),
         files=[[name, stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino] for name, stat in stats],
         values={

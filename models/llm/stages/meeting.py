@@ -55,7 +55,7 @@ class Type(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class StageFacts:
     """What must be equal in all processes."""
 
     machine: str
@@ -73,7 +73,7 @@ class Guest:
     rank: int
     name: str
     channel: Channel
-    facts: Facts
+    facts: StageFacts
     host: str
     port: int
 
@@ -116,7 +116,7 @@ class HeadMeeting:
     A context manager: an error in the block closes the channels to the stages, which then end.
     """
 
-    def __init__(self, names: Sequence[str], facts: Facts) -> None:
+    def __init__(self, names: Sequence[str], facts: StageFacts) -> None:
         self._names, self._facts = names, facts
         self.guests: list[Guest] = []
         self._channels: list[Channel] = []
@@ -153,7 +153,7 @@ class HeadMeeting:
         name = f"{self._names[fields['rank'] - 1]} of process {fields['process']} on {fields['machine'].partition(':')[0]}"
         if fields["error"]:
             raise ValueError(f"{name}: {fields['error']}")
-        return Guest(fields["rank"], name, channel, Facts(**fields["facts"]), fields["host"], fields["port"])
+        return Guest(fields["rank"], name, channel, StageFacts(**fields["facts"]), fields["host"], fields["port"])
 
     def compare(self, digest: str) -> None:
         """Raise one ValueError with all differences between the head and its stages.
@@ -210,7 +210,7 @@ class StageMeeting:
         self.head = connected(os.environ["MASTER_ADDR"], port, "the head")
         self._door = Door(os.environ["MASTER_ADDR"], key)
 
-    def greet(self, facts: Facts | None, error: str = "") -> None:
+    def greet(self, facts: StageFacts | None, error: str = "") -> None:
         """Send the head what this process is, or why it can't be a stage."""
         hello = {
             "type": Type.HELLO,

@@ -20,7 +20,7 @@ from ....data.manifest import TargetIdentity
 from ...decoding.protocols import Meanwhile
 from ...decoding.tree import DraftTree, accepted_path, chain_tree, empty_tree
 from ...decoding.types import NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
-from ...decoding.window import Answer, Keep, Run, RunCounts, run_numbers
+from ...decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
 from ..tree_cache import TreeCache
@@ -109,7 +109,7 @@ class StagedTarget(HFTarget):
         keep, self._keep = self._keep, None
         tokens = [int(last_token), *tree.tokens[0].clamp(min=0).tolist()]
         parents = tuple(tree.parents[0].tolist())
-        run = Run(number=next(run_numbers), keep=keep, tokens=tuple(tokens), parents=parents, num_read=0)
+        run = DraftRun(number=next(run_numbers), keep=keep, tokens=tuple(tokens), parents=parents, num_read=0)
         self.submit(run)
         while (answer := self.receive()).number != run.number:
             pass
@@ -130,7 +130,7 @@ class StagedTarget(HFTarget):
     # --- several runs at a time: `AsyncTarget`
 
     @torch.inference_mode()
-    def submit(self, run: Run) -> None:
+    def submit(self, run: DraftRun) -> None:
         if run.keep is not None:
             self._length += run.keep.num_committed
         hidden = self.ends.enter(self._tensor(run.tokens), self._tensor(self._positions(run)))
@@ -152,13 +152,13 @@ class StagedTarget(HFTarget):
         return self.link.has_answer()
 
     @torch.inference_mode()
-    def receive(self) -> Answer:
+    def receive(self) -> PassAnswer:
         work = self._receive()
         num_entries = self._num_entries.pop(work.number)
         if work.hidden is None:
             self.run_counts += RunCounts(num_cancelled=1, num_cancelled_entries=num_entries)
-            return Answer(number=work.number, output=None)
-        return Answer(number=work.number, output=self.ends.leave(work.hidden.to(self.device)))
+            return PassAnswer(number=work.number, output=None)
+        return PassAnswer(number=work.number, output=self.ends.leave(work.hidden.to(self.device)))
 
     def cancel(self, numbers: Sequence[int]) -> None:
         if under_way := [number for number in numbers if number in self._under_way]:
@@ -206,7 +206,7 @@ class StagedTarget(HFTarget):
         self._under_way.popleft()
         return work
 
-    def _positions(self, run: Run) -> list[int]:
+    def _positions(self, run: DraftRun) -> list[int]:
         """Return the positions of a run's new entries: the depth below the committed text."""
         depths = [0]
         for parent in run.parents:

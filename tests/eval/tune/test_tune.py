@@ -27,7 +27,14 @@ from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.registry import TRAINING_FREE
-from outrider.models.drafters.saved.loading import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
+from outrider.models.drafters.saved.loading import (
+    TUNED_FILE,
+    TunedChoice,
+    describe_setup,
+    load_tuned,
+    save_tuned,
+    tuned_choice,
+)
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.hf_target import HFTarget
 
@@ -263,7 +270,7 @@ def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     setup = describe_setup(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
-    one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
+    one, eight = TunedChoice(setting={"beam_width": 2}, **facts), TunedChoice(setting=None, **facts)
     with pytest.raises(ValueError, match="isn't tuned for .* Run `outrider tune --drafter"):
         tuned_choice(tmp_path, tiny_target)
     save_tuned(tmp_path, replace(setup, device="another"), {1: eight})
@@ -295,8 +302,8 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
     for path in tiny_drafter_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
-    choices = {1: Choice(setting={"beam_width": 2}, **facts), 2: Choice(setting={"beam_width": 3}, **facts)}
-    save_tuned(tmp_path, describe_setup(tiny_target, tmp_path), choices | {8: Choice(setting=None, **facts)})
+    choices = {1: TunedChoice(setting={"beam_width": 2}, **facts), 2: TunedChoice(setting={"beam_width": 3}, **facts)}
+    save_tuned(tmp_path, describe_setup(tiny_target, tmp_path), choices | {8: TunedChoice(setting=None, **facts)})
     suites = [SuiteConfig(name="stdlib")]
 
     config = EvalConfig(suites=suites, batch_sizes=[1, 2, 8])

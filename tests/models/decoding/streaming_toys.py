@@ -13,7 +13,7 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation, Speculation
 from outrider.models.decoding.types import NO_NODE, Prompts, TargetOutput
-from outrider.models.decoding.window import Run, Window
+from outrider.models.decoding.window import DraftRun, Window
 
 
 @dataclass
@@ -110,7 +110,7 @@ class RandomSpeculation:
                 nodes.append(node)
         return nodes
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: DraftRun) -> None:
         pass
 
     def add_answer(self, number: int, num_tokens: int) -> None:

@@ -18,7 +18,7 @@ from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step, TargetOutput
-from outrider.models.decoding.window import Answer, Keep, Known, Run, Window
+from outrider.models.decoding.window import DraftRun, Keep, Known, PassAnswer, Window
 
 from .schedules import FAULTS, Scheduler
 from .streaming_toys import (
@@ -109,7 +109,7 @@ def test_no_schedule_changes_a_token_or_deadlocks(count: int):
 class DamagedTarget(ToyTarget):
     """A target whose logits aren't numbers after its prompt's answer has begun."""
 
-    def receive(self) -> Answer:
+    def receive(self) -> PassAnswer:
         answer = super().receive()
         if answer.output is not None:
             answer.output.logits[:] = torch.inf
@@ -202,7 +202,7 @@ class IsOneOff(ToyStage):
 class SkipsAll(ToyStage):
     """A stage that skips live runs that come behind a cancelled one."""
 
-    def is_skipped(self, run: Run) -> bool:
+    def is_skipped(self, run: DraftRun) -> bool:
         return any(number < run.number for number in self.cancelled)
 
 
@@ -293,7 +293,7 @@ def test_a_stop_token_inside_an_adopted_path_ends_the_answer(seed: int):
 @pytest.mark.parametrize("limit", range(1, 12))
 def test_max_new_tokens_inside_an_adopted_path_ends_the_answer_and_nothing_beyond_is_sent(limit: int):
     target = ToyTarget(3, limit)
-    sent: list[Run] = []
+    sent: list[DraftRun] = []
     submit = target.submit
     target.submit = lambda run: (sent.append(run), submit(run))[1]  # type: ignore[method-assign]
     steps = run(target, oracle(), PROMPT, max_new_tokens=limit)

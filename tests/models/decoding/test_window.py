@@ -4,7 +4,7 @@ import pytest
 
 from outrider.models.decoding.growing_tree import GrowingTree
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.decoding.window import DEAD, Keep, Known, Run, Window, after
+from outrider.models.decoding.window import DEAD, DraftRun, Keep, Known, Window, after
 
 A, B, C, D, E, F, G = range(7)
 
@@ -23,7 +23,7 @@ def drafted() -> GrowingTree:
     return tree
 
 
-def links(run: Run) -> tuple[tuple[int, ...], tuple[int, ...], int, Keep | None]:
+def links(run: DraftRun) -> tuple[tuple[int, ...], tuple[int, ...], int, Keep | None]:
     return run.tokens, run.parents, run.num_read, run.keep
 
 

@@ -14,7 +14,7 @@ import torch
 from outrider.models.decoding.protocols import Meanwhile
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import AcceptedPath, Prompts, TargetOutput
-from outrider.models.decoding.window import Answer, Keep, Run, run_numbers
+from outrider.models.decoding.window import DraftRun, Keep, PassAnswer, run_numbers
 
 from .schedules import NO_FAULTS, Faults, Scheduler
 
@@ -26,7 +26,7 @@ SALT = 17
 class Work:
     """A run between two stages. `states` is None where a stage before has skipped it."""
 
-    run: Run
+    run: DraftRun
     states: list[int] | None
 
 
@@ -54,7 +54,7 @@ class ToyStage:
             return replace(work, states=None)
         return replace(work, states=[self.read(run, run.num_read + row, state) for row, state in enumerate(work.states)])
 
-    def is_skipped(self, run: Run) -> bool:
+    def is_skipped(self, run: DraftRun) -> bool:
         return run.number in self.cancelled
 
     def keep(self, keep: Keep | None) -> None:
@@ -65,7 +65,7 @@ class ToyStage:
             self.num_adopted += len(keep.entries) > keep.num_committed
             self.window = columns[keep.num_committed :]
 
-    def read(self, run: Run, entry: int, state: int) -> int:
+    def read(self, run: DraftRun, entry: int, state: int) -> int:
         """Read an entry: it sees the columns above it, and its position."""
         path = []
         above = entry
@@ -116,7 +116,7 @@ class ToyTarget:
 
     # --- as an asynchronous target
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: DraftRun) -> None:
         self.inboxes[0].append(Work(run=run, states=[hash((SALT, token)) for token in run.tokens]))
         self.scheduler.move_some()
 
@@ -124,11 +124,11 @@ class ToyTarget:
         self.scheduler.move_some()
         return bool(self.inboxes[-1])
 
-    def receive(self) -> Answer:
+    def receive(self) -> PassAnswer:
         self.scheduler.wait()
         work = self.inboxes[-1].popleft()
         self.scheduler.deliver_late(work.run.number)
-        return Answer(number=work.run.number, output=None if work.states is None else self.output(work.states))
+        return PassAnswer(number=work.run.number, output=None if work.states is None else self.output(work.states))
 
     def cancel(self, numbers: Sequence[int]) -> None:
         self.scheduler.cancel(numbers)
@@ -141,7 +141,9 @@ class ToyTarget:
         self.num_prefills += 1
         self.begin()
         tokens = prompts.input_ids[0].tolist()
-        run = Run(number=next(run_numbers), keep=None, tokens=tuple(tokens), parents=(*range(-1, len(tokens) - 2),), num_read=0)
+        run = DraftRun(
+            number=next(run_numbers), keep=None, tokens=tuple(tokens), parents=(*range(-1, len(tokens) - 2),), num_read=0
+        )
         work = Work(run=run, states=[hash((SALT, token)) for token in tokens])
         for stage in self.stages:
             work = stage.handle(work)
@@ -151,7 +153,7 @@ class ToyTarget:
 
     def verify(self, last_token: torch.Tensor, tree: DraftTree, *, meanwhile: Meanwhile | None = None) -> TargetOutput:
         tokens, parents = (int(last_token), *tree.tokens[0].tolist()), tuple(tree.parents[0].tolist())
-        self.submit(Run(number=next(run_numbers), keep=self._keep, tokens=tokens, parents=parents, num_read=0))
+        self.submit(DraftRun(number=next(run_numbers), keep=self._keep, tokens=tokens, parents=parents, num_read=0))
         output = self.receive().output
         assert output is not None
         return output

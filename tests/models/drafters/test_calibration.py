@@ -12,7 +12,7 @@ from outrider.models.drafters.calibration import (
     MAX_PRIOR,
     MAX_TOTAL,
     Agreement,
-    Cell,
+    CalibrationCell,
     Prior,
     ScoreCalibration,
     agreement_key,
@@ -65,12 +65,12 @@ def test_a_prior_weighs_no_more_than_a_text_can_correct():
 
 
 def test_new_cells_replace_those_of_the_same_sources():
-    cells = [Cell(depth=1, bin=0, hits=1.0, total=2.0)]
+    cells = [CalibrationCell(depth=1, bin=0, hits=1.0, total=2.0)]
     old = Prior(
         sources={"suffix": cells, "redrafter": cells},
         agreements=[Agreement(proposed_by=["suffix"], present=["suffix", "redrafter"], bin=1, hits=1.0, total=2.0)],
     )
-    new = Prior(sources={"suffix": [Cell(depth=2, bin=3, hits=5.0, total=9.0)]}, agreements=[])
+    new = Prior(sources={"suffix": [CalibrationCell(depth=2, bin=3, hits=5.0, total=9.0)]}, agreements=[])
     both = old.updated(new)
     assert both.sources == {"suffix": new.sources["suffix"], "redrafter": old.sources["redrafter"]}
     assert both.agreements == old.agreements

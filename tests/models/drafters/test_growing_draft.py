@@ -13,7 +13,7 @@ from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
-from outrider.models.drafters.calibration import BIN_BOUNDS, Cell, Prior, ScoreCalibration
+from outrider.models.drafters.calibration import BIN_BOUNDS, CalibrationCell, Prior, ScoreCalibration
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
@@ -645,7 +645,7 @@ def test_each_choice_of_the_target_teaches_once(target, twin, waits, monkeypatch
 
 def test_a_text_starts_from_the_saved_calibration(target, twin):
     drafter = growing(twin, Steady())
-    cells = [Cell(depth=1, bin=bin_index, hits=0.0, total=30.0) for bin_index in range(1, len(BIN_BOUNDS) + 1)]
+    cells = [CalibrationCell(depth=1, bin=bin_index, hits=0.0, total=30.0) for bin_index in range(1, len(BIN_BOUNDS) + 1)]
     text, state = start(target, drafter)
     _, _, before = proposal(drafter, state, text)
     drafter.use_prior(Prior(sources={"draft_model": cells, "suffix": []}, agreements=[]))

@@ -8,7 +8,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
-from outrider.models.drafters.calibration import Cell, Prior
+from outrider.models.drafters.calibration import CalibrationCell, Prior
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.registry import TRAINING_FREE, make_training_free
 
@@ -87,7 +87,7 @@ def test_steps_name_the_sources_of_accepted_tokens(target):
 def test_a_prior_changes_trees_but_no_tokens(target):
     plain, _ = decode(target, NullDrafter(), [0, 1])
     sources = {name: build(name, target) for name in ("draft_model", "medusa")}
-    never = [Cell(depth=depth, bin=bin, hits=0.0, total=1000.0) for depth in (1, 2, 3, 4) for bin in range(11)]
+    never = [CalibrationCell(depth=depth, bin=bin, hits=0.0, total=1000.0) for depth in (1, 2, 3, 4) for bin in range(11)]
     prior = Prior(sources={"draft_model": never, "another": never}, agreements=[])
     drafter = MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed"), prior)
     actual, steps = decode(target, drafter, [0, 1])

@@ -25,7 +25,7 @@ from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.reading import in_batch, read_acceptance
 from outrider.models.decoding.speculation import PaperSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
-from outrider.models.decoding.window import Answer, Run
+from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
 from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
 from outrider.models.drafters.draft_model import DraftModel
@@ -465,7 +465,7 @@ class LateTarget(AsyncTarget):
 
     def __init__(self, target: HFTarget, seed: int) -> None:
         self.target, self.chance = target, random.Random(seed)
-        self.answers: deque[Answer] = deque()
+        self.answers: deque[PassAnswer] = deque()
         self.window: list[int] = []
         self.num_late = self.num_cancelled = 0
 
@@ -484,7 +484,7 @@ class LateTarget(AsyncTarget):
         self.window = []
         return output
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: DraftRun) -> None:
         if run.keep is not None:
             self.cache.keep(torch.tensor([run.keep.entries]), Counts.of([run.keep.num_committed], self.target.device))
             self.window = [self.window[entry] for entry in run.keep.entries[run.keep.num_committed :]]
@@ -492,13 +492,13 @@ class LateTarget(AsyncTarget):
         root, *tokens = self.window
         tree = tree_of([Nodes(tokens=tokens, parents=run.parents)], self.target.device)
         output = self.target.read_tree(self.cache, torch.tensor([root]), tree, num_read=run.num_read)
-        self.answers.append(Answer(number=run.number, output=output))
+        self.answers.append(PassAnswer(number=run.number, output=output))
         self.num_late += len(self.answers) > 1
 
     def has_answer(self) -> bool:
         return bool(self.answers) and self.chance.random() < 0.3
 
-    def receive(self) -> Answer:
+    def receive(self) -> PassAnswer:
         return self.answers.popleft()
 
     def cancel(self, numbers: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.models.llm import weight_reader
-from outrider.models.llm.weight_files import PAGE, WINDOW_BYTES, Window, read_header
+from outrider.models.llm.weight_files import PAGE, WINDOW_BYTES, FileWindow, read_header
 from outrider.models.llm.weight_reader import DIRECT, Loading, WeightFiles, WeightReader, Weights, aligned_buffer
 
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_a_read_that_returns_less_is_continued(path: Path, monkeypatch: pytest.M
     files, system_read = WeightFiles([path]), os.preadv
     monkeypatch.setattr(weight_reader.os, "preadv", lambda fd, buffers, at: system_read(fd, [buffers[0][:PAGE]], at))
     buffer = aligned_buffer(4 * PAGE)
-    files.read(Window(path, 2 * PAGE, 3 * PAGE + 5, ()), buffer)
+    files.read(FileWindow(path, 2 * PAGE, 3 * PAGE + 5, ()), buffer)
     assert bytes(buffer[: 3 * PAGE + 5].tolist()) == path.read_bytes()[2 * PAGE : 5 * PAGE + 5]
 
 

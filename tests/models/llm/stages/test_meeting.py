@@ -9,8 +9,8 @@ from outrider.models.llm.stages import meeting
 from outrider.models.llm.stages.messages import StageLost
 
 
-def facts(dtype: str) -> meeting.Facts:
-    return meeting.Facts(machine="here", files=[], values={"target.dtype": dtype})
+def facts(dtype: str) -> meeting.StageFacts:
+    return meeting.StageFacts(machine="here", files=[], values={"target.dtype": dtype})
 
 
 def test_a_stage_that_differs_is_sent_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from outrider.models.decoding import DraftTree, Prompts, TargetOutput, chain_tree
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.decoding.window import Answer, Keep, Run, RunCounts, run_numbers
+from outrider.models.decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -42,11 +42,11 @@ def link_of(staged: StagedTarget) -> InlineLink:
     return staged.link
 
 
-def run_of(tokens: list[int], parents: list[int], num_read: int, keep: Keep | None = None) -> Run:
-    return Run(number=next(run_numbers), keep=keep, tokens=tuple(tokens), parents=tuple(parents), num_read=num_read)
+def run_of(tokens: list[int], parents: list[int], num_read: int, keep: Keep | None = None) -> DraftRun:
+    return DraftRun(number=next(run_numbers), keep=keep, tokens=tuple(tokens), parents=tuple(parents), num_read=num_read)
 
 
-def answer(staged: StagedTarget, run: Run) -> torch.Tensor:
+def answer(staged: StagedTarget, run: DraftRun) -> torch.Tensor:
     """Return the logits of a run's new entries."""
     staged.submit(run)
     answered = staged.receive()
@@ -119,20 +119,20 @@ def test_a_rewound_commit_is_forgotten(whole: HFTarget, staged: StagedTarget) ->
         staged.rewind(accepted.num_accepted + 1)
 
 
-Cancel = Callable[[StagedTarget, Run], None]
+Cancel = Callable[[StagedTarget, DraftRun], None]
 
 
-def cancel_at_once(staged: StagedTarget, run: Run) -> None:
+def cancel_at_once(staged: StagedTarget, run: DraftRun) -> None:
     staged.cancel([run.number])
 
 
-def cancel_behind_the_first_stage(staged: StagedTarget, run: Run) -> None:
+def cancel_behind_the_first_stage(staged: StagedTarget, run: DraftRun) -> None:
     while link_of(staged).inboxes[0]:
         link_of(staged).advance(0)
     staged.cancel([run.number, run.number])
 
 
-def cancel_within_the_last_stage(staged: StagedTarget, run: Run) -> None:
+def cancel_within_the_last_stage(staged: StagedTarget, run: DraftRun) -> None:
     """Cancel after the first look: the stage's pass has begun."""
     stage = link_of(staged).stages[1]
     handle, looks = stage.handle, iter([False])
@@ -182,7 +182,7 @@ def test_the_keep_of_a_skipped_run_counts(whole: HFTarget, staged: StagedTarget)
     skipped = run_of([50], [NO_NODE], 1, Keep(entries=(0, 1), num_committed=1))
     staged.submit(skipped)
     staged.cancel([skipped.number])
-    assert staged.receive() == Answer(number=skipped.number, output=None)
+    assert staged.receive() == PassAnswer(number=skipped.number, output=None)
     require_logits(whole, answer(staged, run_of([21], [NO_NODE, NO_NODE], 2)), [ROOT, 20, 21])
 
 
