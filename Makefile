@@ -44,16 +44,16 @@ pipeline: $(STAMP) ## Draft for a target in stages without waiting for it (minut
 	test -e outputs/grown_demo || $(BIN)/python scripts/grow_target.py outputs/grown_demo --parameters 200M
 	$(BIN)/outrider run pipeline_demo target=demo_stages stages=[eval] --launch pipeline_cpu
 
-test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 10 minutes on two cores)
+test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 5 minutes on two cores)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 9 minutes on two cores)
+test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 5 minutes on two cores)
 	$(PYTEST) -m "slow and not long"
 
 test-long: $(STAMP) ## Run the long tests: thousands of schedules, repeated kills, further recipes and rules
 	$(PYTEST) -m long
 
-test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 19 minutes on two cores)
+test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 10 minutes on two cores)
 	$(PYTEST) -m "not long"
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run

@@ -33,7 +33,7 @@ COMMANDS = {
     "options": "tests/cli/test_describe.py::test_options_are_printed_in_80_columns",
     "package": "tests/cli/test_hub.py::test_a_package_is_made_and_listed",
     "pull": "tests/models/export/test_hub.py::test_a_pushed_folder_is_pulled_byte_for_byte",
-    "push": "tests/cli/test_hub.py::test_a_bare_drafter_is_packaged_first",
+    "push": "tests/cli/test_hub.py::test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder",
     "recipes": "tests/cli/test_describe.py::test_recipes_are_printed_with_their_choices",
     "report": "tests/eval/report/test_page.py::test_the_command_writes_one_page",
     "run": "tests/test_pipeline.py::test_one_command_distils_trains_and_evaluates",
