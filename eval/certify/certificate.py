@@ -58,11 +58,13 @@ def unfinished_file(certificate: Path) -> Path:
 
 
 def recorded_linears(path: Path) -> dict[str, str] | None:
-    """Return how linear layers were computed for the lines that the file `path` keeps; None without it."""
-    if not path.is_file():
-        return None
-    linears: dict[str, str] = read_dataclass(Unfinished, path).request["environment"]["linears"]
-    return linears
+    """Return how linear layers were computed for the lines that the file `path` keeps; None without it.
+
+    A file of another form keeps no lines that count, so its choice doesn't count either.
+    """
+    environment = read_dataclass(Unfinished, path).request.get("environment") if path.is_file() else None
+    linears = environment.get("linears") if isinstance(environment, dict) else None
+    return linears if isinstance(linears, dict) else None
 
 
 @torch.inference_mode()
