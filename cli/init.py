@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 SUITE = "held_out"
 """Name of the suite of prompts that are held out of the training data."""
+EQUAL_PROMPTS = 1000
+"""Words in a row by which only equal prompts overlap."""
 FIRST_TRY = (
     "data.limit=20 data.max_length=128 train.steps=10 train.warmup_steps=0 train.global_batch_size=null "
     "eval.repeats=1 eval.max_new_tokens=16"
@@ -57,7 +59,7 @@ class InitOptions:
     target: str
     """The target: a directory or a Hub id."""
     data: Path
-    """Training data: conversations (.json, .jsonl, .parquet), or text files."""
+    """Training data: conversations (.json, .jsonl, .parquet), a folder of them, or text files."""
     drafter: str = "eagle3"
     """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model."""
     chat_template: str | None = None
@@ -89,7 +91,7 @@ def init_command(options: InitOptions) -> None:
     text = recipe_text(recipe, drafter, target_facts, data_facts, prompts.resolve())
     recipe.parent.mkdir(parents=True, exist_ok=True)
     if data_facts.prompts:
-        lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
+        lines = [json.dumps({"id": f"held_out_{index}", **prompt}) for index, prompt in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
@@ -131,6 +133,11 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "max_length": max_length(target),
         "chat_template": _yaml(target.chat_template),
         "template_reason": target.template_reason,
+        "options_reason": f"the template reads {', '.join(target.template_options) or 'none'}",
+        "overlap_words": data.overlap_words,
+        "overlap_reason": "left out of training: conversations that share so many words in a row with a prompt of eval"
+        if data.overlap_words < EQUAL_PROMPTS
+        else "prompts share an instruction, so only conversations with a prompt of eval are left out",
         "steps": steps,
         "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
         "global_batch_size": batch,

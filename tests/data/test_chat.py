@@ -8,8 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import MAX_TURNS, encode_conversations, encode_prompt, use_chat_template
-from outrider.data.types import Conversation, Example, Turn
+from outrider.data.chat import encode_prompt, use_chat_template
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import MAX_TURNS, encode_conversations
+from outrider.data.types import Example
 
 VICUNA = (
     "{{ bos_token }}{{ 'A chat. ' }}{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"

@@ -13,10 +13,10 @@ from pyarrow import parquet
 
 from outrider.data import hub
 from outrider.data.config import DataConfig
+from outrider.data.conversations import Conversation, Turn
 from outrider.data.raw_records import read_records
 from outrider.data.sources import PromptOverlap, load_conversations, without_overlap
 from outrider.data.suites import Prompt, PromptSet, load_suite
-from outrider.data.types import Conversation, Turn
 
 QUESTION, ANSWER = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}
 

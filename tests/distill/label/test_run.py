@@ -15,12 +15,13 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import encode_conversations
 from outrider.data.config import DataConfig
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import encode_conversations
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
 from outrider.data.shards import label_store, read_shard, verify_shards
-from outrider.data.types import UNKNOWN, Conversation, Example, Turn
+from outrider.data.types import UNKNOWN, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
 from outrider.distill.label.run import MAX_CHARACTERS, distill, length_batches, preview
