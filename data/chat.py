@@ -224,6 +224,13 @@ class ChatTemplate:
         return message
 
     @cached_property
+    def keeps_reasoning(self) -> bool:
+        """Whether the template writes the reasoning of the last answer, from a field or from its text."""
+        return self._reads_reasoning or "REASONING" in self._try(
+            [{"role": "assistant", "content": inline("REASONING", "ANSWER")}]
+        )
+
+    @cached_property
     def _reads_reasoning(self) -> bool:
         """Whether the template writes the reasoning of a message's field."""
         fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "REASONING")

@@ -73,9 +73,11 @@ class AnswerFinder:
     `notes` counts what the template leaves out of the conversations.
     """
 
-    def __init__(self, template: ChatTemplate, stops: Collection[str]) -> None:
-        self.template = template
-        self.stops = [stop for stop in stops if stop]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> None:
+        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer)
+        decoded = [tokenizer.decode([id], skip_special_tokens=False) for id in sorted(stop_ids) if id < len(tokenizer)]
+        self.stops = [str(stop) for stop in decoded if stop]
+        """Texts of the target's stop tokens."""
         self.notes: Counter[str] = Counter()
         self.has_ends = True
         """Whether the template writes a stop token behind all answers so far."""
@@ -129,16 +131,17 @@ class AnswerFinder:
         appends = text.startswith(prompt)
         start = len(prompt) if appends else shared_length(prompt, text)
         if self.template.has_markers:
-            if reasoning is not None and reasoning.strip() not in text:
+            if reasoning and not self.template.keeps_reasoning:
                 return WITHOUT_REASONING
             spans = [(max(begin, start if appends else 0), end) for begin, end in spans if end > start]
             return Text(text, self._with_stop(text, spans)) if spans else Text(text, [(len(text), len(text))])
         end = self._end_of(text, turns, tools, own)
         if end is None:
             return CHANGED
-        start = min(start, end - len(own.strip())) if not answer.tool_calls else min(start, end)
+        own_start = end if answer.tool_calls else len(text[:end].rstrip()) - len(own.strip())
+        start = min(start, own_start)
         # 3. Some templates leave out the reasoning of each answer, the last one's too.
-        is_lost = reasoning is not None and reasoning.strip() not in text[start:end]
+        is_lost = bool(reasoning) and not (self.template.keeps_reasoning and reasoning.strip() in text[start:own_start])
         if is_lost and answer.tool_calls:
             return WITHOUT_REASONING
         if is_lost or (not appends and not answer.tool_calls and prompt.rstrip().endswith(THOUGHT)):
@@ -263,16 +266,10 @@ def shared_length(first: str, second: str) -> int:
     return next((index for index in range(length) if first[index] != second[index]), length)
 
 
-def stop_texts(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> list[str]:
-    """Return the texts of the target's stop tokens."""
-    return [str(tokenizer.decode([id], skip_special_tokens=False)) for id in sorted(stop_ids) if id < len(tokenizer)]
-
-
 def encode_conversations(
     conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
     finder: AnswerFinder,
+    max_length: int,
     *,
     train_on: str = "all",
 ) -> tuple[list[Example], Counter[str]]:
@@ -283,6 +280,7 @@ def encode_conversations(
     rendering, or if no example is left: a mask of zeros would train on nothing.
     """
     # 1. Write and tokenize the conversations, in batches.
+    tokenizer = finder.tokenizer
     examples, dropped, lost = list[Example](), Counter[str](), list[int]()  # tokens that each example loses
     for start in range(0, len(conversations), BATCH_SIZE):
         written = list[tuple[str, Text]]()

@@ -139,9 +139,9 @@ def draw(config: DataConfig, counts: Sequence[int]) -> list[set[int]]:
         ]
     shares = [(weight or 0.0) / sum(weight or 0.0 for weight in weights) for weight in weights]
     largest = min(count / share for count, share in zip(counts, shares, strict=True))
-    total = min(config.limit or largest, largest)
+    size = min(config.limit or largest, largest)
     return [
-        set(random.sample(range(count), min(count, round(total * share)))) for count, share in zip(counts, shares, strict=True)
+        set(random.sample(range(count), min(count, round(size * share)))) for count, share in zip(counts, shares, strict=True)
     ]
 
 

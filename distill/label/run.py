@@ -21,9 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import ChatTemplate
 from ...data.config import DataConfig
-from ...data.examples import AnswerFinder, encode_conversations, stop_texts
+from ...data.examples import AnswerFinder, encode_conversations
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard
@@ -150,9 +149,9 @@ def load_examples(
 
     Also logs the counts. Raises ValueError if no example is left.
     """
-    finder = AnswerFinder(ChatTemplate(target.tokenizer), stop_texts(target.tokenizer, target.stop_ids))
+    finder = AnswerFinder(target.tokenizer, target.stop_ids)
     conversations, unread = load_conversations(data, overlap, finder.is_rendered)
-    examples, unfit = encode_conversations(conversations, target.tokenizer, data.max_length, finder, train_on=data.train_on)
+    examples, unfit = encode_conversations(conversations, finder, data.max_length, train_on=data.train_on)
     logger.info(
         "%d conversations | %d examples, %d tokens | dropped: %s",
         len(conversations),

@@ -17,10 +17,10 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from ...data.chat import ChatTemplate, require_template
+from ...data.chat import require_template
 from ...data.config import DataConfig
 from ...data.conversations import Conversation
-from ...data.examples import AnswerFinder, stop_texts
+from ...data.examples import AnswerFinder
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX, ShardStore, describe_data
@@ -117,7 +117,7 @@ def load_questions(
     data: DataConfig, target: HFTarget, overlap: PromptOverlap | None
 ) -> tuple[list[Conversation], Counter[str]]:
     """Load the conversations that have turns, and count dropped records by reason."""
-    finder = AnswerFinder(ChatTemplate(target.tokenizer), stop_texts(target.tokenizer, target.stop_ids))
+    finder = AnswerFinder(target.tokenizer, target.stop_ids)
     conversations, unread = load_conversations(data, overlap, finder.is_rendered)
     asked = [conversation for conversation in conversations if conversation.turns]
     if num_others := len(conversations) - len(asked):
