@@ -85,6 +85,7 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
 
     # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
+        require_new(output)  # another process may have written it since
         for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE):
             if drafter is not None and (drafter / file).is_file():
                 shutil.copyfile(drafter / file, folder / file)
