@@ -57,6 +57,7 @@ test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (abou
 	$(PYTEST) -m "not long"
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run
+	! git grep -nE '^(<<<<<<<|>>>>>>>) '  # marks of a merge
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -113,13 +113,12 @@ def _decode(
     specs = method_specs(config, drafters)
     loaded = load_drafters(specs, target)
     parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
-    target.choose_linears(*parts, recorded=recorded_linears(unfinished))
     (methods,) = methods_by_place(config, specs, loaded, target).values()
     named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
     checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
 
-    # 2. Describe what is certified (the target, its form, and the drafters' weights), and run the checks.
+    # 2. Describe what is certified: the target, its form, and the drafters' weights.
     subject = {
         "target": target.identity.name,
         "weights_sha256": target.identity.weights_sha256,
@@ -129,7 +128,10 @@ def _decode(
         "form": target.form,
         **recorded_stages(target),
         "drafters": {spec.label: spec.parts.weights for spec in specs.values()},
-        "environment": asdict(describe_environment(target.device, target.linears)),
+        "environment": asdict(describe_environment(target.device, {})),
     }
     request = {**subject, "max_new_tokens": config.max_new_tokens, "methods": recorded_methods(specs)}
+    # 3. Run the checks, with linear layers as for the lines that are kept.
+    target.choose_linears(*parts, recorded=recorded_linears(unfinished, request))
+    subject["environment"]["linears"] = target.linears
     return run_checks(checks, unfinished, request), subject

@@ -239,8 +239,8 @@ def _unknown(flag: str, sections: Mapping[str, Section], others: Collection[str]
     """Return the message for an unknown option, with the options that it probably means."""
     name = flag.lstrip("-").replace("-", "_")
     names = [option.name for section in sections.values() for option in section.options if "[]" not in option.name]
-    close = (closest(name, [*names, *others, "help"]) or "").split(" or ")
+    close = (closest(name, [*names, *filter(None, sections), *others, "help"]) or "").split(" or ")
     if len(close) == 1 and "." not in name:
         close = [close[0].rpartition(".")[2]]
     meant = " or ".join(f"--{option if option in others else option.replace('_', '-')}" for option in close if option)
-    return f"there is no option {flag}; {f'did you mean {meant}? ' if meant else ''}(--help lists the options)"
+    return f"there is no option {flag}{f'; did you mean {meant}?' if meant else ''} (--help lists the options)"

@@ -45,6 +45,8 @@ def run_command(arguments: Sequence[str]) -> None:
     # 1. Compose the recipe, and print it if that is asked for.
     line = read_run_line(arguments)
     if not line.values["conf"]:
+        if line.problems:  # a mistyped option may have taken the recipe's name
+            raise ValueError(problem_report(line.problems))
         raise ValueError(
             f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
             "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"

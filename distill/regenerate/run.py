@@ -23,7 +23,7 @@ from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX, ShardStore, describe_data
 from ...data.types import Conversation, Example
-from ...models.drafters.saved.loading import trained_parts
+from ...models.drafters.saved.loading import LoadedDrafter, load_drafter, trained_parts
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
@@ -42,7 +42,7 @@ from .answers import (
 )
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
-from .engines.registry import load_answering_drafter, open_engine
+from .engines.registry import open_engine
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def regenerate(
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
     store, data_facts = answer_store(output_dir), describe_data(data, target.tokenizer.chat_template, overlap)
-    manifest = _begin_answers(config, data, target, plan, store, accelerator, data_facts)
+    manifest, drafter = _begin_answers(config, data, target, plan, store, accelerator, data_facts)
     # 2. Answer them, shard by shard. With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
@@ -95,7 +95,7 @@ def regenerate(
         accelerator,
         worker,
         num_units=count_turns,
-        make=lambda shards, progress: _answer_shards(config, shards, target, limits, output_dir, progress, worker),
+        make=lambda shards, progress: _answer_shards(config, shards, target, drafter, limits, output_dir, progress, worker),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
         data_facts=data_facts,
@@ -130,30 +130,37 @@ def _begin_answers(
     store: ShardStore[AnswersEntry, AnswersManifest],
     accelerator: Accelerator,
     data_facts: Mapping[str, Any],
-) -> AnswersManifest:
-    """Return the manifest of this run, and let the target decode as the run's first process did.
+) -> tuple[AnswersManifest, LoadedDrafter | None]:
+    """Return the manifest of this run, and the drafter that decodes what is missing.
 
-    That process chooses how linear layers are computed, and marks the folder with its choice. Raises
-    ValueError if the folder has shards and no manifest.
+    Target and drafter then decode as in the run's first process. That process chooses how linear
+    layers are computed, and marks the folder with its choice. Raises ValueError if the folder has
+    shards and no manifest, or if there is no such drafter.
     """
     describe = partial(describe_answers, config, data, target, plan)
-    decodes = config.engine != "openai"  # a server computes in its own way
-    # 1. The first process of a new folder chooses.
-    if accelerator.is_main_process and not store.is_begun:
+    is_first = accelerator.is_main_process and not store.is_begun
+    if is_first:
         store.require_same(describe({}))
+    # 1. Load the drafter.
+    drafter = None
+    if config.drafter is not None and store.missing(plan):
+        drafter = load_drafter(config.drafter, target, **config.drafter_settings)
+    parts = [] if drafter is None else trained_parts(drafter)
+    # 2. The first process of a new folder chooses.
+    decodes = config.engine != "openai"  # a server computes in its own way
+    if is_first:
         if decodes:
-            drafter = load_answering_drafter(config, target)
-            target.choose_linears(*([] if drafter is None else trained_parts(drafter)))
+            target.choose_linears(*parts)
         store.save_data_facts(data_facts)
         store.save(describe(target.linears))
     accelerator.wait_for_everyone()
-    # 2. All others take its choice.
+    # 3. All others take its choice.
     recorded = store.load().linears
     if not decodes or not store.missing(plan):
-        return describe(recorded)
-    if target.linears != recorded:
-        target.choose_linears(recorded=recorded)
-    return describe(target.linears)
+        return describe(recorded), drafter
+    if not is_first:
+        target.choose_linears(*parts, recorded=recorded)
+    return describe(target.linears), drafter
 
 
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
@@ -244,13 +251,14 @@ def _answer_shards(
     config: DistillConfig,
     shards: Mapping[int, Sequence[Conversation]],
     target: HFTarget,
+    drafter: LoadedDrafter | None,
     limits: Limits,
     output_dir: Path,
     progress: tqdm,
     worker: Worker,
 ) -> None:
     """Answer and write these shards. `progress` counts turns."""
-    with open_engine(config, target, limits) as engine:
+    with open_engine(config, target, limits, drafter) as engine:
         for index, conversations in shards.items():
             # 1. Answer the conversations.
             started = time.perf_counter()

@@ -57,14 +57,19 @@ def unfinished_file(certificate: Path) -> Path:
     return certificate.with_name(f"{certificate.name}.unfinished")
 
 
-def recorded_linears(path: Path) -> dict[str, str] | None:
-    """Return how linear layers were computed for the lines that the file `path` keeps; None without it.
+def recorded_linears(path: Path, request: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return how linear layers were computed for the lines that the file `path` keeps.
 
-    A file of another form keeps no lines that count, so its choice doesn't count either.
+    None without lines of this request, whose own `linears` don't count.
     """
-    environment = read_dataclass(Unfinished, path).request.get("environment") if path.is_file() else None
-    linears = environment.get("linears") if isinstance(environment, dict) else None
-    return linears if isinstance(linears, dict) else None
+    if not path.is_file():
+        return None
+    kept = read_dataclass(Unfinished, path).request
+    environment = kept.get("environment")
+    linears = environment.pop("linears", None) if isinstance(environment, dict) else None
+    wanted: dict[str, Any] = json.loads(json.dumps(request))
+    wanted["environment"].pop("linears")
+    return linears if isinstance(linears, dict) and not differences(kept, wanted) else None
 
 
 @torch.inference_mode()

@@ -189,7 +189,8 @@ def choose_linears(*modules: nn.Module, recorded: Mapping[str, str] | None = Non
     kernels. The choice depends on torch's number of threads, so call this again if it changes.
 
     `recorded` is an earlier result. Nothing is timed then, and shapes that it lacks stay as they are.
-    The result equals `recorded`, unless this machine can't compute a layer in the recorded way.
+    The result equals `recorded`, unless this machine can't compute a layer in the recorded way, or no
+    layer of these modules has a recorded shape and type on a CPU.
 
     A packed copy is made when a layer first decodes. It is used in `torch.inference_mode` only, and
     made again if the weights have changed, except in place through `.data`, which PyTorch doesn't
@@ -242,8 +243,10 @@ class _Layer:
 
     @property
     def name(self) -> str:
-        """The shape in a record."""
-        return f"{self.shape.num_outputs}x{self.shape.num_inputs}" + " (shared with embeddings)" * self.is_shared
+        """The shape in a record, such as `512x128 float32`."""
+        num_outputs, num_inputs, dtype = self.shape
+        name = f"{num_outputs}x{num_inputs} {str(dtype).removeprefix('torch.')}"
+        return name + " (shared with embeddings)" * self.is_shared
 
 
 def _fastest(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
@@ -260,14 +263,18 @@ def _fastest(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
 
 
 def _apply(layers: Sequence[_Layer], choices: Mapping[str, Choice]) -> dict[str, Choice]:
-    """Change the layers that have a choice. Returns the choices, with those that were possible here."""
+    """Change the layers that have a choice. Returns their choices, as far as they were possible here."""
     # 1. Pack nothing without a kernel, or without memory for all copies.
     layers = [layer for layer in layers if layer.name in choices]
     to_pack = [layer for layer in layers if choices[layer.name].packed_from is not None]
     can_pack = {dtype: _can_pack(dtype) for dtype in {layer.shape.dtype for layer in to_pack}}
     has_room = _has_room(sum(layer.linear.weight.nbytes for layer in to_pack))
     unpacked = {layer.name for layer in to_pack if not (can_pack[layer.shape.dtype] and has_room)}
-    possible = {name: replace(choice, packed_from=None) if name in unpacked else choice for name, choice in choices.items()}
+    possible = {
+        name: replace(choice, packed_from=None) if name in unpacked else choice
+        for name, choice in choices.items()
+        if any(layer.name == name for layer in layers)
+    }
     # 2. Change the layers.
     for layer in layers:
         choice, linear = possible[layer.name], layer.linear

@@ -183,6 +183,8 @@ def test_one_error_names_all_mistakes() -> None:
         ("--drafter --limit 3", "--drafter needs a value: list of texts"),
         ("--drafter eval.seed=3", "--drafter needs a value: list of texts"),
         ("-steps 3", "there is no option -steps; did you mean"),
+        ("--targt x", "there is no option --targt; did you mean --target?"),
+        ("--xyzzy", "there is no option --xyzzy (--help"),
         ("---limit 3", "there is no option ---limit; did you mean --limit?"),
         ("--launch cpu --num_procesess 3", "there is no option --num_procesess; did you mean --num_processes?"),
         ("--launch cpu --limt 3", "there is no option --limt; did you mean --limit?"),

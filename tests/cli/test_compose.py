@@ -125,6 +125,8 @@ def test_show_prints_the_recipe_and_its_problems(capsys: pytest.CaptureFixture[s
         run_command(["demo", "--show", "train.lrn=1", "train.steps=many", "--plann"])
     assert "3 problem(s)" in str(error.value)
     assert "steps: many" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"no option --plam; did you mean --plan\?"):
+        run_command(["--plam", "my.yaml"])  # the option takes the recipe for its value
 
 
 # --- layers

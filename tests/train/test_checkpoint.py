@@ -140,7 +140,9 @@ def test_an_error_of_training_waits_for_the_write_and_is_raised(
 
 
 def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator, tmp_path: Path) -> None:
-    saved(accelerator, tmp_path, 1, 2, 3, 4, 5)
+    saved(accelerator, tmp_path, 1, 2, 3, 4, 5, 7, 8, 9)
+    for step, marker in ((7, "{}"), (8, "[]"), (9, '{"files": 3}')):
+        (tmp_path / f"step-0000000{step}" / "complete.json").write_text(marker)
     (tmp_path / "step-00000005" / "complete.json").unlink()  # killed during its removal
     # a power cut truncated the marker
     (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')
@@ -211,9 +213,7 @@ def test_a_sharded_state_needs_the_same_number_of_processes(
     [
         ("an edited value", lambda marker: marker["state"].update(examples_read=100)),
         ("an edited float in a list", lambda marker: marker["state"]["meter"].__setitem__(1, 0.25)),
-        ("an edited step", lambda marker: marker.update(step=2)),
         ("a null", lambda marker: marker["state"].update(run=None)),
-        ("a missing key of the state", lambda marker: marker["state"].pop("run")),
         ("a missing key", lambda marker: marker.pop("state")),
         ("a wrong type", lambda marker: marker.update(num_processes="one")),
         ("an unknown key", lambda marker: marker.update(extra=1)),

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,9 @@ from outrider.train.batches import target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
 from outrider.train.missed_by import TrainedCounter
 from outrider.train.on_policy import fill_up, next_starts, sample, step_starts
-from outrider.train.records import read_records
 
 from ..wrong_values import problems
 from .conftest import Run
-from .launching import CONFIG, DRAFTERS, STEPS, launch
 from .test_missed_by import KINDS, make_batch, trained_a_little
 from .test_run import records, weights
 
@@ -147,21 +144,3 @@ def test_impossible_choices_are_refused_before_training(run_train: RunTrain) -> 
     assert problem.startswith("on_policy_share is 0.5, and on_policy_every is null")
     with pytest.raises(ValueError, match=r"drafter\.temperature is 0\.7.*drawn at random"):
         run_train(**ON_POLICY, replace_drafter={"kind": "draft_model", "num_layers": 1, "temperature": 0.7})
-
-
-@pytest.mark.slow
-def test_each_of_two_processes_chooses_for_its_own_texts(tiny_target_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    """With DDP, and with FSDP, where the whole drafter is gathered first."""
-    config = {**CONFIG, "max_positions": 6, "on_policy_every": 2, "on_policy_share": 0.5}
-    trainings = {
-        name: {"config": config, "drafter": DRAFTERS[kind], "fsdp": name == "fsdp"}
-        for name, kind in {"ddp": "redrafter", "fsdp": "medusa"}.items()
-    }
-    launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, tmp_path, trainings)
-    for name in trainings:
-        lines = [line for line in read_records(tmp_path / name / "train" / "metrics.jsonl") if "loss" in line]
-        seen = [line.get("on_policy_positions_seen", 0) for line in lines]
-        assert seen[0] == 0
-        # Two steps of four micro-batches, each with at most half of the positions.
-        assert 0 < seen[1] < seen[3] <= 2 * 4 * 3, name
-        assert [line["positions_seen"] for line in lines] == [4 * 6 * step for step in range(1, STEPS + 1)]

@@ -34,10 +34,10 @@ def test_a_resumed_run_repeats_no_record_and_drops_a_line_cut_by_a_kill(tmp_path
     assert write(tmp_path, 3, 4, resume=2) == [1, 2, 3, 4]
 
 
-DAMAGED_LINES = (b"{", b"7", b'[["step", 1]]', b"{}", b'{"step": "1"}', b'{"step": 1, "loss": NaN}', b'{"step": "\xff"}')
+DAMAGED_LINES = (b"{", b'[["step", 1]]', b"{}", b'{"step": "1"}', b'{"step": 1, "loss": NaN}', b'{"step": "\xff"}')
 
 
-@pytest.mark.parametrize("line", [*DAMAGED_LINES, b"[" * 10**5], ids=range(8))
+@pytest.mark.parametrize("line", [*DAMAGED_LINES, b"[" * 10**5], ids=range(7))
 def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     write(tmp_path, 1)
     with open(tmp_path / "metrics.jsonl", "ab") as file:
@@ -129,14 +129,6 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert shown["loss"][1][1] == 0.5
     assert [value for _, value in shown["accuracy_by_depth/depth1_top2"]] == [0.75] * 4
     assert "step" not in shown
-
-
-def test_both_trackers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert write(tmp_path, 1, tracker="wandb+tensorboard") == [1]
-    assert list((tmp_path / "tensorboard").iterdir())
-    assert (tmp_path / "wandb_run_id").exists()
 
 
 def test_a_tracker_without_its_package_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

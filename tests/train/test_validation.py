@@ -150,18 +150,6 @@ def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, ta
     torch.testing.assert_close(accuracies.cumsum(1), torch.tensor(measured))
 
 
-@pytest.mark.slow
-def test_a_killed_run_has_the_same_validation(run_train: RunTrain, tmp_path: Path) -> None:
-    options = {"validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
-    whole = run_train("whole", **options)
-    killed = run_train("killed", **options)
-    # like a kill after the last step, before the result was written
-    (killed.train_dir / "summary.json").unlink()
-    run_train("killed", **options)
-    first, second = (json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (whole, killed))
-    assert first == second
-
-
 def test_sampled_drafts_in_validation_depend_on_the_seed(run_train: RunTrain) -> None:
     drafter = {"kind": "draft_model", "num_layers": 1, "temperature": 1.0}
     base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": drafter}

@@ -201,10 +201,12 @@ def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:
     stopped = [*checks[:2], partial(check, 2, interrupted=True)]
     environment = {"linears": {"8x8": "columns first"}}
     request = {"max_new_tokens": 6, "methods": {"redrafter": ("a", "b")}, "environment": environment}
-    assert certify.recorded_linears(path) is None
+    today = {**request, "environment": {"linears": {}}}
+    assert certify.recorded_linears(path, today) is None
     with pytest.raises(KeyboardInterrupt, match=r"2 of 3 comparisons are kept in .*certificate\.json\.unfinished\."):
         certify.run_checks(stopped, path, request)
-    assert certify.recorded_linears(path) == environment["linears"]
+    assert certify.recorded_linears(path, today) == environment["linears"]
+    assert certify.recorded_linears(path, {**today, "max_new_tokens": 5}) is None, "lines of another request"
     lines = certify.run_checks(checks, path, request)
     assert [line.subject for line in lines] == ["check 0", "check 1", "check 2"]
     assert compared == [0, 1, 2], "each once"

@@ -118,25 +118,15 @@ def assert_same_logits(drafter, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_an_apple_export_has_equal_logits_and_imports_bit_for_bit(target, tmp_path, options):
+def test_an_export_has_equal_logits_and_the_names_shapes_and_keys_that_the_mlx_loader_requires(target, tmp_path, options):
     drafter = make(target, **options)
     write_folder(FORMAT, drafter, tmp_path / "theirs", target)
-    again = from_apple(tmp_path / "theirs", target, beam_width=7)
-    assert again.config.beam_width == 7
-    expected = drafter.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
-    assert_same_logits(drafter.double(), tmp_path / "theirs")
-
-
-@pytest.mark.parametrize("options", CASES)
-def test_names_shapes_and_keys_are_those_that_the_mlx_loader_requires(target, tmp_path, options):
-    write_folder(FORMAT, make(target, **options), tmp_path / "theirs", target)
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     tensors = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
     assert config.keys() >= MLX_KEYS, "an absent rnn would be false there"
     assert "emb_norm" not in config
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlx_names(config)
+    assert_same_logits(drafter.double(), tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])
@@ -156,44 +146,18 @@ def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_pa
     assert config.items() <= json.loads((theirs / "config.json").read_text()).items()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"initial_state": "embedding"}, "its initial_state is embedding, but there s_0 is zero"),
-        ({"head_rank": 4}, "its head has rank 4"),
-        ({"draft_vocab_size": 8}, "it drafts 8 tokens only"),
-    ],
-)
-def test_a_drafter_that_apples_format_cannot_hold_is_an_error(target, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        write_folder(FORMAT, make(target, **options), tmp_path / "theirs", target)
-    assert not (tmp_path / "theirs").exists()
-
-
-def test_another_kind_of_drafter_is_refused(target, tmp_path):
+def test_a_drafter_that_apples_format_cannot_hold_is_an_error(target, tmp_path):
+    with pytest.raises(ValueError, match="its head has rank 4"):
+        write_folder(FORMAT, make(target, head_rank=4), tmp_path / "theirs", target)
     with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written as apple"):
         write_folder(FORMAT, build_drafter(parse_drafter({"kind": "medusa"}), target), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
-
-
-def test_an_export_overwrites_only_folders_of_its_own_format(target, tmp_path):
-    drafter = make(target)
-    save_drafter(drafter, tmp_path / "ours", target.identity)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
-    with pytest.raises(ValueError, match="holds other files already; write into another folder"):
-        write_folder(FORMAT, drafter, tmp_path / "ours", target)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == before
-    write_folder(FORMAT, make(target, exit_width=24), tmp_path / "theirs", target)
-    write_folder(FORMAT, drafter, tmp_path / "theirs", target)
-    assert from_apple(tmp_path / "theirs", target).exit_width == drafter.exit_width != 24
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"beam_width": "4"}, 'beam_width="4": must be a whole number'),
-        ({"tree_nodes": 2.5}, "tree_nodes=2.5: must be a whole number"),
-        ({"beam_length": 0}, "beam_length=0: must be above 0"),
         ({"bogus": 1}, "no option bogus"),
         ({"num_blocks": 1}, "num_blocks can't be changed when a redrafter is loaded"),
     ],
@@ -208,12 +172,9 @@ def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, opti
     ("change", "message"),
     [
         (lambda config: config.pop("exit_dim"), "it has no exit_dim"),
-        (lambda config: config.update(surprise=1), "an unknown key surprise"),
         (lambda config: config.update(rnn="yes"), "it has rnn 'yes'"),
-        (lambda config: config.update(exit_dim=2.5), "it has exit_dim 2.5"),
         (lambda config: config.update(model_type="llama"), "it has model_type 'llama'"),
         (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
-        (lambda config: config.update(vocab_size=301), "vocab_size is 301, the target's 300"),
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
         (lambda config: config.update(exit_dim=10**12), "it has exit_dim 1000000000000"),
         (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
@@ -228,31 +189,3 @@ def test_a_configuration_that_contradicts_weights_or_target_is_an_error(target, 
     (theirs / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         from_apple(theirs, target)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("rnn_u.bias"), "missing rnn_u.bias"),
-        (lambda tensors: tensors.update({"rnn_w.bias": torch.zeros(32)}), "unknown rnn_w.bias"),
-        (lambda tensors: tensors.update({"rnn_u.bias": torch.zeros(3)}), r"rnn_u.bias is \(3,\), not \(32,\)"),
-        (lambda tensors: tensors["rnn_u.bias"].fill_(float("inf")), "numbers that aren't finite"),
-    ],
-)
-def test_a_stray_missing_or_wrong_tensor_is_named_as_in_the_file(target, tmp_path, change, message):
-    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
-    tensors = safetensors.torch.load_file(theirs / "model.safetensors")
-    change(tensors)
-    safetensors.torch.save_file(tensors, theirs / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        from_apple(theirs, target)
-
-
-def test_plain_pickled_weights_are_read_and_other_folders_are_errors(target, tmp_path):
-    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
-    expected = from_apple(theirs, target).state_dict()
-    torch.save(safetensors.torch.load_file(theirs / "model.safetensors"), theirs / "pytorch_model.bin")
-    (theirs / "model.safetensors").unlink()
-    assert all(torch.equal(value, expected[name]) for name, value in from_apple(theirs, target).state_dict().items())
-    with pytest.raises(ValueError, match="has no config.json"):
-        from_apple(tmp_path, target)

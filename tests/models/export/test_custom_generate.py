@@ -83,9 +83,9 @@ def test_the_length_of_an_answer_equals_that_of_plain_generate(model, folder, op
     assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, **options), plain)
 
 
-def test_return_dict_in_generate_returns_a_dictionary(model, folder):
-    output = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=5, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, model.generate(input_ids=PROMPT, max_new_tokens=5))
+def test_the_prompt_may_be_positional_and_the_result_a_dictionary(model, folder):
+    output = generate(model, PROMPT, drafter=folder, max_new_tokens=5, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=5))
 
 
 class StopsAfter(StoppingCriteria):
@@ -176,13 +176,15 @@ def test_a_streamer_receives_the_values_of_plain_generate(model, folder):
 
 
 def test_a_seeds_text_does_not_depend_on_other_rows_or_the_drafter(model, package_dirs):
-    def sample(kind: str, **inputs: Any) -> list[list[int]]:
+    def sample(drafter: str, **inputs: Any) -> list[list[int]]:
         options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "max_new_tokens": 12, "seed": 5}
-        return generate(model, drafter=str(package_dirs[kind]), **inputs, **options)[:, 5:].tolist()
+        return generate(model, drafter=drafter, **inputs, **options)[:, 5:].tolist()
 
-    batch = sample("draft_model", input_ids=BATCH, attention_mask=MASK)
-    assert batch == sample("medusa", input_ids=BATCH, attention_mask=MASK)
-    assert sample("draft_model", input_ids=BATCH[:1], attention_mask=MASK[:1]) == batch[:1]
+    folder = str(package_dirs["draft_model"])
+    batch = sample(folder, input_ids=BATCH, attention_mask=MASK)
+    for other in (str(package_dirs["medusa"]), "prompt_lookup", f"{folder}+prompt_lookup"):
+        assert sample(other, input_ids=BATCH, attention_mask=MASK) == batch, other
+    assert sample(folder, input_ids=BATCH[:1], attention_mask=MASK[:1]) == batch[:1]
     assert len({tuple(row) for row in batch}) == 3
 
 
@@ -243,12 +245,6 @@ def test_packed_weights_change_no_token_here(model, folder):
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=20))
 
 
-def test_the_prompt_may_be_a_positional_argument(model, folder):
-    prompt = torch.tensor([[1, 70, 71, 72, 2]])
-    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
-    assert torch.equal(generate(model, prompt, drafter=folder, max_new_tokens=5, do_sample=False), expected)
-
-
 def test_the_codes_revision_is_not_passed_on_for_another_drafter(monkeypatch):
     received: dict[str, object] = {}
 
@@ -269,13 +265,6 @@ def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, folder, input
         assert torch.equal(generate(model, drafter=drafter, **inputs, do_sample=False, max_new_tokens=20), plain), drafter
     fixed = {"drafter": f"{folder}+prompt_lookup", "drafter_options": {"pace": "fixed", "tree_nodes": 5}}
     assert torch.equal(generate(model, **fixed, **inputs, do_sample=False, max_new_tokens=20), plain)
-
-
-def test_a_sampled_text_is_the_same_with_any_drafter(model, folder):
-    options = {"input_ids": PROMPT, "do_sample": True, "max_new_tokens": 12, "seed": 3}
-    alone = generate(model, drafter=folder, **options)
-    assert torch.equal(generate(model, drafter=f"{folder}+prompt_lookup", **options), alone)
-    assert torch.equal(generate(model, drafter="prompt_lookup", **options), alone)
 
 
 def test_an_unknown_drafter_is_an_error_with_the_list(model):

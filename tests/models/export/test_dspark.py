@@ -239,38 +239,24 @@ def test_a_drafter_drafts_by_the_published_formula(format, options, qwen3, make_
 # --- export
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"correction": "rnn"}, r"its correction is rnn, but DSpark's is markov \(train with drafter.correction=markov\)"),
-        ({"correction": "none"}, "its correction is none"),
         ({"inject": True}, r"its slots start with the latest context.*\(train with drafter.inject=false\)"),
         ({"num_slots": 1}, r"it has 1 slots for .* draft tokens.*\(train with drafter.num_slots=null\)"),
         ({"train_head": True}, r"it has trained a head.*\(train with drafter.train_head=false\)"),
         ({"mask_token_id": None}, r"a learned vector.*train with drafter.mask_token_id=ID"),
         ({"layer": {"model_type": "llama"}}, r"its layer is llama's.*train with 'drafter.layer={model_type: qwen3}'"),
-        ({"layer": {"model_type": "qwen3", "attention_bias": True}}, "self_attn.k_proj.bias"),
-        ({"layer": {"model_type": "qwen3", "hidden_act": "gelu"}}, "activation is gelu"),
         ({"feature_layers": [3, 0]}, r"in the order \[3, 0\].*drafter.feature_layers=\[0, 3\]"),
-        ({"draft_vocab_size": V}, r"a head of its own.*or null|drafter.draft_vocab_size=null"),
+        ({"draft_vocab_size": DRAFT}, r"drafter.draft_vocab_size=null, or export it as speculators-dspark"),
+        ({"format": dspark.SPECULATORS, "draft_vocab_size": V}, r"a head of its own for the whole vocabulary.*or null"),
     ],
 )
-def test_a_drafter_unlike_dsparks_is_an_error_with_the_remedy(format, options, message, qwen3, make_drafter, tmp_path):
+def test_a_drafter_unlike_dsparks_is_an_error_with_the_remedy(options, message, qwen3, make_drafter, tmp_path):
     with pytest.raises(ValueError, match=message):
-        export(tmp_path / "a", qwen3, make_drafter, format, **options)
+        export(tmp_path / "a", qwen3, make_drafter, **options)
     assert not (tmp_path / "a").exists()
-
-
-def test_a_reduced_vocabulary_is_not_for_sglang(qwen3, make_drafter, tmp_path):
-    with pytest.raises(ValueError, match=r"drafter.draft_vocab_size=null, or export it as speculators-dspark"):
-        export(tmp_path / "a", qwen3, make_drafter, draft_vocab_size=DRAFT)
-
-
-def test_a_layer_of_the_targets_own_kind_is_exported_for_qwen3_only(qwen3, llama, make_drafter, tmp_path):
-    export(tmp_path / "a", qwen3, make_drafter, layer=None)
-    with pytest.raises(ValueError, match="its layer is llama's"):
-        export(tmp_path / "b", llama, make_drafter, layer=None)
 
 
 def test_the_recipe_of_dspark_can_be_exported(qwen3):
@@ -367,24 +353,15 @@ def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(qwen3, make
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, r"block_size 0 \(it must be a number of at least 1\)"),
     ({"block_size": 10**9}, r"config\.json describes no drafter of the kind block: .*block 1000000000"),
-    ({"block_size": True}, "block_size True"),
-    ({"markov_rank": None}, "markov_rank None"),
+    ({"block_size": None}, "block_size None"),
     ({"markov_rank": 10**15}, "markov_rank 1000000000000000"),
     ({"markov_rank": RANK + 1}, r"markov_w1.weight is \(300, 6\), not \(300, 7\)"),
     ({"mask_token_id": V}, "mask_token_id is 300; the target has 300 tokens"),
-    ({"mask_token_id": -1}, "mask_token_id -1"),
-    ({"mask_token_id": "5"}, "mask_token_id '5'"),
     ({"markov_head_type": "gated"}, r"markov_head_type 'gated' \(only vanilla is read\)"),
-    ({"markov_head_type": ["vanilla"]}, "markov_head_type"),
     ({"sample_from_anchor": False}, r"sample_from_anchor False \(only true is read"),
-    ({"confidence_head_with_markov": 3}, "confidence_head_with_markov 3"),
     ({"enable_confidence_head": "yes"}, "enable_confidence_head 'yes'"),
     ({"draft_vocab_size": 0}, "draft_vocab_size 0"),
-    ({"draft_vocab_size": False}, "draft_vocab_size False"),
-    ({"draft_vocab_size": 0.5}, "draft_vocab_size 0.5"),
-    ({"draft_vocab_size": V + 1}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
     ({"draft_vocab_size": DRAFT}, "missing d2t; missing lm_head.weight|missing lm_head.weight"),
-    ({"surprise": 1}, "an unknown key surprise"),
 ]
 
 
@@ -397,9 +374,7 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
         ({layer_key: [3, 1, 2]}, rf"{layer_key} \[3, 1, 2\]"),
         ({layer_key: [1, 1]}, rf"{layer_key} \[1, 1\]"),
         ({layer_key: [-2, 1, 2]}, rf"{layer_key} \[-2, 1, 2\]"),
-        ({layer_key: "all"}, f"{layer_key} 'all'"),
         ({layer_key: [1, 2, 7]}, "the target has the layers 0 to 6"),
-        ({layer_key: [1, 2]}, r"fc.weight is \(32, 96\), not \(32, 64\)"),
     ]
     as_published(tmp_path / "a")
     original = (tmp_path / "a" / "config.json").read_text()
@@ -411,31 +386,22 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
             import_drafter(tmp_path / "a", qwen3, name=format.name)
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_hidden_layers": 0}, "has num_hidden_layers 0"),
         ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000"),
         ({"num_hidden_layers": 3}, "it has layer_types"),
-        ({"num_hidden_layers": "2"}, "has num_hidden_layers '2'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "it has layer_types"),
         ({"attention_bias": True}, "it has attention_bias True"),
-        ({"hidden_size": 64}, "hidden_size is 64, the target's 32"),
-        ({"intermediate_size": 10**12}, "it has intermediate_size 1000000000000"),
-        ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_scaling of the type 'nonsense'"),
-        ({"rms_norm_eps": -1.0}, "it has rms_norm_eps -1.0"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must be a multiple of the second"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64, use_sliding_window True"),
     ],
 )
-def test_layers_that_drafters_here_do_not_have_are_an_error(format, change, message, qwen3, make_drafter, tmp_path):
-    export(tmp_path / "a", qwen3, make_drafter, format)
-    section = "transformer_layer_config"
-    nested = {section: {**LAYERS_CONFIG, **change}} if format is dspark.SPECULATORS else change
-    as_published(tmp_path / "a", **nested)
+def test_layers_that_drafters_here_do_not_have_are_an_error(change, message, qwen3, make_drafter, tmp_path):
+    export(tmp_path / "a", qwen3, make_drafter)
+    as_published(tmp_path / "a", **change)
     with pytest.raises(ValueError, match=message):
-        import_drafter(tmp_path / "a", qwen3, name=format.name)
+        import_drafter(tmp_path / "a", qwen3, name="dspark")
 
 
 @pytest.mark.parametrize(
@@ -444,6 +410,7 @@ def test_layers_that_drafters_here_do_not_have_are_an_error(format, change, mess
         ({"sample_from_anchor": None}, "no sample_from_anchor .the library takes true then, and vLLM false"),
         ({"speculators_model_type": "dflash"}, r"speculators_model_type 'dflash' \(only dspark is read\)"),
         ({"transformer_layer_config": None}, "no transformer_layer_config"),
+        ({"transformer_layer_config": {**LAYERS_CONFIG, "attention_bias": True}}, "it has attention_bias True"),
         ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm 'dflash'"),
         ({"target_hidden_size": 64}, "target_hidden_size 64"),
     ],

@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 formats, against tables of engines and published drafters."""
+"""EAGLE-1 and EAGLE-3 formats, against tables of engines; test_published.py reads drafters of others."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.export import eagle1, eagle3, speculators
 from outrider.models.export.formats import read_folder, write_folder
-from outrider.models.export.registry import format_of, import_drafter
+from outrider.models.export.registry import import_drafter
 
 H, V, DRAFT, KV, MLP = 32, 300, 40, 16, 48
 
@@ -181,8 +181,8 @@ def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_tar
     [
         ("llama", eagle1.VLLM, {"bias": True}, r"its fc has a bias, but vLLM's has none \(train with drafter.bias=false\)"),
         ("qwen2", eagle1.VLLM, {"bias": False}, r"its layer is qwen2's.*train with 'drafter.layer={model_type: llama}'"),
-        ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),
-        ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),
+        ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's"),
+        ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's"),
         ("qwen2", speculators.FORMAT, {}, r"its layer is qwen2's"),
         (
             "llama",
@@ -226,212 +226,3 @@ def test_a_drafter_without_a_chosen_vocabulary_is_not_exported(llama, tmp_path):
         write_folder(
             eagle3.FORMAT, build_drafter(parse_drafter({"kind": "eagle3", "draft_vocab_size": 9}), llama), tmp_path / "a", llama
         )
-
-
-# --- drafters that others have published
-
-
-def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **config: Any) -> dict[str, torch.Tensor]:
-    """Write a folder as the release of github.com/SafeAILab/EAGLE does; return its tensors.
-
-    The tensors are pickled, and the configuration is that of its models.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: 0.3 * torch.randn(shape, generator=generator).half() for name, shape in table.items()}
-    if "d2t" in table:
-        tokens = torch.randperm(V, generator=generator)[: table["d2t"][0]].sort().values
-        tensors["d2t"] = tokens - torch.arange(len(tokens))
-        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, tokens, True)
-    path.mkdir()
-    torch.save(tensors, path / "pytorch_model.bin")
-    stored_config = {
-        "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": H,
-        "initializer_range": 0.02,
-        "intermediate_size": MLP,
-        "max_position_embeddings": 64,
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 50000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "transformers_version": "4.28.1",
-        "use_cache": True,
-        "vocab_size": V,
-    }
-    stored_config = {key: value for key, value in {**stored_config, **config}.items() if value != "absent"}
-    (path / "config.json").write_text(json.dumps(stored_config))
-    return tensors
-
-
-# Our name for each tensor of the release. Without the names, a swap of two vectors of one shape
-# would go unnoticed.
-OURS_EAGLE1 = {
-    "fc.weight": "fc.weight",
-    "layers.0.self_attn.q_proj.weight": "layer.self_attn.q_proj.weight",
-    "layers.0.self_attn.k_proj.weight": "layer.self_attn.k_proj.weight",
-    "layers.0.self_attn.v_proj.weight": "layer.self_attn.v_proj.weight",
-    "layers.0.self_attn.o_proj.weight": "layer.self_attn.o_proj.weight",
-    "layers.0.mlp.gate_proj.weight": "layer.mlp.gate_proj.weight",
-    "layers.0.mlp.up_proj.weight": "layer.mlp.up_proj.weight",
-    "layers.0.mlp.down_proj.weight": "layer.mlp.down_proj.weight",
-    "layers.0.post_attention_layernorm.weight": "layer.post_attention_layernorm.weight",
-}
-OURS_EAGLE3 = {name.replace("layers.0", "midlayer"): ours for name, ours in OURS_EAGLE1.items()} | {
-    "midlayer.hidden_norm.weight": "hidden_norm.weight",
-    "midlayer.input_layernorm.weight": "layer.input_layernorm.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-
-
-def resave(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, path / "pytorch_model.bin")
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("parts", [(), ("embed_tokens",), ("embed_tokens", "lm_head", "inv_freq")])
-def test_eagle1_of_the_release_is_imported(bias, parts, llama, tmp_path):
-    tensors = release(tmp_path / "a", SGLANG_EAGLE1 if bias else VLLM_EAGLE1, bias=bias)
-    extras = {
-        "embed_tokens": {"embed_tokens.weight": llama.embed_tokens.weight.half()},
-        "lm_head": {"lm_head.weight": llama.head.weight.bfloat16()},
-        "inv_freq": {"layers.0.self_attn.rotary_emb.inv_freq": 1 / 50000 ** (torch.arange(0, 8, 2) / 8)},
-    }
-    resave(tmp_path / "a", tensors | {name: tensor for part in parts for name, tensor in extras[part].items()})
-    assert format_of(tmp_path / "a").kind == "eagle"
-    drafter = import_drafter(tmp_path / "a", llama, options={"tree": "static"})
-    assert (drafter.config.bias, drafter.config.layer, drafter.config.tree) == (bias, None, "static")
-    assert drafter.fc.weight.dtype == torch.float16
-    save_drafter(drafter, tmp_path / "ours", llama.identity)
-    ours = load_drafter(tmp_path / "ours", llama).state_dict()
-    expected = {ours_name: tensors[name].float() for name, ours_name in OURS_EAGLE1.items()}
-    if bias:
-        expected["fc.bias"] = tensors["fc.bias"].float()
-    assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
-
-
-def test_eagle3_of_the_release_keeps_its_own_rotary_base_and_tokens(llama, tmp_path):
-    """Without rope_theta in the configuration, the rotary base is transformers' default."""
-    tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT, rope_theta="absent")
-    assert format_of(tmp_path / "a").name == "eagle3"
-    drafter = import_drafter(tmp_path / "a", llama, options={"depth": 3})
-    assert drafter.config.layer["rope_parameters"]["rope_theta"] == 10000.0
-    assert torch.allclose(drafter.own_rotary.inv_freq, 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
-    assert drafter.feature_layers == (2, 3, 4)
-    assert drafter.draft_tokens.tolist() == (torch.arange(DRAFT) + tensors["d2t"]).tolist()
-    loaded = drafter.state_dict()
-    assert loaded.keys() == {*OURS_EAGLE3.values(), "draft_tokens"}
-    assert all(torch.equal(loaded[ours], tensors[name]) for name, ours in OURS_EAGLE3.items())
-    save_drafter(drafter, tmp_path / "ours", llama.identity)
-    write_folder(eagle3.FORMAT, load_drafter(tmp_path / "ours", llama), tmp_path / "again", llama)
-    config, again = written(tmp_path / "again")
-    assert (config["rope_theta"], config["draft_vocab_size"]) == (10000.0, DRAFT)
-    assert all(torch.equal(tensor, again[name].to(tensor.dtype)) for name, tensor in tensors.items())
-
-
-def test_a_llama_layer_for_a_qwen3_target_stays_a_llama_layer(make_target, tmp_path):
-    """Nearly all published drafters for Qwen3 have a Llama layer."""
-    target = make_target("qwen3")
-    release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT)
-    drafter = import_drafter(tmp_path / "a", target)
-    assert drafter.config.layer["model_type"] == "llama"
-    assert not hasattr(drafter.layer.self_attn, "q_norm")
-
-
-def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(llama, tmp_path):
-    tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT)
-    tokens = (torch.arange(DRAFT) + tensors["d2t"]).flip(0)
-    resave(tmp_path / "a", {**tensors, "d2t": tokens - torch.arange(DRAFT)})
-    drafter = import_drafter(tmp_path / "a", llama)
-    assert drafter.draft_tokens.tolist() == tokens.flip(0).tolist()
-    assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"].flip(0))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"hidden_size": 64}, "hidden_size is 64, the target's 32"),
-        ({"vocab_size": 301}, "vocab_size is 301, the target's 300"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ({"norm_before_residual": True}, "norm_before_residual True"),
-        ({"fc_norm": True}, "missing fc_norm.0.weight; missing fc_norm.1.weight; missing fc_norm.2.weight"),
-        ({"norm_before_fc": True}, "missing input_norm.weight"),
-        ({"norm_output": 1}, "has norm_output 1; it must be true or false"),
-        ({"draft_vocab_size": 301}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
-        ({"draft_vocab_size": "40"}, "draft_vocab_size '40'"),
-        ({"draft_vocab_size": 39}, r"d2t is \(40,\), not \(39,\); lm_head.weight is \(40, 32\)"),
-        (
-            {"intermediate_size": 10**12},
-            "it has intermediate_size 1000000000000",
-        ),
-        ({"num_attention_heads": "4"}, "it has num_attention_heads '4'"),
-        ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_scaling of the type 'nonsense' \\(known: default, linear"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of two types"),
-        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling of the type None"),
-        ({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_scaling of the type None"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "no rope_scaling.factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "foo": 1}}, "an unknown key rope_scaling.foo"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor 0"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "rope_scaling.factor '8'"),
-        ({"rope_theta": 10**30}, "rope_theta 1000"),
-        ({"rope_theta": 10.0, "rope_parameters": {"rope_theta": 20.0}}, "several rope_theta: 20.0 in rope_parameters, 10.0 in"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 4}},
-            "different rope_parameters and rope_scaling",
-        ),
-        ({"num_attention_heads": None}, "no num_attention_heads"),
-        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\]"),
-        ({"sliding_window": 16}, "sliding_window 16"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "option feature_layers"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
-        ({"eagle_config": ["x"]}, "has eagle_config"),
-        ({"eagle_config": {"stray": 1}}, "has eagle_config"),
-        ({"rope_theta": 0}, "it has rope_theta 0"),
-        ({"rms_norm_eps": float("nan")}, "it has rms_norm_eps nan"),
-        ({"hidden_act": "exec"}, "it has hidden_act .exec."),
-    ],
-)
-def test_an_unsupported_configuration_is_an_error_before_weights_are_read(config, message, llama, tmp_path, monkeypatch):
-    release(tmp_path / "a", EAGLE3, **{"draft_vocab_size": DRAFT, **config})
-    monkeypatch.setattr("outrider.models.export.folders.Folder.load", lambda self: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match=message):
-        import_drafter(tmp_path / "a", llama)
-
-
-@pytest.mark.parametrize("layers", [[2, 3, 4], [1, 2, 3]])
-def test_feature_layers_follow_both_engines_numbering_or_the_option(layers, llama, tmp_path):
-    release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT, eagle_aux_hidden_state_layer_ids=layers)
-    assert import_drafter(tmp_path / "a", llama).feature_layers == (2, 3, 4)
-    release(tmp_path / "b", EAGLE3, draft_vocab_size=DRAFT)
-    assert import_drafter(tmp_path / "b", llama, options={"feature_layers": [0, 1, 5]}).feature_layers == (0, 1, 5)
-
-
-def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tmp_path):
-    tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT)
-    other = llama.embed_tokens.weight.flip(0).clone()
-    drafted = torch.zeros(V, dtype=torch.bool)
-    drafted[:DRAFT] = True
-    for change, message in [
-        ({"embed_tokens.weight": other}, "has embed_tokens.weight that differs"),
-        ({"t2d": drafted}, "d2t and a t2d with different tokens"),
-        ({"d2t": torch.full((DRAFT,), V), "t2d": drafted}, "a t2d with different tokens"),
-    ]:
-        resave(tmp_path / "a", {**tensors, **change})
-        with pytest.raises(ValueError, match=message):
-            import_drafter(tmp_path / "a", llama)
-    tensors = release(tmp_path / "b", VLLM_EAGLE1)
-    resave(tmp_path / "b", {**tensors, "layers.0.self_attn.rotary_emb.inv_freq": 1 / 10000 ** (torch.arange(0, 8, 2) / 8)})
-    with pytest.raises(ValueError, match="contradicts the base in its config.json"):
-        import_drafter(tmp_path / "b", llama)
-    release(tmp_path / "c", VLLM_EAGLE1, bias=True)
-    with pytest.raises(ValueError, match="has bias True in config.json, but fc.bias is missing"):
-        import_drafter(tmp_path / "c", llama)

@@ -144,7 +144,6 @@ def test_warpers_change_no_greedy_text(model, folder):
         ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
         ({"prompt_lookup_num_tokens": 3}, "options of assisted generation"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         (
             {"generation_config": GenerationConfig(max_new_tokens=5, cache_implementation="paged")},
@@ -168,10 +167,7 @@ def test_an_unsupported_argument_is_an_error_that_names_it(model, folder, option
     [
         ({"drafter": 3}, "drafter is 3; give a folder or a name"),
         ({"drafter_options": "3"}, "drafter_options is '3'; give a dictionary"),
-        ({"drafter_options": []}, r"drafter_options is \[\]; give a dictionary"),
         ({"drafter_options": {3: 4}}, r"drafter_options is \{3: 4\}; give a dictionary"),
-        ({"seed": "3"}, "seed is '3'; give an integer from 0"),
-        ({"seed": []}, r"seed is \[\]; give an integer from 0"),
         ({"seed": -1}, "seed is -1; give an integer from 0"),
         ({"seed": True}, "seed is True; give an integer from 0"),
         ({"seed": 2**70}, "seed is 1180591620717411303424; give an integer from 0"),

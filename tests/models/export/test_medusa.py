@@ -86,7 +86,6 @@ def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter,
 @pytest.mark.parametrize(
     ("format", "options", "message"),
     [
-        (REFERENCE, {"heads": "ffn"}, "its heads are of the kind ffn.*train with drafter.heads=residual"),
         (REFERENCE, {"head_rank": 4}, "share an output layer of rank 4.*train with drafter.head_rank=null"),
         (REFERENCE, {"num_layers": 2}, "its heads have 2 blocks each.*or export for TensorRT-LLM"),
         (TENSORRT, {"share_head": True}, "share the target's output layer.*train with drafter.share_head=false"),

@@ -1,9 +1,10 @@
-"""Published configurations, key for key, with the sizes of the tests' target.
+"""EAGLE drafters of others: published configurations, key for key, with the sizes of the tests' target.
 
 An import that fails on one of their keys could read none of the published drafters.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from outrider.models.drafters import load_drafter, save_drafter
+from outrider.models.export import eagle3
+from outrider.models.export.formats import write_folder
 from outrider.models.export.registry import format_of, import_drafter
 
-H, V, DRAFT, MLP, CONTEXT = 32, 300, 40, 40, 64
+H, V, DRAFT, CONTEXT = 32, 300, 40, 64
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 1,
@@ -21,7 +25,7 @@ LLAMA = {
     "hidden_act": "silu",
     "hidden_size": H,
     "initializer_range": 0.02,
-    "intermediate_size": MLP,
+    "intermediate_size": 40,
     "model_type": "llama",
     "num_attention_heads": 4,
     "num_hidden_layers": 1,
@@ -117,11 +121,28 @@ EAGLE3 = {
         "eagle_config": OPTIMIZER_NESTED,
     },
 }
+OWN_LAYER = {
+    **RELEASE,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 50000.0,
+}
+"""An EAGLE-1 whose layer has the form of the tests' target."""
+OWN_EAGLE3 = {**OWN_LAYER, "draft_vocab_size": DRAFT}
 
 
-def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str, safe: bool) -> dict[str, torch.Tensor]:
-    """Write a folder with this configuration and random tensors; return the tensors by name."""
+def publish(
+    path: Path, config: dict[str, Any], *, prefix: str = "midlayer", safe: bool = False, **changes: Any
+) -> dict[str, torch.Tensor]:
+    """Write a folder with random tensors of this configuration; return the tensors by name.
+
+    `changes` are made in the file of the configuration only; "absent" removes a key. `prefix` is that
+    of EAGLE-3's layer.
+    """
     generator = torch.Generator().manual_seed(0)
+    is_eagle3, mlp = "draft_vocab_size" in config, config["intermediate_size"]
+    prefix = prefix if is_eagle3 else "layers.0"
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", H // heads)
     read = 2 * H if is_eagle3 else H
@@ -130,9 +151,9 @@ def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str,
         "self_attn.k_proj.weight": (kv_heads * head_dim, read),
         "self_attn.v_proj.weight": (kv_heads * head_dim, read),
         "self_attn.o_proj.weight": (H, heads * head_dim),
-        "mlp.gate_proj.weight": (MLP, H),
-        "mlp.up_proj.weight": (MLP, H),
-        "mlp.down_proj.weight": (H, MLP),
+        "mlp.gate_proj.weight": (mlp, H),
+        "mlp.up_proj.weight": (mlp, H),
+        "mlp.down_proj.weight": (H, mlp),
         "post_attention_layernorm.weight": (H,),
     }
     if is_eagle3:
@@ -155,15 +176,26 @@ def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str,
     if safe:
         safetensors.torch.save_file(tensors, path / "model.safetensors")
     else:
-        torch.save(tensors, path / "pytorch_model.bin")
-    (path / "config.json").write_text(json.dumps(config))
+        resave(path, tensors)
+    stored_config = {key: value for key, value in {**config, **changes}.items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(stored_config))
     return tensors
+
+
+def resave(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, path / "pytorch_model.bin")
+
+
+def imported_name(name: str) -> str:
+    """Return our name for a tensor of a drafter."""
+    ours = re.sub(r"^(midlayer|layers\.0)\.", "layer.", name)
+    return ours.removeprefix("layer.") if "hidden_norm" in ours else ours
 
 
 @pytest.mark.parametrize("name", EAGLE1)
 def test_eagle1_with_the_keys_of_its_release_is_read(name, llama, tmp_path):
     config = EAGLE1[name]
-    tensors = publish(tmp_path / "a", config, is_eagle3=False, prefix="layers.0", safe=False)
+    tensors = publish(tmp_path / "a", config)
     assert format_of(tmp_path / "a").kind == "eagle"
     drafter = import_drafter(tmp_path / "a", llama)
     layer = drafter.config.layer
@@ -171,16 +203,16 @@ def test_eagle1_with_the_keys_of_its_release_is_read(name, llama, tmp_path):
     assert layer["num_key_value_heads"] == config.get("num_key_value_heads", 4)
     assert layer["rope_parameters"]["rope_theta"] == config.get("rope_theta", 10000.0)
     assert layer["rms_norm_eps"] == 1e-05
-    ours = {key.replace("layer.", "layers.0."): tensor for key, tensor in drafter.state_dict().items()}
-    assert ours.keys() == tensors.keys()
-    assert all(torch.equal(ours[key], tensor) for key, tensor in tensors.items())
+    ours = drafter.state_dict()
+    assert ours.keys() == {imported_name(key) for key in tensors}
+    assert all(torch.equal(ours[imported_name(key)], tensor) for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_with_the_keys_that_others_write_is_read(name, llama, tmp_path):
     config = EAGLE3[name]
     prefix = "layers.0" if name == "model_optimizer" else "midlayer"
-    tensors = publish(tmp_path / "a", config, is_eagle3=True, prefix=prefix, safe=name != "release")
+    tensors = publish(tmp_path / "a", config, prefix=prefix, safe=name != "release")
     assert format_of(tmp_path / "a").name == "eagle3"
     drafter = import_drafter(tmp_path / "a", llama)
     assert drafter.feature_layers == (2, 3, 4)
@@ -189,21 +221,128 @@ def test_eagle3_with_the_keys_that_others_write_is_read(name, llama, tmp_path):
     assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
     assert drafter.draft_tokens.tolist() == (torch.arange(DRAFT) + tensors["d2t"]).tolist()
     loaded = drafter.state_dict()
-    theirs = {f"{prefix}.hidden_norm.weight": "hidden_norm.weight"}
-    named = {key: theirs.get(key, key.replace(prefix, "layer")) for key in tensors if key not in ("d2t", "t2d")}
+    named = {key: imported_name(key) for key in tensors if key not in ("d2t", "t2d")}
     assert loaded.keys() == {*named.values(), "draft_tokens"}
     assert all(torch.equal(loaded[ours], tensors[key]) for key, ours in named.items())
 
 
-def test_feature_layers_may_be_given_where_the_configuration_is_ambiguous(llama, tmp_path):
-    """SGLang adds 1 to a configuration's layers and vLLM doesn't; the file names no engine."""
-    publish(tmp_path / "a", EAGLE3["kimi_k2"], is_eagle3=True, prefix="midlayer", safe=True)
-    assert import_drafter(tmp_path / "a", llama, options={"feature_layers": [3, 4, 5]}).feature_layers == (3, 4, 5)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("parts", [(), ("embed_tokens",), ("embed_tokens", "lm_head", "inv_freq")])
+def test_eagle1_of_the_release_is_imported(bias, parts, llama, tmp_path):
+    tensors = publish(tmp_path / "a", {**OWN_LAYER, "bias": bias})
+    extras = {
+        "embed_tokens": {"embed_tokens.weight": llama.embed_tokens.weight.half()},
+        "lm_head": {"lm_head.weight": llama.head.weight.bfloat16()},
+        "inv_freq": {"layers.0.self_attn.rotary_emb.inv_freq": 1 / 50000 ** (torch.arange(0, 8, 2) / 8)},
+    }
+    resave(tmp_path / "a", tensors | {name: tensor for part in parts for name, tensor in extras[part].items()})
+    assert format_of(tmp_path / "a").kind == "eagle"
+    drafter = import_drafter(tmp_path / "a", llama, options={"tree": "static"})
+    assert (drafter.config.bias, drafter.config.layer, drafter.config.tree) == (bias, None, "static")
+    assert drafter.fc.weight.dtype == torch.float16
+    save_drafter(drafter, tmp_path / "ours", llama.identity)
+    ours = load_drafter(tmp_path / "ours", llama).state_dict()
+    assert ours.keys() == {imported_name(name) for name in tensors}
+    assert all(torch.equal(ours[imported_name(name)], tensor.float()) for name, tensor in tensors.items())
+
+
+def test_a_published_eagle3_keeps_its_own_rotary_base_and_tokens_in_a_later_export(llama, tmp_path):
+    """Without rope_theta in the configuration, the rotary base is transformers' default."""
+    tensors = publish(tmp_path / "a", EAGLE3["release"])
+    drafter = import_drafter(tmp_path / "a", llama, options={"depth": 3})
+    assert torch.allclose(drafter.own_rotary.inv_freq, 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+    save_drafter(drafter, tmp_path / "ours", llama.identity)
+    write_folder(eagle3.FORMAT, load_drafter(tmp_path / "ours", llama), tmp_path / "again", llama)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    again = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    assert (config["rope_theta"], config["draft_vocab_size"]) == (10000.0, DRAFT)
+    assert all(torch.equal(tensor, again[name].to(tensor.dtype)) for name, tensor in tensors.items())
+
+
+def test_a_llama_layer_for_a_qwen3_target_stays_a_llama_layer(make_target, tmp_path):
+    """Nearly all published drafters for Qwen3 have a Llama layer."""
+    target = make_target("qwen3")
+    publish(tmp_path / "a", OWN_EAGLE3)
+    drafter = import_drafter(tmp_path / "a", target)
+    assert drafter.config.layer["model_type"] == "llama"
+    assert not hasattr(drafter.layer.self_attn, "q_norm")
+
+
+def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(llama, tmp_path):
+    tensors = publish(tmp_path / "a", OWN_EAGLE3)
+    tokens = (torch.arange(DRAFT) + tensors["d2t"]).flip(0)
+    resave(tmp_path / "a", {**tensors, "d2t": tokens - torch.arange(DRAFT)})
+    drafter = import_drafter(tmp_path / "a", llama)
+    assert drafter.draft_tokens.tolist() == tokens.flip(0).tolist()
+    assert torch.equal(drafter.lm_head.weight, tensors["lm_head.weight"].flip(0))
+
+
+@pytest.mark.parametrize("layers", [[2, 3, 4], [1, 2, 3]])
+def test_feature_layers_follow_both_engines_numbering_or_the_option(layers, llama, tmp_path):
+    publish(tmp_path / "a", OWN_EAGLE3, eagle_aux_hidden_state_layer_ids=layers)
+    assert import_drafter(tmp_path / "a", llama).feature_layers == (2, 3, 4)
+    publish(tmp_path / "b", OWN_EAGLE3)
+    assert import_drafter(tmp_path / "b", llama, options={"feature_layers": [0, 1, 5]}).feature_layers == (0, 1, 5)
+
+
+def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tmp_path):
+    tensors = publish(tmp_path / "a", OWN_EAGLE3)
+    other = llama.embed_tokens.weight.flip(0).clone()
+    drafted = torch.zeros(V, dtype=torch.bool)
+    drafted[:DRAFT] = True
+    for change, message in [
+        ({"embed_tokens.weight": other}, "has embed_tokens.weight that differs"),
+        ({"t2d": drafted}, "d2t and a t2d with different tokens"),
+        ({"d2t": torch.full((DRAFT,), V), "t2d": drafted}, "a t2d with different tokens"),
+    ]:
+        resave(tmp_path / "a", {**tensors, **change})
+        with pytest.raises(ValueError, match=message):
+            import_drafter(tmp_path / "a", llama)
+    tensors = publish(tmp_path / "b", {**OWN_LAYER, "bias": False})
+    resave(tmp_path / "b", {**tensors, "layers.0.self_attn.rotary_emb.inv_freq": 1 / 10000 ** (torch.arange(0, 8, 2) / 8)})
+    with pytest.raises(ValueError, match="contradicts the base in its config.json"):
+        import_drafter(tmp_path / "b", llama)
+    publish(tmp_path / "c", {**OWN_LAYER, "bias": False}, bias=True)
+    with pytest.raises(ValueError, match="has bias True in config.json, but fc.bias is missing"):
+        import_drafter(tmp_path / "c", llama)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"hidden_size": 64}, "hidden_size is 64, the target's 32"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
+        ({"norm_before_residual": True}, "norm_before_residual True"),
+        ({"fc_norm": True}, "missing fc_norm.0.weight; missing fc_norm.1.weight; missing fc_norm.2.weight"),
+        ({"norm_before_fc": True}, "missing input_norm.weight"),
+        ({"norm_output": 1}, "has norm_output 1; it must be true or false"),
+        ({"draft_vocab_size": 301}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
+        ({"draft_vocab_size": 39}, r"d2t is \(40,\), not \(39,\); lm_head.weight is \(40, 32\)"),
+        (
+            {"intermediate_size": 10**12},
+            "it has intermediate_size 1000000000000",
+        ),
+        ({"num_attention_heads": "4"}, "it has num_attention_heads '4'"),
+        ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_scaling of the type 'nonsense' \\(known: default, linear"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of two types"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_scaling of the type None"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "no rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "foo": 1}}, "an unknown key rope_scaling.foo"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor 0"),
+        ({"rope_theta": 10**30}, "rope_theta 1000"),
+        ({"rope_theta": 10.0, "rope_parameters": {"rope_theta": 20.0}}, "several rope_theta: 20.0 in rope_parameters, 10.0 in"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 4}},
+            "different rope_parameters and rope_scaling",
+        ),
+        ({"num_attention_heads": None}, "no num_attention_heads"),
+        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "option feature_layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
+        ({"eagle_config": ["x"]}, "has eagle_config"),
+        ({"eagle_config": {"stray": 1}}, "has eagle_config"),
+        ({"rms_norm_eps": float("nan")}, "it has rms_norm_eps nan"),
+        ({"hidden_act": "exec"}, "it has hidden_act .exec."),
         ({"use_aux_norm": True}, "an unknown key use_aux_norm"),
         ({"fc_norm": "true"}, "has fc_norm 'true'; it must be true or false"),
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
@@ -215,7 +354,8 @@ def test_feature_layers_may_be_given_where_the_configuration_is_ambiguous(llama,
         ({"eagle_config": {**OPTIMIZER_NESTED, "use_mtp_layernorm": True}}, "has use_mtp_layernorm True"),
     ],
 )
-def test_keys_of_another_architecture_are_named(change, message, llama, tmp_path):
-    publish(tmp_path / "a", {**SPECFORGE, **change}, is_eagle3=True, prefix="midlayer", safe=True)
+def test_an_unsupported_configuration_is_an_error_before_weights_are_read(change, message, llama, tmp_path, monkeypatch):
+    publish(tmp_path / "a", OWN_EAGLE3, **change)
+    monkeypatch.setattr("outrider.models.export.folders.Folder.load", lambda self: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=message):
         import_drafter(tmp_path / "a", llama)

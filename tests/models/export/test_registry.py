@@ -168,7 +168,7 @@ def test_unknown_keys_are_errors(name, llama, make_drafter, tmp_path):
         import_drafter(path, llama)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["apple", "medusa"])
 def test_an_outrider_json_of_another_drafter_or_target_is_an_error(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
     note = json.loads((path / "outrider.json").read_text())

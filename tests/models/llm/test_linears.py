@@ -179,7 +179,10 @@ def test_weights_of_embeddings_keep_their_rows_together(fastest):
     assert not model.other.weight.is_contiguous()
     # The shared weight's choice is between rows first and packed, not the one of its columns.
     packed = "packed from 1 to 64 rows"
-    assert described == {"16x8 (shared with embeddings)": f"rows first, {packed}", "8x8": f"columns first, {packed}"}
+    assert described == {
+        "16x8 float32 (shared with embeddings)": f"rows first, {packed}",
+        "8x8 float32": f"columns first, {packed}",
+    }
 
 
 def test_other_layers_are_left_alone(fastest):
@@ -198,7 +201,7 @@ def test_without_memory_for_copies_there_are_none(fastest, monkeypatch: pytest.M
     fastest(Choice(True, 1))
     monkeypatch.setattr(linears, "available_memory", lambda: 100)
     layer = nn.Linear(8, 8).requires_grad_(False)
-    assert choose_linears(layer) == {"8x8": "columns first"}
+    assert choose_linears(layer) == {"8x8 float32": "columns first"}
     assert "forward" not in vars(layer)
     assert "free memory" in caplog.text
 
@@ -269,7 +272,7 @@ def test_the_shapes_with_the_most_weights_are_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(linears, "timed", lambda shape, _: asked.append(shape[:2]) or Times((1, 1), (1, 1), NEVER))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9), *(nn.Linear(8, 4) for _ in range(3))).requires_grad_(False)
-    assert choose_linears(model) == {"4x8": "rows first", "9x8": "rows first"}
+    assert choose_linears(model) == {"4x8 float32": "rows first", "9x8 float32": "rows first"}
     assert asked == [(4, 8), (9, 8)]
 
 
@@ -283,8 +286,10 @@ def test_a_machine_without_packed_kernels_times_the_rest(quick: None, monkeypatc
     assert choose(measured).packed_from is None
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     layer = nn.Linear(8, 8).requires_grad_(False)
-    recorded = {"8x8": str(Choice(True, 2)), "9x9": str(Choice())}  # the run has no layer of the second shape
-    assert choose_linears(layer, recorded=recorded) == {"8x8": "columns first", "9x9": "rows first"}
+    # The run has no layer of the second shape, nor of the third type.
+    recorded = dict.fromkeys(("8x8 float32", "9x9 float32", "8x8 bfloat16"), str(Choice(True, 2)))
+    assert choose_linears(layer, recorded=recorded) == {"8x8 float32": "columns first"}
+    assert choose_linears(layer.to("meta"), recorded=recorded) == {}, "not on a CPU"
 
 
 @pytest.mark.parametrize("clock", [lambda: 1.0, itertools.count(0, -1).__next__], ids=["stands still", "runs backwards"])

@@ -320,7 +320,7 @@ def test_fast_linears_leave_the_target_alone(load: Load) -> None:
     target = load(fast_linears=True)
     drafter = torch.nn.Linear(256, 256).requires_grad_(False)
     target.choose_linears(drafter)
-    assert list(target.linears) == ["256x256"]
+    assert list(target.linears) == ["256x256 float32"]
     assert not any("forward" in vars(module) for module in target.model.modules())
 
 

@@ -13,6 +13,7 @@ from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.drafters.saved.loading import load_drafter
 from outrider.models.llm.hf_target import HFTarget
 
 GREEDY = Sampling(temperature=0.0)
@@ -110,19 +111,14 @@ def test_a_trained_drafter_from_a_folder_changes_no_token(
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     with open_engine(DistillConfig(mode="regenerate", decode_batch_size=4), target, limits) as engine:
         plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
-    accelerated = DistillConfig(
-        mode="regenerate", drafter=str(tmp_path / "drafter"), drafter_settings={"beam_width": 2, "beam_length": 3}
-    )
-    with open_engine(accelerated, target, limits) as engine:
-        assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain
-    for name in ("prompt_lookup", f"{tmp_path / 'drafter'}+prompt_lookup"):
-        with open_engine(DistillConfig(mode="regenerate", drafter=name), target, limits) as engine:
-            assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain, name
-    with (
-        pytest.raises(ValueError, match="elsewhere"),
-        open_engine(DistillConfig(mode="regenerate", drafter="elsewhere"), target, limits),
+    for name, settings in (
+        (str(tmp_path / "drafter"), {"beam_width": 2, "beam_length": 3}),
+        ("prompt_lookup", {}),
+        (f"{tmp_path / 'drafter'}+prompt_lookup", {}),
     ):
-        pass
+        loaded = load_drafter(name, target, **settings)
+        with open_engine(DistillConfig(mode="regenerate", drafter=name), target, limits, loaded) as engine:
+            assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain, name
 
 
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
