@@ -21,7 +21,7 @@ from ..config import EvalConfig
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory
-from ..results.repeats import is_slow
+from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
 from .plan import Job, Plan, count_by_source

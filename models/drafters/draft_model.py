@@ -31,9 +31,9 @@ from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_wid
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import CacheSnapshot, TreeCache
+from .base import CachedDrafter
 from .beams import SearchTree
 from .branches import Branches
-from .cached_drafter import CachedDrafter
 from .calibration import Prior
 from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
 from .growing_draft import GrowingSearch

@@ -14,11 +14,11 @@ from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
 from outrider.models.drafters.calibration import BIN_BOUNDS, CalibrationCell, Prior, ScoreCalibration
+from outrider.models.drafters.candidates import MAX_CHILDREN
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
-from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 
