@@ -18,6 +18,7 @@ from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import DrafterSpec
+from outrider.models.drafters.small_models import fit_vocabulary
 from outrider.models.llm.hf_target import HFTarget
 
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
@@ -179,10 +180,12 @@ def test_trees_of_the_target_itself_are_accepted_to_their_last_depth(target):
 # --- sampled chains
 
 
-@pytest.fixture
-def tiny_pair(target) -> tuple[HFTarget, HFTarget]:
-    """Make a target and a drafter with other weights."""
-    return make_tiny(target, seed=0), make_tiny(target, seed=1)
+@pytest.fixture(params=[VOCAB, VOCAB + 1, VOCAB - 1])
+def tiny_pair(target, request) -> tuple[HFTarget, HFTarget]:
+    """Make a target and a drafter with other weights, whose vocabulary may have been fitted."""
+    small = make_tiny(target, seed=1, vocab_size=request.param)
+    fit_vocabulary(small.model, VOCAB)
+    return make_tiny(target, seed=0), small
 
 
 @torch.inference_mode()
@@ -431,8 +434,8 @@ def test_a_saved_draft_model_that_does_not_fit_is_refused(target, tmp_path):
         path.write_text(json.dumps(config))
         load_drafter(tmp_path / "saved", target)
 
-    with pytest.raises(ValueError, match="a vocabulary of 299 tokens"):
-        load_with(vocab_size=299)
+    with pytest.raises(ValueError, match="a vocabulary of 199 tokens"):
+        load_with(vocab_size=199)
     with pytest.raises(ValueError, match=r"is \(300, 32\), not \(300, 64\)"):
         load_with(hidden_size=64)
     with pytest.raises(ValueError, match="needs its `architecture`"):
@@ -445,9 +448,9 @@ def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(targ
 
     build(smaller_dir)
     wide = Path(shutil.copytree(smaller_dir, tmp_path / "wide"))
-    config = LlamaConfig(**{**json.loads((wide / "config.json").read_text()), "vocab_size": 310})
+    config = LlamaConfig(**{**json.loads((wide / "config.json").read_text()), "vocab_size": 334})
     LlamaForCausalLM(config).save_pretrained(wide)
-    with pytest.raises(ValueError, match="a vocabulary of 310 tokens and tiny_target.* one of 300"):
+    with pytest.raises(ValueError, match="has 300 tokens and the model 334, far more than padding explains"):
         build(wide)
     strange = json.loads((smaller_dir / "tokenizer.json").read_text())
     strange["normalizer"] = {"type": "Lowercase"}
