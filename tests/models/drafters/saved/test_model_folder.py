@@ -76,9 +76,8 @@ def test_a_model_drafts_alone_and_in_a_merge_and_changes_no_token(target, siblin
 def test_a_vocabulary_that_is_padded_differently_is_fitted(vocab_size, tiny_tokenizer, tmp_path):
     """The common tokens are drafted as before; a token that only the target has is an average token."""
     options = {"dtype": "float64", "vocab_size": 310, "num_hidden_layers": 2}
-    target = load_target(
-        TargetConfig(name_or_path=str(make_model(tmp_path / "target", tiny_tokenizer, **options)), dtype="float64", device="cpu")
-    )
+    name = str(make_model(tmp_path / "target", tiny_tokenizer, **options))
+    target = load_target(TargetConfig(name_or_path=name, dtype="float64", device="cpu"))
     options = {"vocab_size": vocab_size, "pad_token_id": vocab_size - 1, "tie_word_embeddings": vocab_size == 300}
     folder = make_model(tmp_path / "model", tiny_tokenizer, **options)
     text, unknown = torch.tensor([[1, 70, 71, 72, 70, 71]]), torch.tensor([[1, 309]])
