@@ -238,7 +238,7 @@ def training_labels(config: RunConfig) -> DistillConfig | Manifest:
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     overlap, examples = prompt_overlap(config), None
-    if config.distill.mode == "regenerate":
+    if config.distill.engine is not None:
         examples = regenerate(config.distill, config.data, target, folder / "answers", accelerator, overlap=overlap)
     distill(config.distill, config.data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
     accelerator.wait_for_everyone()
