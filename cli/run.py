@@ -31,7 +31,7 @@ from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
-from ..eval.measure.texts import require_room
+from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
