@@ -18,7 +18,7 @@ from .config import Division, describe_change
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .on_policy import choose_on_policy
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
-from .processes import SIGTERM_EXIT_CODE, Sigterm, StepPatience
+from .processes import Sigterm, StepPatience
 from .records import Progress, Tracker
 from .results import steps_of
 from .setup import Training
@@ -72,11 +72,7 @@ def fit(training: Training, *, start: int) -> None:
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
-                training.checkpoints.finish()
-                if sigterm.is_interrupt:
-                    raise KeyboardInterrupt
-                logger.warning("stopped by SIGTERM after step %d; the same command resumes there", done)
-                raise SystemExit(SIGTERM_EXIT_CODE)
+                break  # the end of the block raises
             if peaked:
                 logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
                 break

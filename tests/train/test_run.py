@@ -288,6 +288,19 @@ def test_ctrl_c_writes_a_checkpoint_and_a_second_one_stops_at_once(run_train: Ru
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_after_the_last_step_ends_the_run_too(
+    number: signal.Signals, error: type[BaseException], run_train: RunTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Progress, "__exit__", lambda *_: os.kill(os.getpid(), number))
+        with pytest.raises(error):
+            run_train(checkpoint_every=100)
+    assert [path.name for path in complete_checkpoints(tmp_path / "run/train/checkpoints")] == ["step-00000006"]
+    assert not (tmp_path / "run/drafter").exists()
+    assert weights(run_train(checkpoint_every=100))
+
+
 def test_calibration_gets_the_last_tenth_of_steps_in_any_case(run_train: RunTrain, spy: Any) -> None:
     calibrated: list[Loss] = []
     spy.calibrate = lambda self, measured: calibrated.append(measured)

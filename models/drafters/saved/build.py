@@ -1,5 +1,6 @@
 """Building of drafters from a specification, with fresh or trained weights."""
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....data.files import sha256_file
+from ....data.files import sha256_file, sha256_json
 from ....data.manifest import TargetIdentity
 from ...bounded_build import bounded_build, require_possible_numbers
 from ...llm.hf_target import HFTarget
@@ -77,8 +78,31 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    require_recorded_weights(folder)  # last: the other checks describe damage better
+    require_unaltered(folder)  # last: the other checks describe damage better
     return drafter
+
+
+def shape_digest(kind: str, options: Mapping[str, Any], target: TargetIdentity) -> str:
+    """Return a digest of a drafter's kind, its target, and all options but those of drafting."""
+    runtime = DRAFTERS[kind].Config.RUNTIME_FIELDS
+    shape = {name: value for name, value in options.items() if name not in runtime}
+    return sha256_json(json.loads(json.dumps([kind, shape, target.facts()])))  # keys as texts, as in a file
+
+
+def require_unaltered(folder: Path) -> None:
+    """Raise ValueError if a drafter's files aren't those that were saved together.
+
+    Needs no target. Options of drafting may have changed, to values that the kind allows.
+    """
+    saved = read_drafter_config(folder)
+    saved_spec(saved)
+    if shape_digest(saved.kind, saved.drafter, saved.target) != saved.shape_sha256:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} was altered: its kind, its target, or an option that decides the shape of the weights is "
+            "not the one that was saved. Copy or download it again, or run the training's command again, which writes it from "
+            "the last checkpoint"
+        )
+    require_recorded_weights(folder)
 
 
 def shapes_of(kind: str, config: Any, target: HFTarget, path: Path, num_tensors: int) -> dict[str, torch.Tensor]:
