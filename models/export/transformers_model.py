@@ -62,9 +62,10 @@ def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
 def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
     target.tokenizer.save_pretrained(directory)
     stops = list(target.stop_ids)
+    pad = target.tokenizer.pad_token_id
     generation = GenerationConfig(
         eos_token_id=stops or None,
-        pad_token_id=target.tokenizer.pad_token_id,
+        pad_token_id=None if pad is None or pad >= target.vocab_size else pad,
         num_assistant_tokens=drafter.config.length,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
