@@ -291,7 +291,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
     if path.is_file():
         try:
             earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
-        except (OSError, ValueError, YAMLError) as error:
+        except (OSError, ValueError, YAMLError, RecursionError) as error:
             raise ValueError(f"{path} is not a configuration ({error}); restore it, or delete it") from error
         if not isinstance(earlier, dict):
             raise ValueError(f"{path} is not a configuration but a {type(earlier).__name__}; restore it, or delete it")

@@ -396,6 +396,7 @@ def test_options_that_would_inject_text_into_the_card_are_refused(options):
     ("file", "text", "message"),
     [
         *(("config.yaml", text, "is not the configuration of a run") for text in ("a: [", "- x", "data: 3", "\x00")),
+        ("config.yaml", "[" * 2000, "is not the configuration of a run"),
         ("config.yaml", yaml.safe_dump({"data": {**DATA, "max_length": "<b>"}, "drafter": {}}), r"data\.max_length"),
         ("config.yaml", yaml.safe_dump({"data": {"path": None}, "drafter": {}}), r"data\.source"),
         ("distill/stats.json", '{"process_seconds": "many"}', "process_seconds"),

@@ -58,7 +58,9 @@ def test_a_training_that_memory_cannot_hold_is_an_error_before_anything_is_built
     spec = parse_drafter({"kind": kind, **OPTIONS[kind]})
     require_memory(spec, target)
     monkeypatch.setattr("outrider.models.drafters.saved.build.free_memory", lambda device: 9)
-    with pytest.raises(ValueError, match=r"more than [\d,]+ parameters .* has 0.0 GB of free memory; its largest option is drafter"):
+    with pytest.raises(
+        ValueError, match=r"more than [\d,]+ parameters .* has 0.0 GB of free memory; its largest option is drafter"
+    ):
         require_memory(spec, target)
 
 
