@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from ....models.decoding.loop import NullDrafter
-from ....models.drafters.saved.loading import LoadedDrafter, load_drafter
+from ....models.drafters.saved.loading import LoadedDrafter
 from ....models.llm.hf_target import HFTarget
 from ...config import DistillConfig
 from ..engine import Engine, Limits
