@@ -43,7 +43,7 @@ from .measure.methods import (
 from .measure.plan import Method, Plan, Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, digest_of, group_name
-from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
+from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
 from .results.plots import plot_comparison, plot_suite
@@ -266,7 +266,7 @@ def open_run(output_dir: Path, recorded: dict[str, Any], environment: Environmen
     else:
         roofline = None if recorded_stages(target) else measure_roofline(target)
         info = RunInfo(config=recorded, environment=environment, roofline=roofline)
-    write_json(path, dataclasses.asdict(info))
+    write_info(path, info)
     return info
 
 

@@ -270,7 +270,7 @@ def test_config_yaml_records_the_options_that_each_stage_ran_with(finished: tupl
     assert after.train.learning_rate != 0.5
 
 
-@pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00"])
+@pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00", "a: " + "[" * 2000])
 def test_a_damaged_configuration_is_an_error_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml is not a configuration"):

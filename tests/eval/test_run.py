@@ -37,6 +37,8 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from .conftest import forge_info
+
 NEW_TOKENS = 8
 NUM_TURNS = 4  # The second prompt doesn't fit.
 NUM_PROFILED = 2  # one prompt of two turns
@@ -217,7 +219,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
     information = json.loads((tmp_path / "run.json").read_text())
     digest = read_info(tmp_path / "run.json").environment.digest
     information["environment"]["cpu"] = "another"
-    (tmp_path / "run.json").write_text(json.dumps(information))
+    forge_info(tmp_path, information)
     with pytest.raises(
         ValueError, match=rf"records.jsonl holds records of another evaluation: .* environment_digest '{digest}'"
     ):
