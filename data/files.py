@@ -265,6 +265,8 @@ def read_json(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is not a plain file; expected a JSON file. Remove it, or give another path")
     try:
         return path.read_bytes()
     except FileNotFoundError:

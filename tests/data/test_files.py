@@ -211,13 +211,24 @@ def test_nan_is_not_written_to_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+PIPE = b"a named pipe"
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "does not exist"), (b"", "not a JSON file"), (b'{"a": 1', "not a JSON"), (b"\xff", "not a JSON")],
+    [
+        (None, "does not exist"),
+        (PIPE, "not a plain file"),
+        (b"", "not a JSON file"),
+        (b'{"a": 1', "not a JSON"),
+        (b"\xff", "not a JSON"),
+    ],
 )
 def test_a_missing_or_broken_json_file_is_named(content: bytes | None, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
-    if content is not None:
+    if content == PIPE:
+        os.mkfifo(path)
+    elif content is not None:
         path.write_bytes(content)
     for read in (read_json, partial(read_dataclass, Inner)):
         with pytest.raises(ValueError, match=f"manifest.json {problem}|manifest.json is {problem}"):

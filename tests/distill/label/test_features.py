@@ -209,7 +209,7 @@ def capped(forward: Any) -> Any:
     return run_capped
 
 
-def test_a_too_small_disk_is_an_error_before_labelling(
+def test_a_too_small_disk_or_memory_is_an_error_before_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "distill"
@@ -223,6 +223,10 @@ def test_a_too_small_disk_is_an_error_before_labelling(
     # Shards that exist need no further disk space.
     run(replace(ALL, features_dtype="int8"), data, target, folder)
     with pytest.raises(ValueError, match=rf"the shards take about .*\({num_tokens} tokens.*MB left; store less"):
+        run(ALL, data, target, tmp_path / "other")
+    monkeypatch.undo()
+    monkeypatch.setattr(features_module, "available_memory", lambda: free // 100)
+    with pytest.raises(ValueError, match=r"two shards are in memory .* or lower distill.shard_examples="):
         run(ALL, data, target, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
