@@ -1,7 +1,7 @@
 """Calibration of merged drafters, between the training and the evaluation of a run."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -12,10 +12,14 @@ from tqdm import tqdm
 from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.shards import label_store, read_shard
 from ..data.types import TOKENS_ONLY
+from ..models.decoding.acceptance import GreedyAcceptance
+from ..models.decoding.loop import generate
+from ..models.decoding.protocols import Target
+from ..models.decoding.tree import DraftTree
+from ..models.decoding.types import AcceptedPath, TargetOutput
 from ..models.drafters import load_drafter
-from ..models.drafters.calibration import read_prior, write_prior
-from ..models.drafters.merged import MergedDrafter
-from ..models.drafters.prior import measure_prior
+from ..models.drafters.calibration import Prior, read_prior, write_prior
+from ..models.drafters.merged import MergedConfig, MergedDraft, MergedDrafter, MergedState, Source
 from ..models.drafters.saved.parts import parse_drafter_name
 from ..models.llm.hf_target import HFTarget
 from .config import RunConfig
@@ -61,3 +65,32 @@ def _prompts(shards: Path, manifest: Manifest, longest: int) -> Iterator[Int[tor
             wanted = distilled.example.wanted.nonzero()
             if len(wanted) and int(wanted[0]) < longest:
                 yield distilled.example.input_ids[: int(wanted[0]) + 1]
+
+
+class _Accumulating(MergedDrafter):
+    """Merged drafter whose calibration continues from text to text."""
+
+    def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        state = super().advance(drafted, tree, accepted, output)
+        self.prior_counts = state.counts[0]
+        return state
+
+
+def measure_prior(
+    target: Target,
+    sources: Mapping[str, Source],
+    prompts: Iterable[Int[torch.Tensor, " _"]],
+    *,
+    max_new_tokens: int = 128,
+    tree_nodes: int = 64,
+) -> Prior:
+    """Decode answers to the prompts greedily, and return how often each source was right.
+
+    A few dozen answers suffice. The prompts should be like those of later texts, but none of those
+    that speeds are reported on.
+    """
+    drafter = _Accumulating(sources, MergedConfig(tree_nodes=tree_nodes, pace="fixed"))
+    for prompt in prompts:
+        for _ in generate(target, drafter, GreedyAcceptance(), [prompt], max_new_tokens=max_new_tokens):
+            pass
+    return Prior.of(drafter.prior_counts, list(sources))

@@ -101,7 +101,7 @@ def import_command(options: ImportOptions) -> None:
     Reads only plain tensors, never code, and checks that they fit the target. The target needs a
     tokenizer only for a draft model: other kinds use its weights and sizes alone.
     """
-    from ..data.files import guarded
+    from ..data.files import guarded, replacing_directory
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
     from ..models.drafters.saved.download import resolve_folder
@@ -121,9 +121,9 @@ def import_command(options: ImportOptions) -> None:
     # 2. Convert, and save.
     loaded = load_chosen_target(target, needs_tokenizer=found.kind == "draft_model")
     drafter = import_drafter(directory, loaded, name=options.format, options=options.setting)
-    with guarded(output):
+    with guarded(output), replacing_directory(output) as directory:
         require_new(output)  # another process may have written it since
-        save_drafter(drafter, output, loaded.identity)
+        save_drafter(drafter, directory, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     print(f"{output}: {folder} as a drafter of the kind {kind_of(drafter)}, with {num_parameters:,} parameters")
     revision = ["--revision", target.revision] if target.revision else []

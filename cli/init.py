@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 SUITE = "held_out"
 """Name of the suite of prompts that are held out of the training data."""
-EQUAL_PROMPTS = 1000
-"""Words in a row by which only equal prompts overlap."""
 FIRST_TRY = (
     "data.limit=20 data.max_length=128 train.steps=10 train.warmup_steps=0 train.global_batch_size=null "
     "eval.repeats=1 eval.max_new_tokens=16"
@@ -135,9 +133,7 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "template_reason": target.template_reason,
         "options_reason": f"the template reads {', '.join(target.template_options) or 'none'}",
         "overlap_words": data.overlap_words,
-        "overlap_reason": "left out of training: conversations that share so many words in a row with a prompt of eval"
-        if data.overlap_words < EQUAL_PROMPTS
-        else "prompts share an instruction, so only conversations with a prompt of eval are left out",
+        "overlap_reason": data.overlap_reason,
         "steps": steps,
         "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
         "global_batch_size": batch,

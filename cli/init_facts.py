@@ -21,7 +21,6 @@ from ..data.raw_records import SUFFIXES, line_of_record, load_records
 from ..data.sources import PromptOverlap, has_records
 from ..data.suites import Prompt, PromptSet
 from ..data.template_options import read_template, template_options
-from .init import EQUAL_PROMPTS
 
 NUM_PROMPTS = 32
 """Maximum number of prompts held out of the data. The other limit is a tenth of the records."""
@@ -31,6 +30,8 @@ NUM_CHECKED = 32
 """Number of first records that are checked. One of them must be usable."""
 NUM_COMPARED = 1000
 """First conversations that are compared with the prompts that are held out."""
+EQUAL_PROMPTS = 1000
+"""Words in a row by which only equal prompts overlap."""
 OVERLAP_WORDS, MAX_SHARED = 13, 0.1
 """Usual value of data.overlap_words, and the share of the conversations that it may leave out though
 their prompts differ from those held out."""
@@ -80,6 +81,13 @@ class DataFacts:
     out."""
     overlap_words: int
     """Value of data.overlap_words."""
+
+    @property
+    def overlap_reason(self) -> str:
+        """What is left out of training, as a comment."""
+        if self.overlap_words == EQUAL_PROMPTS:
+            return "prompts share an instruction, so only conversations with a prompt of eval are left out"
+        return "left out of training: conversations that share so many words in a row with a prompt of eval"
 
 
 def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -88,7 +89,10 @@ def _path(file: str) -> Path:
 
 def _settings(file: str, options: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a launch file, as options of accelerate change them."""
-    content: Any = yaml.safe_load(_path(file).read_text(encoding="utf-8"))
+    try:
+        content: Any = yaml.safe_load(_path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"--launch is {file}, which is not YAML ({str(error).splitlines()[0]}); correct the file") from error
     settings = dict(content) if isinstance(content, dict) else {}
     for option, following in zip(options, [*options, ""][1:], strict=True):
         name, separator, value = option.removeprefix("--").partition("=")
@@ -141,15 +145,24 @@ def main() -> None:
     """
     from accelerate.commands.launch import launch_command as accelerate_launch
     from accelerate.commands.launch import launch_command_parser
+
+    arguments = launch_command_parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="outrider-launch-") as folder:
+        arguments.log_dir = arguments.log_dir or folder  # torch's launcher leaves its own folder behind
+        if os.environ.get("OUTRIDER_DEBUG") == "1":
+            accelerate_launch(arguments)
+            return
+        logging.disable(logging.ERROR)  # torch's launcher logs each signal that it sends
+        _launch_quietly(accelerate_launch, arguments)
+
+
+def _launch_quietly(accelerate_launch: Callable[[Any], None], arguments: Any) -> None:
+    """Launch, and turn the launcher's errors into an exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if os.environ.get("OUTRIDER_DEBUG") == "1":
-        accelerate_launch(launch_command_parser().parse_args())
-        return
-    logging.disable(logging.ERROR)  # torch's launcher logs each signal that it sends
     try:
-        accelerate_launch(launch_command_parser().parse_args())
+        accelerate_launch(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise SystemExit(_status(failure.exitcode, f"process {rank} of the launch")) from None

@@ -27,11 +27,12 @@ from ..data.shards import label_store
 from ..data.sources import PromptOverlap, require_data
 from ..data.suites import PromptSet
 from ..distill.config import DistillConfig
+from ..distill.label.features import require_features
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
-from ..eval.measure.texts import require_room
+from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
@@ -41,7 +42,7 @@ from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.losses import needs_teacher
 from ..models.drafters.objective import Objective
-from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
+from ..models.drafters.saved.build import describe_untrained_depths, require_horizon, require_memory
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
 from ..models.export.package import README_FILE
@@ -112,6 +113,8 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
+    if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
+        require_features(labels, target)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
     if as_run is None:
         _plan(config, target, folder, accelerator, context_length)
@@ -215,6 +218,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     horizon = training_labels(config).horizon
     for drafter in config.drafter_runs():
         with works_together(target, drafter.drafter.kind):
+            require_memory(drafter.drafter, target)
             fresh = build_drafter(drafter.drafter, target)
         if (other := drafter.train.missed_by) is not None:
             require_other(other, drafter.drafter_dir)
@@ -238,7 +242,7 @@ def training_labels(config: RunConfig) -> DistillConfig | Manifest:
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     overlap, examples = prompt_overlap(config), None
-    if config.distill.mode == "regenerate":
+    if config.distill.engine is not None:
         examples = regenerate(config.distill, config.data, target, folder / "answers", accelerator, overlap=overlap)
     distill(config.distill, config.data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
     accelerator.wait_for_everyone()
@@ -287,7 +291,7 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
     if path.is_file():
         try:
             earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
-        except (OSError, ValueError, YAMLError) as error:
+        except (OSError, ValueError, YAMLError, RecursionError) as error:
             raise ValueError(f"{path} is not a configuration ({error}); restore it, or delete it") from error
         if not isinstance(earlier, dict):
             raise ValueError(f"{path} is not a configuration but a {type(earlier).__name__}; restore it, or delete it")

@@ -141,7 +141,8 @@ class AnswerFinder:
         own_start = end if answer.tool_calls else len(text[:end].rstrip()) - len(own.strip())
         start = min(start, own_start)
         # 3. Some templates leave out the reasoning of each answer, the last one's too.
-        is_lost = bool(reasoning) and not (self.template.keeps_reasoning and reasoning.strip() in text[start:own_start])
+        is_kept = self.template.keeps_reasoning and (reasoning or "").strip() in text[start:own_start]
+        is_lost = bool(reasoning) and not is_kept
         if is_lost and answer.tool_calls:
             return WITHOUT_REASONING
         if is_lost or (not appends and not answer.tool_calls and prompt.rstrip().endswith(THOUGHT)):

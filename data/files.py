@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
@@ -27,9 +27,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".outrider.lock"
-PARTIAL, OLD, TEMPORARY = ".outrider-partial", ".outrider-old", ".outrider-tmp"
+PARTIAL, OLD, LOCK, TEMPORARY = ".outrider-partial", ".outrider-old", ".outrider-lock", ".outrider-tmp"
 """Endings of temporary files and folders. No other program's files have them."""
-LEFTOVER = re.compile(rf"\..+({re.escape(PARTIAL)}|{re.escape(OLD)}|{re.escape(TEMPORARY)})")
+LEFTOVER = re.compile(rf"\..+({'|'.join(map(re.escape, (PARTIAL, OLD, LOCK, TEMPORARY)))})")
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -64,33 +64,53 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     `.NAME.outrider-partial` and `.NAME.outrider-old`, which the next writer removes. Between two renames `path` is
     missing for a moment: after a kill there, `finish_replacing` completes the replacement.
 
-    Raises ValueError if `path` is a file. Also raises it if `path` is or contains the current
-    folder: a shell in that folder would lose it.
+    Raises ValueError if another process writes this folder at the moment, or if `path` is a file. Also
+    raises it if `path` is or contains the current folder: a shell in that folder would lose it.
     """
-    # 1. Check the folder, and remove leftovers of a killed process.
+    # 1. Check the folder, lock it, and remove leftovers of a killed process.
     path = path.resolve()
     if Path.cwd().is_relative_to(path):
         raise ValueError(f"{path} is or contains the current folder; change to another folder, or choose another one")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, and a folder must be written there; remove it, or choose another folder")
-    finish_replacing(path)
     partial, old = partial_directory(path), _old_directory(path)
-    for leftover in (old, partial):
+    with _sole_writer(path):
+        _clean_up_after(path)
+        # 2. Let the caller write, then swap the folders by two renames.
+        try:
+            with naming_full_disk(path, OLD_IS_KEPT):
+                partial.mkdir(parents=True)
+                yield partial
+                if path.exists():
+                    os.replace(path, old)
+                os.replace(partial, path)
+                _sync_directory(path.parent)
+        # 3. Clean up, after an error too.
+        finally:
+            _clean_up_after(path)
+
+
+def _clean_up_after(path: Path) -> None:
+    """Complete or undo the replacement of a folder. Only for its writer."""
+    finish_replacing(path)
+    for leftover in (_old_directory(path), partial_directory(path)):
         shutil.rmtree(leftover, ignore_errors=True)
-    # 2. Let the caller write, then swap the folders by two renames.
-    try:
-        with naming_full_disk(path, OLD_IS_KEPT):
-            partial.mkdir(parents=True)
-            yield partial
-            if path.exists():
-                os.replace(path, old)
-            os.replace(partial, path)
-            _sync_directory(path.parent)
-    # 3. Clean up, after an error too.
-    finally:
-        finish_replacing(path)
-        for leftover in (old, partial):
-            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _sole_writer(path: Path) -> ExitStack:
+    """Lock `path` for one writer, until the result is closed. Raises ValueError if it is locked.
+
+    The lock file beside `path` is removed at the end, so a waiting process may hold a removed one.
+    """
+    lock = path.with_name(f".{path.name}{LOCK}")
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            file = stack.enter_context(open(lock, "a"))
+            _lock(file.fileno(), path)
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                stack.callback(lock.unlink, missing_ok=True)
+                return stack.pop_all()
 
 
 def finish_replacing(path: Path) -> None:
@@ -99,10 +119,8 @@ def finish_replacing(path: Path) -> None:
     See `replacing_directory`. Does nothing if the folder exists. Readers call this before they
     report a folder as missing.
     """
-    if path.exists():
-        return
     partial, old = partial_directory(path), _old_directory(path)
-    if old.exists() and partial.exists():
+    if not path.exists() and old.exists() and partial.exists():
         os.replace(partial, path)
 
 
@@ -124,22 +142,30 @@ def locked(directory: Path) -> Iterator[None]:
     Also removes what killed processes have left in it (`remove_leftovers`). Raises ValueError if
     another process holds the lock.
     """
-    import fcntl  # missing on Windows, where everything except runs works too
-
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK_FILE, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # a file system without locks
-                yield
-                return
-            raise ValueError(
-                f"another process is at work in {directory}: wait for it, or end it (workers may outlive a killed launcher), "
-                "or choose another output directory"
-            ) from error
-        remove_leftovers(directory)
+        if _lock(file.fileno(), directory):
+            remove_leftovers(directory)
         yield
+
+
+def _lock(descriptor: int, directory: Path) -> bool:
+    """Lock an open file or folder of `directory`; False where the file system has no locks.
+
+    Raises ValueError if another process holds the lock.
+    """
+    import fcntl  # missing on Windows, where everything except runs works too
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise ValueError(
+            f"another process is at work in {directory}: wait for it, or end it (workers may outlive a killed launcher), "
+            "or choose another output directory"
+        ) from error
+    return True
 
 
 @contextmanager
@@ -165,16 +191,16 @@ def remove_leftovers(directory: Path) -> None:
     """
     for root, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if not Path(root, name, LOCK_FILE).exists()]
-        for name in [name for name in folders if LEFTOVER.fullmatch(name)]:
-            folders.remove(name)
+        leftovers = [name for name in (*folders, *files) if LEFTOVER.fullmatch(name)]
+        folders[:] = [name for name in folders if name not in leftovers]
+        for name in leftovers:
             leftover = Path(root, name)
-            if not name.endswith(TEMPORARY):
-                finish_replacing(leftover.with_name(name[1:].rpartition(".")[0]))
-            logger.info("removing %s, which a killed process has left", leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
-        for name in filter(LEFTOVER.fullmatch, files):
-            logger.info("removing %s, which a killed process has left", Path(root, name))
-            Path(root, name).unlink(missing_ok=True)
+            replaced = leftover.with_name(name[1:].rpartition(".")[0])
+            # A writer that doesn't know of this folder's lock may be at work below it.
+            with suppress(ValueError), nullcontext() if name.endswith(TEMPORARY) else _sole_writer(replaced):
+                finish_replacing(replaced)
+                logger.info("removing %s, which a killed process has left", leftover)
+                shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -239,6 +265,8 @@ def read_json(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is not a plain file; expected a JSON file. Remove it, or give another path")
     try:
         return path.read_bytes()
     except FileNotFoundError:

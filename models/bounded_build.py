@@ -6,7 +6,7 @@ hold, whatever the names of its keys.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,21 +91,28 @@ def bounded_build(path: Path | str, num_tensors: int | None, num_bytes: int | No
             if buffer_bytes > MAX_BUFFER_BYTES:
                 raise ValueError(f"{path} describes a model with more than {MAX_BUFFER_BYTES} bytes of masks; {REMEDY}")
 
+    try:
+        with each_part(count_part):
+            yield
+    except ValueError:
+        raise
+    except CANT_BE_BUILT as error:
+        raise ValueError(
+            f"{path} describes a model that can't be built ({type(error).__name__}: {error!s:.500}); {REMEDY}"
+        ) from error
+
+
+@contextmanager
+def each_part(check: Callable[[Any, str, Any], None]) -> Iterator[None]:
+    """Call `check(module, name, part)` for each module, parameter and buffer that the block builds."""
     with ExitStack() as hooks:
         for register in (
             register_module_buffer_registration_hook,
             register_module_module_registration_hook,
             register_module_parameter_registration_hook,
         ):
-            hooks.callback(register(count_part).remove)
-        try:
-            yield
-        except ValueError:
-            raise
-        except CANT_BE_BUILT as error:
-            raise ValueError(
-                f"{path} describes a model that can't be built ({type(error).__name__}: {error!s:.500}); {REMEDY}"
-            ) from error
+            hooks.callback(register(check).remove)
+        yield
 
 
 def stored_size(folder: Path) -> tuple[int | None, int | None]:

@@ -55,6 +55,14 @@ def available_memory() -> int | None:
     return min(free, default=None)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a device's memory, or None if that is unknown."""
+    if device.type == "cpu":
+        return available_memory()
+    read = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if read is None else int(read(device)[0])
+
+
 OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "MPS backend out of memory",

@@ -31,7 +31,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.eval.results import repeats
+from outrider.eval.results import figures
 
 from .tiny_models import save_tiny_target
 
@@ -55,7 +55,7 @@ def no_slow_answers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     A busy machine disturbs answers of milliseconds, and tests count what was decoded.
     """
     if "clock" not in request.fixturenames:
-        monkeypatch.setattr(repeats, "SLOW", math.inf)
+        monkeypatch.setattr(figures, "SLOW", math.inf)
 
 
 @pytest.fixture(autouse=True)

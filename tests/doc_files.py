@@ -31,6 +31,7 @@ def write_drafter_config(folder: Path) -> None:
         drafter=asdict(RedrafterConfig()),
         target=IDENTITY,
         weights_sha256="00",
+        shape_sha256="00",
     )
     write_json(folder / "config.json", asdict(saved))
 

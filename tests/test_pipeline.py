@@ -149,7 +149,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
 def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path
 ) -> None:
-    regenerate = ["stages=[distill]", "distill={mode: regenerate, temperature: 1.0, max_new_tokens: 16}"]
+    regenerate = ["stages=[distill]", "distill={engine: decoder, temperature: 1.0, max_new_tokens: 16}"]
     for name, drafter in (("plain", "null"), ("drafted", str(finished[0] / "drafter"))):
         run_here("conf=demo", *overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
     plain, drafted = (
@@ -270,7 +270,7 @@ def test_config_yaml_records_the_options_that_each_stage_ran_with(finished: tupl
     assert after.train.learning_rate != 0.5
 
 
-@pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00"])
+@pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00", "a: " + "[" * 2000])
 def test_a_damaged_configuration_is_an_error_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml is not a configuration"):

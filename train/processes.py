@@ -1,6 +1,7 @@
 """The accelerator of a training's processes, and how they start and stop together."""
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, str_to_bool
 from transformers.integrations import unset_hf_deepspeed_config
+
+logger = logging.getLogger(__name__)
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 LOOK_SECONDS = 5.0
@@ -99,7 +102,8 @@ class Sigterm:
     All processes then end after the same step.
 
     A context manager: inside the block the first signal alone ends nothing; a second Ctrl-C raises
-    KeyboardInterrupt at once. `is_interrupt` is whether the signal was Ctrl-C. The processes share
+    KeyboardInterrupt at once. The end of the block raises KeyboardInterrupt after a Ctrl-C, and
+    SystemExit after a SIGTERM, also if the signal came after the last step. The processes share
     the signal through a collective, for which the host waits for the device. So they do it where the
     host waits for another reason, and about every LOOK_SECONDS: launchers kill the processes that
     are left after half a minute.
@@ -108,7 +112,8 @@ class Sigterm:
     def __init__(self, accelerator: Accelerator, *, step: int) -> None:
         self._accelerator = accelerator
         self._come = threading.Event()
-        self.is_interrupt = False
+        self._is_interrupt = False
+        self._done = step
         self._looked_at = step, time.monotonic()
         self._next_look = step
 
@@ -122,18 +127,24 @@ class Sigterm:
     def _interrupt(self, *_: object) -> None:
         """Handle Ctrl-C: the first one stops after the step, the second one at once."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.is_interrupt = True
+        self._is_interrupt = True
         self._come.set()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if error is None and self.stops(self._done, host_waits=True):
+            if self._is_interrupt:
+                raise KeyboardInterrupt
+            logger.warning("stopped by SIGTERM after step %d; the same command resumes there", self._done)
+            raise SystemExit(SIGTERM_EXIT_CODE)
 
     def stops(self, done: int, *, host_waits: bool) -> bool:
         """Whether to stop after step `done`, equal in all processes.
 
         To be called after every step.
         """
+        self._done = done
         if self._accelerator.num_processes == 1:
             return self._come.is_set()
         if not host_waits and done < self._next_look:
@@ -141,11 +152,11 @@ class Sigterm:
         step, then = self._looked_at
         self._looked_at = done, time.monotonic()
         signal_and_seconds = torch.tensor(
-            [self._come.is_set(), (self._looked_at[1] - then) / (done - step)], dtype=torch.float32
+            [self._come.is_set(), (self._looked_at[1] - then) / max(done - step, 1)], dtype=torch.float32
         )
         num_come, seconds = self._accelerator.reduce(signal_and_seconds.to(self._accelerator.device), "sum").tolist()
         # From the sum over processes, so that all processes look after the same step.
-        self._next_look = done + max(1, int(LOOK_SECONDS * self._accelerator.num_processes / seconds))
+        self._next_look = done + max(1, int(LOOK_SECONDS * self._accelerator.num_processes / max(seconds, 1e-6)))
         return bool(num_come)
 
 

@@ -10,12 +10,11 @@ from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
 from .config import TrainConfig, with_accumulation
-from .loop import fit
+from .loop import fit, resume
 from .missed_by import require_other
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
-from .resume import resume
 from .setup import Training, set_up
 
 logger = logging.getLogger(__name__)

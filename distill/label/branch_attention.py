@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...data.bundles import Bundle, move_to
-from ...models.llm.attention_kernels import attention, has_kernel, prepare_mask
+from ...models.llm.split_attention import attention, has_kernel, prepare_mask
 
 IMPLEMENTATION = "outrider_branch"
 

@@ -15,7 +15,9 @@ from ...data.states import StoredStates, are_finite, encode_states, state_bytes
 from ...data.types import DistilledExample, Example, TopTokens
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import decoder_layers
+from ...models.machine import available_memory
 from ..config import DistillConfig
+from ..plan import plan_shards
 
 TOKEN_BYTES = 4
 """Bytes of a token's id, and of each token of its label."""
@@ -87,7 +89,7 @@ def require_features(config: DistillConfig, target: HFTarget) -> None:
 
 
 def require_space(config: DistillConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path) -> None:
-    """Raise ValueError if the shards of these examples don't fit on the disk."""
+    """Raise ValueError if the shards of these examples don't fit on the disk, or two of them in memory."""
     num_tokens = sum(len(example.input_ids) for example in examples)
     needed, free = num_bytes(config, target, examples), free_bytes(output_dir)
     if needed > free:
@@ -95,6 +97,13 @@ def require_space(config: DistillConfig, target: HFTarget, examples: Sequence[Ex
             f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "
             f"disk of {output_dir} has {free / 1e6:,.1f} MB left; store less (distill.features, feature_layers, top_logprobs), "
             "in fewer bits (distill.features_dtype), or of fewer texts, or choose another output directory"
+        )
+    shards = plan_shards(examples, config.shard_examples)
+    needed, memory = 2 * max((num_bytes(config, target, shard) for shard in shards), default=0), available_memory()
+    if memory is not None and needed > memory:
+        raise ValueError(
+            f"two shards are in memory at a time, about {needed / 1e6:,.1f} MB, and {memory / 1e6:,.1f} MB are free; store "
+            f"less (distill.features, feature_layers, top_logprobs), or lower distill.shard_examples={config.shard_examples}"
         )
 
 

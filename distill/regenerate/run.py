@@ -124,8 +124,8 @@ def load_questions(
         unread["texts or tokens that are written already, so nothing can be asked again"] += num_others
     if not asked:
         raise ValueError(
-            f"no conversation has questions; dropped: {describe_drops(unread)}. Set distill.mode=label, which reads "
-            "the texts as they are, or give conversations"
+            f"no conversation has questions; dropped: {describe_drops(unread)}. Leave "
+            "distill.engine out, and the texts are read as they are; or give conversations"
         )
     return asked, unread
 
@@ -289,6 +289,7 @@ def _answer_shards(
             # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
             if not worker.speaks:
                 continue
+            assert config.engine is not None
             stats = AnsweringStats(engine=config.engine, seconds=seconds)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)

@@ -1,11 +1,12 @@
 """Files of a run beside its records: how the records were measured, and facts about them."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.files import read_dataclass
+from ...data.files import parse_json, read_json, sha256_json, write_json
 from .names import PIPELINED
 from .records import Cell, GroupKey, digest_of
 
@@ -251,6 +252,20 @@ class Facts:
 def read_info(path: Path) -> RunInfo:
     """Read a run's `run.json`.
 
-    Raises ValueError if it is malformed.
+    Raises ValueError if it is malformed, or if it isn't the file that `write_info` wrote.
     """
-    return read_dataclass(RunInfo, path)
+    content = read_json(path)
+    digest = content.pop("sha256", None) if isinstance(content, dict) else None
+    info = parse_json(RunInfo, json.dumps(content), path)
+    if digest != sha256_json(content):
+        raise ValueError(
+            f"{path} was altered or damaged: it hasn't the sha256 that it records, so it may not describe how its answers were "
+            "measured; restore it, or evaluate into another output directory"
+        )
+    return info
+
+
+def write_info(path: Path, info: RunInfo) -> None:
+    """Write a run's `run.json`, with a digest of its content."""
+    content = json.loads(json.dumps(dataclasses.asdict(info)))  # keys as texts, as in the file
+    write_json(path, {**content, "sha256": sha256_json(content)})

@@ -234,7 +234,7 @@ def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], Lo
         return data, {**config["drafter"], **changes.get("drafter", {})}, loss
     except ValidationError as error:
         raise ValueError(f"{path}: {'; '.join(problems_of(error, 'data'))}; restore it") from error
-    except (yaml.YAMLError, UnicodeDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+    except (yaml.YAMLError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a run ({type(error).__name__}: {error}); restore it") from error
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.names import BASELINE, OOM, title_of
+from .figures import NOISY_SHARE, SLOW
 from .lossless import LOSSY
-from .repeats import NOISY_SHARE, SLOW
 from .rows import (
     Row,
     depends_on_clock,

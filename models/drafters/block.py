@@ -31,10 +31,10 @@ from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOu
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
+from .base import CachedDrafter
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
 from .branches import Branches, Masks, Slots
-from .cached_drafter import CachedDrafter
 from .corrections import Pairwise, Recurrent, lattice_search, make_correction
 from .decoder_layer import make_layer, make_rotary, rotary_options, spread_feature_layers, start_from_target
 from .labels import Labels

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ...data.types import DrafterBatch
-from ..llm.attention_kernels import attention, attention_gradient, has_kernel, prepare_mask
+from ..llm.split_attention import attention, attention_gradient, has_kernel, prepare_mask
 from ..llm.tree_attention import attend_folded, hidden_score
 
 

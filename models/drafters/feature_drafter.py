@@ -26,9 +26,9 @@ from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOu
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import CacheSnapshot, TreeCache
+from .base import CachedDrafter
 from .beams import SearchTree, pack_likeliest
 from .branches import Branches, Entries, KeysAndValues, Masks
-from .cached_drafter import CachedDrafter
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,

@@ -11,8 +11,8 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
 from ..llm.tree_cache import TreeCache
+from .base import CachedDrafter
 from .beams import SearchTree, pack_likeliest
-from .cached_drafter import CachedDrafter
 from .merged import MergedDrafter
 
 

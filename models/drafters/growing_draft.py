@@ -38,9 +38,8 @@ from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import CacheSnapshot, TreeCache
 from .beams import SearchTree
 from .calibration import Prior, ScoreCalibration
-from .candidates import Nodes, tree_of
+from .candidates import Nodes, add_children, learn, likeliest_children, tree_of
 from .options import DraftModelConfig
-from .scored_tree import add_children, learn, likeliest_children
 
 MAX_READS = 8
 """Most nodes that a draft pass reads. So few take about the time of one: reading the weights."""

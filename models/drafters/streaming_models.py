@@ -21,10 +21,10 @@ from ..decoding.growing_tree import UNREAD, GrowingTree
 from ..decoding.protocols import State, StreamingDrafter
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from .calibration import ScoreCalibration
+from .candidates import Children, add_children, learn, likeliest_children
 from .draft_model import DraftModel
 from .growing_draft import MAX_READS, GrowingDraft, GrowingSearch
 from .redrafter import Redrafter
-from .scored_tree import Children, add_children, learn, likeliest_children
 
 LEAST_PROB = 0.01
 """Less likely nodes aren't read: they are hardly ever sent to the target."""

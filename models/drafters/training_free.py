@@ -258,9 +258,9 @@ def read_references(paths: Sequence[str], target: HFTarget) -> list[list[int]]:
         remedy = "`references` are UTF-8 text files with tokens of the target's vocabulary; correct the list or the file"
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokens = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except (OSError, ValueError) as error:
             raise ValueError(f"the reference {path} can't be read ({error}); {remedy}") from error
-        tokens = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise ValueError(f"the reference {path} has no tokens; {remedy}")
         if max(tokens) >= target.vocab_size:

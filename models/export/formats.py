@@ -8,6 +8,7 @@ get their defaults.
 """
 
 import io
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ...data.files import atomic_write_bytes, read_dataclass, write_json
+from ...data.files import LEFTOVER, atomic_write_bytes, read_dataclass, replacing_directory, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
@@ -129,15 +130,16 @@ def write_folder(
         measured={name: drafter.get_buffer(name).tolist() for name in sorted(format.measured)},
     )
 
-    # 2. Write the note first and the configuration last.
-    directory.mkdir(parents=True, exist_ok=True)
-    # The note marks the folder as our export, so that an interrupted export can be repeated. The
-    # configuration marks the export as complete.
-    (directory / CONFIG_FILE).unlink(missing_ok=True)
-    write_json(directory / NOTE_FILE, asdict(note))
-    atomic_write_bytes(directory / layout.file, _packed(tensors, layout.file))
-    layout.write_more(directory)
-    write_json(directory / CONFIG_FILE, {**layout.config, "torch_dtype": _dtype_name(tensors)})
+    # 2. Replace an earlier export; files that it doesn't have, such as a user's README.md, are kept.
+    with replacing_directory(directory) as folder:
+        require_own_folder(directory, format.name)  # another process may have written it since
+        write_json(folder / NOTE_FILE, asdict(note))
+        atomic_write_bytes(folder / layout.file, _packed(tensors, layout.file))
+        layout.write_more(folder)
+        write_json(folder / CONFIG_FILE, {**layout.config, "torch_dtype": _dtype_name(tensors)})
+        for other in directory.iterdir() if directory.is_dir() else ():
+            if not (folder / other.name).exists() and not LEFTOVER.fullmatch(other.name):
+                shutil.copytree(other, folder / other.name) if other.is_dir() else shutil.copy(other, folder)
 
 
 def _packed(tensors: Tensors, file: str) -> bytes:

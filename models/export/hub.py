@@ -97,9 +97,9 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
     Returns the commit. Raises ValueError for an output folder that isn't empty, and if the
     repository holds no drafter or can't be read.
     """
-    require_new(output)
     patterns = [*ALLOWED, "*.safetensors", *(f"{FOLDER}/{name}" for name in ("*.py", LICENCE_FILE, REQUIREMENTS_FILE))]
     with telling_hub_errors(repo, revision), replacing_directory(output) as folder:
+        require_new(output)
         commit = HfApi().model_info(repo, revision=revision).sha
         assert commit is not None
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"])

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from ...data.files import atomic_write_text, finish_replacing, read_dataclass, replacing_directory, write_json
 from ..drafters.calibration import CALIBRATION_FILE, read_prior
+from ..drafters.saved.build import require_unaltered
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
     CONFIG_FILE,
@@ -31,7 +32,6 @@ from ..drafters.saved.folder import (
     count_tensors,
     read_drafter_config,
     read_training_facts,
-    require_recorded_weights,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
@@ -79,12 +79,14 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
         saved = read_drafter_config(drafter)
         read_training_facts(drafter)
         count_tensors(drafter / WEIGHTS_FILE)
+        require_unaltered(drafter)
         read_prior(drafter, saved.target)
     if certificate is not None:
         read_certificate(certificate)
 
     # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
+        require_new(output)  # another process may have written it since
         for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE):
             if drafter is not None and (drafter / file).is_file():
                 shutil.copyfile(drafter / file, folder / file)
@@ -185,7 +187,7 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
     try:
         packaged_parts(folder)
         if CONFIG_FILE in files:
-            require_recorded_weights(folder)
+            require_unaltered(folder)
             read_training_facts(folder)
     except ValueError as error:
         raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error

@@ -188,8 +188,12 @@ class HFTarget(FrozenModel):
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the target's context window of "
                 f"{self.context_length} tokens; shorten the prompt"
             )
-        if int(prompts.input_ids.max()) >= self.vocab_size or int(prompts.input_ids.min()) < 0:
-            raise ValueError(f"a prompt has token ids beyond the target's {self.vocab_size}: is it another tokenizer's?")
+        ids = prompts.input_ids
+        if (wrong := ids[(ids < 0) | (ids >= self.vocab_size)]).numel():
+            raise ValueError(
+                f"a prompt has the token id {int(wrong[0])}, and the target only those from 0 to {self.vocab_size - 1}: is it "
+                "another tokenizer's?"
+            )
         # 2. Check the model once: its configuration, then a probe with a small tree.
         if not self._trees.kinds:
             self._trees.require_trees()

@@ -12,27 +12,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ...data.hub import use_hub, why_offline
 from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
-from ..bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
+from ..bounded_build import CANT_BE_BUILT, require_possible_numbers
 from ..machine import parse_device, turn_off_cudnn_attention
-from .config import TargetConfig
+from .config import TargetConfig, describe, make_config, require_packages, stored_method
 from .device_map import devices_of_layers, resolve
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
-from .quantization import describe, make_config, require_packages, stored_method
+from .own_tokenizer import require_own_tokenizer
+from .pretrained import load_pretrained, loading_errors
 from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
-from .streamed_loading import build_without_weights, loading_errors, place_weights, require_complete, stored_weights
+from .streamed_loading import build_without_weights, place_weights, stored_weights
 from .tensor_parallel import make_sharding, require_whole_ends
+from .weight_files import shards_without_index
 from .weight_stream import WeightStream
 
 logger = logging.getLogger(__name__)
-
-MIN_TOKENIZER_SHARE = 0.9
-"""Smallest share of the model's vocabulary that its tokenizer covers.
-
-Models pad their vocabulary to round numbers, which adds a few percent at most.
-"""
-
 
 TOKENIZER_PATTERNS = ("tokenizer.json", "*.model", "*vocab*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 """File names of tokenizers. For a directory without them, transformers builds an empty tokenizer."""
@@ -74,7 +69,7 @@ def load_target(
     turn_off_cudnn_attention(target.device)
     # 3. Check that the tokenizer belongs to the model.
     if tokenizer is not None:
-        _check_stop_tokens(target)
+        require_own_tokenizer(tokenizer, target.identity.name, target.vocab_size, target.stop_ids)
     return target
 
 
@@ -125,16 +120,7 @@ def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarg
 def _identify(
     config: TargetConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights_sha256: str
 ) -> TargetIdentity:
-    """Return the digests of the target: labels and checkpoints record them.
-
-    Raises ValueError for another model's tokenizer.
-    """
-    vocab_size = model.config.get_text_config().vocab_size
-    if tokenizer is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
-            "this is another model's tokenizer: put the right tokenizer files into the directory"
-        )
+    """Return the digests of the target: labels and checkpoints record them."""
     return TargetIdentity(
         name=_public_name(config.name_or_path),
         revision=config.revision,
@@ -143,7 +129,7 @@ def _identify(
         quantization=describe(config.quantization),
         tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
-        vocab_size=vocab_size,
+        vocab_size=model.config.get_text_config().vocab_size,
     )
 
 
@@ -197,35 +183,10 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _check_stop_tokens(target: HFTarget) -> None:
-    """Raise ValueError for a tokenizer of another model; warn if its end token differs.
-
-    A tokenizer with fewer tokens than the model is common, because vocabularies are padded.
-    """
-    end, stops, num_tokens = target.tokenizer.eos_token_id, target.stop_ids, len(target.tokenizer)
-    if any(stop >= num_tokens for stop in stops):
-        raise ValueError(
-            f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
-            f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
-        )
-    if num_tokens < MIN_TOKENIZER_SHARE * target.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {target.identity.name} has {num_tokens} tokens and the model {target.vocab_size}, far more than "
-            "padding explains: this is another model's tokenizer; put the right tokenizer files into the directory"
-        )
-    if stops and end is not None and end not in stops:
-        logger.warning(
-            "the tokenizer's end token is %d, but answers of the model %s end with %s; "
-            "are these the tokenizer files of this model?",
-            end,
-            target.identity.name,
-            stops,
-        )
-
-
 def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bool) -> PreTrainedModel:
     # 1. Decide how to load: quantised weights go straight to their device, since some can't be
     # moved.
+    called = f"the target {config.name_or_path!r}"
     dtype = "auto" if config.dtype is None or config.dtype == "auto" else getattr(torch, config.dtype)
     stored = stored_method(config.name_or_path)
     if stored is not None:
@@ -236,25 +197,22 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if placement or stored:
         placement["device_map"] = {"": device}
     if config.device_map is not None:
-        with loading_errors(config.name_or_path):
+        with loading_errors(called):
             empty = _build_empty(config)
         placement["device_map"] = resolve(config.device_map, empty)
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
-    with loading_errors(config.name_or_path), bounded_build(config.name_or_path, *stored_size(Path(config.name_or_path))):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.name_or_path,
-            revision=config.revision,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True if safetensors_only else None,
-            output_loading_info=True,
-            **placement,
-        )
-    model: PreTrainedModel = loaded[0]
-    require_complete(config.name_or_path, sorted(loaded[1]["missing_keys"]))
+    model = load_pretrained(
+        config.name_or_path,
+        called,
+        revision=config.revision,
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True if safetensors_only else None,
+        **placement,
+    )
     if config.tensor_parallel:
         require_whole_ends(model)
     if not placement:
@@ -298,6 +256,7 @@ def _check_directory(name_or_path: str) -> None:
     require_possible_numbers(config, directory / "config.json")
     if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
+    shards_without_index(directory)
 
 
 def _public_name(name_or_path: str) -> str:

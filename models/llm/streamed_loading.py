@@ -8,25 +8,24 @@ the target reads all files once more (`identity`).
 """
 
 import logging
-import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ..bounded_build import CANT_BE_BUILT, bounded_build
+from ..bounded_build import bounded_build
 from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
-from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, read_folder, read_header
+from .pretrained import loading_errors, record_tie, require_complete
+from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
@@ -94,35 +93,16 @@ class Skeleton:
         return [(names[id(unit)], unit) for unit in units]
 
 
-@contextmanager
-def loading_errors(name_or_path: str) -> Iterator[None]:
-    """Raise errors of the libraries in the block as ValueErrors that name the target."""
-    try:
-        yield
-    except (OSError, ImportError, SafetensorError, pickle.UnpicklingError, *CANT_BE_BUILT) as error:
-        raise ValueError(
-            f"the target {name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
-            "is the download complete?"
-        ) from error
-
-
-def require_complete(name_or_path: str, missing: Sequence[str]) -> None:
-    """Raise ValueError if weights are missing: transformers would initialise them at random."""
-    if missing:
-        raise ValueError(
-            f"the weights of {name_or_path!r} lack {len(missing)} tensors that the model needs "
-            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
-        )
-
-
 def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
     """Build the model with a stand-in for each stored tensor.
 
     Raises ValueError for stored weights that are quantised or incomplete.
     """
-    with loading_errors(config.name_or_path):
+    called = f"the target {config.name_or_path!r}"
+    with loading_errors(called):
         skeleton = _build(config, stored)
-    require_complete(config.name_or_path, skeleton.missing)
+    require_complete(called, skeleton.missing)
+    record_tie(skeleton.model)
     return skeleton
 
 
@@ -139,9 +119,15 @@ def _build(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton
     options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
     with bounded_build(config.name_or_path, len(stored)), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code, **options)
-    # 2. The model with stand-ins.
+    # 2. The model with stand-ins. transformers ties a stored head to stored embeddings only if their
+    # values are equal, so the stand-ins of such tensors are equal where the tensors are.
+    tied_shapes = {empty.get_parameter(name).shape for name in empty.all_tied_weights_keys}
+    tied = [tensor for tensor in stored.values() if tensor.shape in tied_shapes]
+    values = first_equal(tied) if len(tied) > 1 else {}
     stand_ins = {
-        name: torch.zeros((), dtype=options["dtype"] if tensor.dtype.is_floating_point else tensor.dtype).expand(tensor.shape)
+        name: torch.tensor(
+            values.get(name, 0), dtype=options["dtype"] if tensor.dtype.is_floating_point else tensor.dtype
+        ).expand(tensor.shape)
         for name, tensor in stored.items()
     }
     model, info = type(empty).from_pretrained(None, config=described, state_dict=stand_ins, output_loading_info=True, **options)
@@ -313,5 +299,6 @@ def _dtype(config: TargetConfig, described: Any, stored: Mapping[str, StoredTens
     if config.dtype is not None and config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
-    dtypes = [described.dtype, *(tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point)]
+    in_order = sorted(stored.values(), key=lambda tensor: (tensor.path, tensor.name))
+    dtypes = [described.dtype, *(tensor.dtype for tensor in in_order if tensor.dtype.is_floating_point)]
     return next(dtype for dtype in dtypes if dtype is not None)

@@ -5,16 +5,24 @@ Nothing promises that tensors begin at addresses of their type, or in the header
 """
 
 import json
+import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from ...data.files import drop_from_cache
+
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SHARD, SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors"), "model-{:05d}-of-{:05d}.safetensors"
+"""Names of the files of weights in several files."""
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
 DTYPES = {
@@ -85,21 +93,61 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model's folder by name.
 
     Like transformers, it prefers a single file, and takes a tensor from the last file that has it.
-    Raises ValueError if there are no safetensors files, or if a file is damaged.
+    Raises ValueError if there are no safetensors files, or if a file is missing or damaged.
     """
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
         index = _read_index(folder / INDEX_FILE)
         files = {folder / name for name in index.values()}
-        tensors = {name: tensor for path in sorted(files) for name, tensor in read_header(path).items()}
+        tensors = _read_headers(files)
         if missing := sorted(index.keys() - tensors.keys()):
             raise ValueError(f"{folder / INDEX_FILE} names {missing[0]}, which its file lacks: complete the download")
         return tensors
+    if shards := shards_without_index(folder):
+        return _read_headers(shards)
     raise ValueError(
         f"{folder} has no safetensors files, and only such weights can be read in parts (target.memory_budget_gib, "
         "target.stage_layers); convert them where the model fits into memory: from_pretrained(...), then save_pretrained(...)"
     )
+
+
+def _read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    return {name: tensor for path in sorted(paths) for name, tensor in read_header(path).items()}
+
+
+def shards_without_index(folder: Path) -> list[Path]:
+    """Return the shards of a folder that lacks their index; none if it has an index or a single file.
+
+    The headers of the shards have all that an index has. Raises ValueError if a shard is missing.
+    """
+    if (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        return []
+    numbers = {(int(match[2]), int(match[1])) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))}
+    shards = [folder / SHARD_NAME.format(number, total) for total, _ in numbers for number in range(1, total + 1)]
+    if missing := sorted(path.name for path in {*shards} if not path.is_file()):
+        raise ValueError(
+            f"{folder} has no {INDEX_FILE}, and {missing[0]} is missing beside its other shards: complete the download"
+        )
+    return sorted({*shards})
+
+
+@contextmanager
+def with_index(name_or_path: str) -> Iterator[str]:
+    """Return a folder that transformers can load, which needs an index of the shards.
+
+    Without one, this is a folder of links to the files, beside an index made from their headers.
+    """
+    shards = shards_without_index(Path(name_or_path)) if Path(name_or_path).is_dir() else []
+    if not shards:
+        yield name_or_path
+        return
+    with TemporaryDirectory(prefix="outrider-") as folder:
+        for path in Path(name_or_path).iterdir():
+            (Path(folder) / path.name).symlink_to(path.resolve())
+        index = {name: tensor.path.name for name, tensor in _read_headers(shards).items()}
+        (Path(folder) / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        yield folder
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -141,6 +189,22 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if end > size:
             raise _damaged(path, f"{tensor.name} ends at byte {end}, and the file has {size}")
     return {tensor.name: tensor for tensor in tensors}
+
+
+def first_equal(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """Number tensors so that those of equal values have equal numbers. The values are read."""
+    numbers: dict[bytes, int] = {}
+    return {tensor.name: numbers.setdefault(_content_digest(tensor), len(numbers)) for tensor in tensors}
+
+
+def _content_digest(tensor: StoredTensor) -> bytes:
+    digest = sha256(str(tensor.dtype).encode())
+    with tensor.path.open("rb") as file:
+        for start in range(tensor.offset, tensor.end, WINDOW_BYTES):
+            file.seek(start)
+            digest.update(file.read(min(WINDOW_BYTES, tensor.end - start)))
+            drop_from_cache(tensor.path, start, WINDOW_BYTES)
+    return digest.digest()
 
 
 def _stored(path: Path, name: str, entry: Any, data: int) -> StoredTensor:

@@ -69,6 +69,7 @@ def trained(tmp_path: Path) -> Path:
         drafter=asdict(MedusaConfig(num_heads=3, num_layers=2)),
         target=IDENTITY,
         weights_sha256="00",
+        shape_sha256="00",
     )
     write_json(tmp_path / "drafter" / "config.json", asdict(saved))
     return tmp_path / "drafter"

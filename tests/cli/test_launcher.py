@@ -35,12 +35,18 @@ with user_errors():
 def test_an_error_of_launched_processes_is_printed_once(what: str, message: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = launch.launch_command("pipeline_cpu", ["--main_process_port", "0"], ["script", what])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+    }
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert result.stderr.count(message) == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) <= 2
     assert result.returncode == status
+    assert not [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"]
 
 
 @pytest.mark.parametrize(("local_rank", "waits"), [(None, False), ("0", False), ("2", True)])

@@ -22,6 +22,7 @@ from outrider.data.files import (
     parse_json,
     read_dataclass,
     read_json,
+    remove_leftovers,
     replacing,
     replacing_directory,
     sha256_file,
@@ -185,6 +186,18 @@ def test_after_a_kill_the_next_write_leaves_one_complete_folder(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_of_two_writers_of_a_folder_one_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with locked(tmp_path):
+        with replacing_directory(path) as folder:
+            (folder / "a").write_text("new")
+            with pytest.raises(ValueError, match="another process is at work in .*folder"):
+                replace_folder(path, OLD)
+            remove_leftovers(tmp_path)  # by a process that starts in the folder around it
+        assert contents(path) == NEW
+        assert {file.name for file in tmp_path.iterdir()} == {"folder", LOCK_FILE}
+
+
 def test_json_is_read_back_and_its_folder_created(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
     write_json(path, {"name": "ü", "values": [1, 2.5, None]})
@@ -198,13 +211,24 @@ def test_nan_is_not_written_to_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+PIPE = b"a named pipe"
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "does not exist"), (b"", "not a JSON file"), (b'{"a": 1', "not a JSON"), (b"\xff", "not a JSON")],
+    [
+        (None, "does not exist"),
+        (PIPE, "not a plain file"),
+        (b"", "not a JSON file"),
+        (b'{"a": 1', "not a JSON"),
+        (b"\xff", "not a JSON"),
+    ],
 )
 def test_a_missing_or_broken_json_file_is_named(content: bytes | None, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
-    if content is not None:
+    if content == PIPE:
+        os.mkfifo(path)
+    elif content is not None:
         path.write_bytes(content)
     for read in (read_json, partial(read_dataclass, Inner)):
         with pytest.raises(ValueError, match=f"manifest.json {problem}|manifest.json is {problem}"):
@@ -278,6 +302,7 @@ def test_the_next_holder_of_the_lock_removes_only_what_killed_processes_of_its_r
         "train/checkpoints/.step-00000003.outrider-partial/state.pt",
         "train/.best.outrider-old/best.json",
         ".package.ab12_x.outrider-tmp/new/README.md",
+        ".package.outrider-lock",
     ):
         make(tmp_path / name)
     make(tmp_path / "train/best/best.json")

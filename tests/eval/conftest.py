@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.data.files import sha256_json, write_json
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Facts, Roofline, RunInfo
 from outrider.eval.results.lossless import Mismatch
@@ -31,6 +32,12 @@ ENVIRONMENT = Environment(
     linears={},
 )
 ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, cache_bytes=None, streamed=False)
+
+
+def forge_info(folder: Path, info: dict[str, Any]) -> None:
+    """Write another `run.json`, with its digest."""
+    content = {name: value for name, value in info.items() if name != "sha256"}
+    write_json(folder / "run.json", {**content, "sha256": sha256_json(content)})
 
 
 LABELS = {"baseline": "plain decoding", "redrafter": "ReDrafter", "medusa": "Medusa"}

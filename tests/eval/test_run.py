@@ -19,8 +19,7 @@ from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
-from outrider.eval.measure.plan import evenly_spaced
-from outrider.eval.measure.texts import answer_seed
+from outrider.eval.measure.plan import answer_seed, evenly_spaced
 from outrider.eval.measure.timing import Generation
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info
@@ -37,6 +36,8 @@ from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
+
+from .conftest import forge_info
 
 NEW_TOKENS = 8
 NUM_TURNS = 4  # The second prompt doesn't fit.
@@ -218,7 +219,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
     information = json.loads((tmp_path / "run.json").read_text())
     digest = read_info(tmp_path / "run.json").environment.digest
     information["environment"]["cpu"] = "another"
-    (tmp_path / "run.json").write_text(json.dumps(information))
+    forge_info(tmp_path, information)
     with pytest.raises(
         ValueError, match=rf"records.jsonl holds records of another evaluation: .* environment_digest '{digest}'"
     ):

@@ -14,9 +14,8 @@ from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, gener
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.branches import Entries, attend_densely
 from outrider.models.llm import split_attention, tree_reader
-from outrider.models.llm.attention_kernels import has_kernel
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.split_attention import MAX_PARTS, split_mask
+from outrider.models.llm.split_attention import MAX_PARTS, has_kernel, split_mask
 from outrider.models.llm.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
 
 # A selected backend that rejects its inputs gives the reasons in warnings.

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.shards import label_store
-from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Loss, Objective
@@ -123,18 +122,6 @@ def test_a_longer_horizon_changes_nothing_if_only_one_depth_is_trained(
         logged.append([line[key] for line in lines for key in ("loss", "grad_norm", "validation_loss") if key in line])
     assert len(logged[0]) == 2 * TRAIN["steps"] + 1
     assert logged[0] == pytest.approx(logged[1], rel=1e-4)
-
-
-def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
-    run_train: RunTrain, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
-) -> None:
-    stored = []
-    for example in examples:
-        ids = example.example.input_ids[None]
-        states = target.hidden_states(ids)[0][0]
-        stored.append(replace(example, hidden_states=StoredStates(values=states)))
-    directory = write_shards(tmp_path / "shards", target.identity, stored)
-    assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 
 
 @pytest.mark.slow
@@ -299,6 +286,19 @@ def test_ctrl_c_writes_a_checkpoint_and_a_second_one_stops_at_once(run_train: Ru
         assert complete_checkpoints(tmp_path / "twice/train/checkpoints") == []
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_after_the_last_step_ends_the_run_too(
+    number: signal.Signals, error: type[BaseException], run_train: RunTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Progress, "__exit__", lambda *_: os.kill(os.getpid(), number))
+        with pytest.raises(error):
+            run_train(checkpoint_every=100)
+    assert [path.name for path in complete_checkpoints(tmp_path / "run/train/checkpoints")] == ["step-00000006"]
+    assert not (tmp_path / "run/drafter").exists()
+    assert weights(run_train(checkpoint_every=100))
 
 
 def test_calibration_gets_the_last_tenth_of_steps_in_any_case(run_train: RunTrain, spy: Any) -> None:

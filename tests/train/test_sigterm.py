@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_processes_synchronize_every_few_seconds(clock: Any, seconds: float, num
 
 def test_a_signal_to_the_other_process_stops_this_one_within_seconds(clock: Any) -> None:
     accelerator = OneOfTwo()
-    with Sigterm(accelerator, step=0) as sigterm:
+    with suppress(SystemExit), Sigterm(accelerator, step=0) as sigterm:
         for done in range(1, 50):
             clock.now += 2.0
             accelerator.other_come = float(done > 10)
@@ -66,7 +67,7 @@ def test_a_signal_to_the_other_process_stops_this_one_within_seconds(clock: Any)
 
 def test_a_record_is_used_to_synchronize(clock: Any) -> None:
     accelerator = OneOfTwo()
-    with Sigterm(accelerator, step=0) as sigterm:
+    with suppress(SystemExit), Sigterm(accelerator, step=0) as sigterm:
         clock.now += 0.001
         assert not sigterm.stops(1, host_waits=False)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -37,7 +38,8 @@ NO_KEY = "none"
 DEFAULT_IN_FLIGHT = 64
 MAX_RETRIES = 20
 """Retries of the client, which waits up to 8 s between them: a server has two minutes to come
-back."""
+back. If the server asks for a pause (Retry-After), the client waits so long, and it gives up at once
+if the pause is longer than two minutes."""
 CONNECT_SECONDS, LIST_SECONDS, ANSWER_SECONDS = 10.0, 180.0, 1800.0
 """Timeouts of a connection, of the list of models and of an answer, the last two with all retries. An
 answer may wait long in the server's queue. A server that sends a byte now and then must not hold the
@@ -122,10 +124,14 @@ class CompletionsServer:
                 f"{self.url}{path} gave no complete reply within {seconds:.0f} s, with all retries. {RESUME}"
             ) from None
         except APIConnectionError as error:
+            num_tries = _num_tries(error)
             problem = f"can't be reached ({type(error.__cause__).__name__}: {_shown(str(error.__cause__))})"
         except APIStatusError as error:
+            num_tries = _num_tries(error)
             location = error.response.headers.get("location", "")  # redirects aren't followed
             problem = f"answers {error.status_code}: {_shown(location or error.response.text)}"
+            if (pause := error.response.headers.get("retry-after")) is not None:
+                problem += f" (Retry-After: {_shown(pause)}; a pause of more than two minutes is not waited for)"
             if error.status_code not in RETRIED_STATUS:
                 raise ValueError(
                     f"{self.url}{path} rejects the request; it {problem}. Check distill.base_url, "
@@ -138,8 +144,9 @@ class CompletionsServer:
                 f"{'.'.join(map(str, fault['loc'])) or 'the reply'}: {fault['msg']}; is distill.base_url the address of a "
                 "completions server?"
             ) from None
-        # 2. The retries are used up.
-        raise ConnectionError(f"{self.url}{path} failed {MAX_RETRIES + 1} times; at last it {problem}. {RESUME}")
+        # 2. The client has given up.
+        times = "once; it" if num_tries == 1 else f"{num_tries} times; at last it"
+        raise ConnectionError(f"{self.url}{path} failed {times} {problem}. {RESUME}")
 
     async def close(self) -> None:
         """Cancel the remaining requests, and close their connections."""
@@ -239,7 +246,7 @@ def find_model(server: CompletionsServer, target_name: str) -> str:
     return served[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenAIEngine:
     """Engine that sends requests to a server, at most `max_in_flight` at a time.
 
@@ -304,6 +311,11 @@ class OpenAIEngine:
         (choice,) = completion.choices
         tokens = self._tokens(choice, max_tokens)
         is_cut = choice.finish_reason == "length"
+        end = next((index for index, token in enumerate(tokens) if token in self.stop_ids), None)
+        if end is not None:
+            if tokens[end + 1 :]:
+                self._log_once("%s writes on after a stop token: its answers are cut there, where the target ends them", url)
+            tokens, is_cut = tokens[: end + 1], False
         if not is_cut and not (tokens and tokens[-1] in self.stop_ids):
             tokens.append(self._stop_token(choice))
         if not all(0 <= token < self.vocab_size for token in tokens):
@@ -325,16 +337,22 @@ class OpenAIEngine:
             "(vLLM 0.10.2 and later send ids)",
             url,
         )
-        tokens = list(self.tokenizer(choice.text or "", add_special_tokens=False, verbose=False).input_ids)
+        # No token has more characters than the longest one. So the rest of a longer text would be cut anyway.
+        text = (choice.text or "")[: (max_tokens + 1) * self._longest_token]
+        tokens = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         if len(tokens) > max_tokens:
             self._log_once(
-                "%s answers with a text of %d tokens, more than max_tokens=%d: such answers are cut there. Either "
+                "%s answers with a text of more tokens than max_tokens=%d: such answers are cut there. Either "
                 "the text has more tokens than the model wrote, or the server ignores that limit",
                 url,
-                len(tokens),
                 max_tokens,
             )
         return tokens
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Number of characters of the tokenizer's longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _log_once(self, message: str, *args: object) -> None:
         if message not in self._logged:
@@ -345,6 +363,11 @@ class OpenAIEngine:
         """Return the token that ended the answer: the server's, tokenizer's, or any stop token."""
         candidates = (choice.stop_reason, self.tokenizer.eos_token_id)
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
+
+
+def _num_tries(error: Any) -> int:
+    """Return how often the client has sent a request that failed, by the header that it adds."""
+    return 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
 
 
 def _shown(text: str) -> str:

@@ -1,5 +1,6 @@
 """Building of drafters from a specification, with fresh or trained weights."""
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -8,13 +9,16 @@ from typing import Any
 
 import torch
 
-from ....data.files import sha256_file
+from ....data.files import sha256_file, sha256_json
 from ....data.manifest import TargetIdentity
-from ...bounded_build import bounded_build, require_possible_numbers
+from ...bounded_build import MAX_PARTS, bounded_build, each_part, require_possible_numbers
 from ...llm.hf_target import HFTarget
+from ...machine import free_memory
 from ..base import TrainableDrafter
+from ..options import DraftModelConfig
 from ..registry import DRAFTERS, DrafterSpec
 from ..shared_options import START_FROM
+from ..small_models import smaller_architecture
 from .download import resolve_drafter
 from .folder import (
     CONFIG_FILE,
@@ -27,6 +31,10 @@ from .folder import (
 )
 
 logger = logging.getLogger(__name__)
+
+TRAINING_BYTES = 8
+"""Least bytes for each parameter of a training: weights and gradients in float32. The optimizer's
+state may be divided among processes."""
 
 
 def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
@@ -59,6 +67,40 @@ def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
     return drafter_of_weights(spec, spec.start_from, target).to(target.device)
 
 
+def require_memory(spec: DrafterSpec, target: HFTarget) -> None:
+    """Raise ValueError if the free memory can't hold the training of a drafter with fresh weights.
+
+    The drafter is built on the meta device, so absurd sizes take no memory, and absurd numbers of
+    layers little time.
+    """
+    options = asdict(spec.config)
+    if spec.start_from is not None or options.get("path") is not None:
+        return  # its files are there
+    config = replace(spec.config, **{name: "random" for name in ("init", "head_init") if name in options})
+    if isinstance(config, DraftModelConfig) and config.architecture is None:
+        config = replace(config, architecture=smaller_architecture(config, target))
+    num_parts = num_parameters = 0
+    free = free_memory(target.device)
+
+    def count_part(module: Any, name: str, part: Any) -> None:
+        nonlocal num_parts, num_parameters
+        num_parts += 1
+        num_parameters += part.numel() if isinstance(part, torch.nn.Parameter) else 0
+        needed = TRAINING_BYTES * num_parameters
+        if num_parts > MAX_PARTS or (free is not None and needed > free):
+            counts = {name: value for name, value in options.items() if type(value) is int}
+            largest = max(counts, key=lambda name: counts[name], default="kind")
+            raise ValueError(
+                f"the drafter has more than {num_parameters:,} parameters in {num_parts:,} parts, whose training takes more "
+                f"than {needed / 1e9:,.1f} GB ({TRAINING_BYTES} bytes each), and {target.device} has "
+                f"{'an unknown amount of' if free is None else f'{free / 1e9:,.1f} GB of'} free memory; its largest option is "
+                f"drafter.{largest}={options.get(largest, spec.kind)}: lower it, or another one"
+            )
+
+    with each_part(count_part), torch.device("meta"):
+        DRAFTERS[spec.kind].for_target(config, target)
+
+
 def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> TrainableDrafter:
     """Build a drafter of this configuration with a folder's weights, in float32 on the CPU.
 
@@ -77,8 +119,31 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    require_recorded_weights(folder)  # last: the other checks describe damage better
+    require_unaltered(folder)  # last: the other checks describe damage better
     return drafter
+
+
+def shape_digest(kind: str, options: Mapping[str, Any], target: TargetIdentity) -> str:
+    """Return a digest of a drafter's kind, its target, and all options but those of drafting."""
+    runtime = DRAFTERS[kind].Config.RUNTIME_FIELDS
+    shape = {name: value for name, value in options.items() if name not in runtime}
+    return sha256_json(json.loads(json.dumps([kind, shape, target.facts()])))  # keys as texts, as in a file
+
+
+def require_unaltered(folder: Path) -> None:
+    """Raise ValueError if a drafter's files aren't those that were saved together.
+
+    Needs no target. Options of drafting may have changed, to values that the kind allows.
+    """
+    saved = read_drafter_config(folder)
+    saved_spec(saved)
+    if shape_digest(saved.kind, saved.drafter, saved.target) != saved.shape_sha256:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} was altered: its kind, its target, or an option that decides the shape of the weights is "
+            "not the one that was saved. Copy or download it again, or run the training's command again, which writes it from "
+            "the last checkpoint"
+        )
+    require_recorded_weights(folder)
 
 
 def shapes_of(kind: str, config: Any, target: HFTarget, path: Path, num_tensors: int) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from ....data.files import finish_replacing, read_dataclass, read_json, sha256_f
 from ....data.manifest import TargetIdentity
 from ....data.paths import MODEL_PREFIX
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MERGE_FILE = "merge.json"
 """File of a package, with the names of the training-free drafters that belong to it."""
@@ -39,6 +39,8 @@ class DrafterFile:
     target: TargetIdentity
     weights_sha256: str
     """Digest of `model.safetensors`."""
+    shape_sha256: str
+    """Digest of all that decides which weights there are: see `shape_digest`."""
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:

@@ -25,7 +25,7 @@ from ..calibration import read_prior
 from ..merged import MergedDrafter
 from ..registry import kind_of, make_training_free
 from ..training_free import TrainingFreeDrafter
-from .build import drafter_of_weights, saved_spec
+from .build import drafter_of_weights, saved_spec, shape_digest
 from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from .model_folder import load_model
 from .parts import MERGE, DrafterPart, DrafterParts, parse_drafter_name
@@ -45,12 +45,14 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     data = safetensors.torch.save(tensors)
     atomic_write_bytes(directory / WEIGHTS_FILE, data)
+    kind, options = kind_of(drafter), asdict(drafter.config)
     config = DrafterFile(
         format_version=FORMAT_VERSION,
-        kind=kind_of(drafter),
-        drafter=asdict(drafter.config),
+        kind=kind,
+        drafter=options,
         target=target,
         weights_sha256=hashlib.sha256(data).hexdigest(),
+        shape_sha256=shape_digest(kind, options, target),
     )
     write_json(directory / CONFIG_FILE, asdict(config))
 

@@ -7,16 +7,16 @@ folder is only read: tuned settings and calibrations aren't written into it.
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from ....data.files import read_json
-from ...bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers, stored_size
+from ...bounded_build import CANT_BE_BUILT, require_possible_numbers
 from ...llm.hf_target import HFTarget
 from ...llm.identity import tokenizer_digest
+from ...llm.pretrained import load_pretrained
 from ..draft_model import DraftModel
 from ..registry import DrafterSpec
-from ..small_models import architecture_in, require_same_tokenizer, require_same_vocabulary
+from ..small_models import architecture_in, fit_vocabulary, require_common_vocabulary, require_same_tokenizer
 from .folder import CONFIG_FILE
 
 
@@ -28,11 +28,6 @@ def model_spec(folder: Path) -> DrafterSpec:
     return DrafterSpec.of("draft_model", {"architecture": architecture_in(_read_config(folder))})
 
 
-def vocab_size(folder: Path) -> int:
-    """Return the number of tokens that the model in a folder has."""
-    return int(_read_config(folder).get_text_config().vocab_size)
-
-
 def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     """Load a model to draft for `target`, with the drafting options of `config`.
 
@@ -40,11 +35,12 @@ def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     are read, or if the weights are incomplete.
     """
     # 1. Compare what ids mean. A tokenizer of the target may be unknown (see `generate`).
-    require_same_vocabulary(vocab_size(folder), target)
+    require_common_vocabulary(int(_read_config(folder).get_text_config().vocab_size), target)
     if target.identity.tokenizer_sha256:
         require_same_tokenizer(folder.name, _tokenizer_digest(folder, target), target)
     # 2. Load the weights.
     model = _load(folder, target)
+    fit_vocabulary(model, target.vocab_size)
     reader = HFTarget(model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
     reader.require_plain_head("choose another draft model")
     return DraftModel(config, reader)
@@ -77,24 +73,14 @@ def _tokenizer_digest(folder: Path, target: HFTarget) -> str:
 
 def _load(folder: Path, target: HFTarget) -> PreTrainedModel:
     """Load the weights, in the target's type, on its device."""
-    try:
-        with bounded_build(folder / CONFIG_FILE, *stored_size(folder)):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=target.dtype,
-                attn_implementation=target.model.config._attn_implementation,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the draft model in {folder} can't be loaded ({error!s:.500}); is the download complete?") from error
-    model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
-        raise ValueError(
-            f"the weights of the draft model in {folder} lack {len(missing)} tensors (the first: {missing[0]}), which would be "
-            "random; complete the download"
-        )
+    model = load_pretrained(
+        str(folder),
+        f"the draft model in {folder}",
+        dtype=target.dtype,
+        attn_implementation=target.model.config._attn_implementation,
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+    )
     model.to(device=target.device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model

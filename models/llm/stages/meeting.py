@@ -27,8 +27,7 @@ import transformers
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from .channels import Channel, Exchange, Message
-from .door import HELLO, LOOK_SECONDS, Door, is_loopback
+from .channels import HELLO, LOOK_SECONDS, Channel, Door, Exchange, Message, is_loopback
 from .messages import StageLost
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from ..frozen_model import context_length
 from ..hf_target import HFTarget
 from ..tree_cache import TreeCache
 from .messages import Kind, Link, Work
-from .sliceable import require_sliceable
-from .slices import EndSlice
+from .slices import EndSlice, require_sliceable
 
 
 class StagedTarget(HFTarget):

@@ -25,6 +25,7 @@ from outrider.models.export.registry import programs_for
 from outrider.models.llm.hf_target import HFTarget
 
 from ...commands import invoke
+from ..conftest import forge_info
 
 
 def forge_summary(folder: Path, rows: list[Any]) -> None:
@@ -119,7 +120,7 @@ def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
         merge = {**method, "kind": merged_key.split()[0], "config": {**of_tree, "redrafter": config}, "setting": setting}
         info["config"]["methods"][merged_key] = merge
         rows.append({**rows[1], "method": merged_key})
-    (merged / "run.json").write_text(json.dumps(info))
+    forge_info(merged, info)
     forge_summary(merged, rows)
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged]))
     lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
@@ -179,7 +180,7 @@ def merged_copy(evaluation: Path, copy: Path, alone: float, merged: float) -> Pa
     tree = {"tree_nodes": 20, "pace": "fixed", "redrafter": method["config"], "suffix": {}, "recycling": {}}
     merge = {**method, "kind": "redrafter+suffix+recycling", "config": tree, "setting": setting}
     info["config"]["methods"]["merge"] = merge
-    (copy / "run.json").write_text(json.dumps(info))
+    forge_info(copy, info)
     forge_summary(copy, [plain, {**row, "speedup": alone}, {**row, "method": "merge", "speedup": merged}])
     return copy
 
@@ -244,7 +245,7 @@ def test_a_setting_that_would_be_code_is_an_error(tiny_drafter_dir: Path, evalua
     copy = merged_copy(evaluation, tmp_path / "copy", 0.97, 2.24)
     info = json.loads((copy / "run.json").read_text())
     info["config"]["methods"]["merge"]["setting"] = {"pace": "a\n```\n<b>"}
-    (copy / "run.json").write_text(json.dumps(info))
+    forge_info(copy, info)
     with pytest.raises(ValueError, match="pace"):
         model_card(tiny_drafter_dir, CardOptions(evaluations=[copy]))
 
@@ -395,6 +396,7 @@ def test_options_that_would_inject_text_into_the_card_are_refused(options):
     ("file", "text", "message"),
     [
         *(("config.yaml", text, "is not the configuration of a run") for text in ("a: [", "- x", "data: 3", "\x00")),
+        ("config.yaml", "[" * 2000, "is not the configuration of a run"),
         ("config.yaml", yaml.safe_dump({"data": {**DATA, "max_length": "<b>"}, "drafter": {}}), r"data\.max_length"),
         ("config.yaml", yaml.safe_dump({"data": {"path": None}, "drafter": {}}), r"data\.source"),
         ("distill/stats.json", '{"process_seconds": "many"}', "process_seconds"),
@@ -550,7 +552,7 @@ def test_texts_of_strangers_are_never_markup(tiny_drafter_dir: Path, evaluation:
     measured = Path(shutil.copytree(evaluation, tmp_path / "measured"))
     info = json.loads((measured / "run.json").read_text())
     info["environment"] |= {"cpu": NASTY, "packages": {NASTY: NASTY}}
-    (measured / "run.json").write_text(json.dumps(info))
+    forge_info(measured, info)
     run = write_run(tmp_path / "run", tiny_drafter_dir, source=NASTY, chat_template=NASTY)
     page = ModelCard(model_card(drafter, CardOptions(evaluations=[measured], run=run))).text
     tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.names import setting_words
 from outrider.eval.records.records import EvalRecord, TreeTokens
-from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo
+from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo, write_info
 from outrider.eval.report.page import write_report
 from outrider.eval.report.page_tables import Value, column
 from outrider.eval.report.runs import read_groups
@@ -92,7 +92,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         run_facts = facts_of(records, num_turns={"mt_bench": 2}, audits=audits)
         directory = tmp_path / name
         directory.mkdir(parents=True)
-        write_json(directory / "run.json", asdict(info))
+        write_info(directory / "run.json", info)
         summary = [{**values, **(row or {})} for values in rows_of(records, info, run_facts)]
         write_json(directory / "summary.json", summary)
         return directory
@@ -333,6 +333,12 @@ def test_a_folder_that_holds_no_finished_run_is_named(write_run: WriteRun, tmp_p
         with pytest.raises(ValueError, match=message):
             read_groups([directory])
     (directory / "summary.json").write_text(json.dumps(rows))
+    info = (directory / "run.json").read_text()
+    for before, after in (('"num_threads": 2', '"num_threads": 64'), ('"revision": null,', ""), ('"sha256"', '"sha"')):
+        assert before in info
+        (directory / "run.json").write_text(info.replace(before, after))
+        with pytest.raises(ValueError, match=r"run\.json(: sha: there is no such key| was altered or damaged)"):
+            read_groups([directory])
     (directory / "run.json").unlink()
     with pytest.raises(ValueError, match="run.json does not exist"):
         read_groups([directory])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from outrider.eval.records.records import BASELINE, EvalRecord
+from outrider.eval.results.figures import counted, is_noisy, is_slow
 from outrider.eval.results.notes import headline, speed_note
-from outrider.eval.results.repeats import counted, is_noisy, is_slow
 from outrider.eval.results.rows import Row
 
 from ..conftest import MakeRecord, info_of, rows_of

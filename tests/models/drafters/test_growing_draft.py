@@ -14,11 +14,11 @@ from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
 from outrider.models.drafters.calibration import BIN_BOUNDS, CalibrationCell, Prior, ScoreCalibration
+from outrider.models.drafters.candidates import MAX_CHILDREN
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
-from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 
@@ -472,20 +472,6 @@ def test_forks_continue_as_unforked_runs_do(target, twin, kept, num_calls):
             new, fork_text, fork = step(drafter, fork, fork_text, branch, num_calls=num_calls)
             forks[branch] = ([*drafts, new], fork_text, fork)
     assert {branch: drafts for branch, (drafts, _, _) in forks.items()} == {b: drafts[2:] for b, drafts in expected.items()}
-
-
-def test_an_old_state_can_be_continued_again(target, twin):
-    drafter = growing(twin, Steady(), calibrated=False)
-    text, state = start(target, drafter)
-    _, text, state = step(drafter, state, text, 1, num_calls=1)
-    results = []
-    for _ in range(2):
-        drafts, now, at = [], text, state
-        for choice in (0, 2, 1):
-            paths, now, at = step(drafter, at, now, choice)
-            drafts.append(paths)
-        results.append(drafts)
-    assert results[0] == results[1]
 
 
 def test_a_draft_whose_cache_was_written_since_does_not_grow(target, twin):

@@ -2,9 +2,9 @@
 
 import torch
 
+from outrider.cli.calibration_stage import measure_prior
 from outrider.models.drafters.calibration import MAX_PRIOR, read_prior, write_prior
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.drafters.prior import measure_prior
 
 from .test_merged import PROMPTS, build, decode
 

@@ -27,12 +27,11 @@ from outrider.models.decoding.speculation import PaperSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
-from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
+from outrider.models.drafters.candidates import MAX_CHILDREN, Candidates, Nodes, tree_of
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import TRAINING_FREE
-from outrider.models.drafters.scored_tree import MAX_CHILDREN
 from outrider.models.drafters.streaming_merge import MAX_NODES, streaming_drafter
 from outrider.models.drafters.streaming_models import LEAST_PROB, MAX_RECURRENT_DEPTH
 from outrider.models.drafters.suffix import Suffix, SuffixConfig

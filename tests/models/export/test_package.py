@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from outrider.data.files import read_json, write_json
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.calibration import Prior, write_prior
+from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
 from outrider.models.export.package import make_package, package_files
@@ -163,6 +164,30 @@ def test_a_package_with_other_weights_is_an_error(folder):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"holds no readable drafter: .*model\.safetensors was altered or damaged"):
         package_files(folder)
+
+
+@pytest.mark.parametrize("section", ["drafter", "target"])
+def test_a_drafter_whose_configuration_was_altered_is_not_packaged(section, drafter_dirs, folder, tmp_path):
+    """No target is there to build it for."""
+    drafter = Path(shutil.copytree(drafter_dirs["redrafter"], tmp_path / "drafter"))
+    saved = json.loads((drafter / "config.json").read_text())
+    altered = [
+        {**saved, section: {**saved[section], name: not value if isinstance(value, bool) else value + 1}}
+        for name, value in saved[section].items()
+        if isinstance(value, int) and name not in RedrafterConfig.RUNTIME_FIELDS
+    ]
+    assert len(altered) >= 2
+    for path, write in (
+        (drafter, lambda: make_package(drafter, tmp_path / "out", "# Card\n")),
+        (folder, lambda: package_files(folder)),
+    ):
+        for content in altered:
+            (path / "config.json").write_text(json.dumps(content))
+            with pytest.raises(ValueError, match=r"config\.json was altered: .*Copy or download it again"):
+                write()
+    assert not (tmp_path / "out").exists()
+    (drafter / "config.json").write_text(json.dumps({**saved, "drafter": {**saved["drafter"], "beam_width": 3}}))
+    make_package(drafter, tmp_path / "out", "# Card\n")
 
 
 def test_a_package_with_facts_of_no_training_is_an_error(folder):

@@ -206,23 +206,28 @@ def test_measurements_that_contradict_the_drafter_are_an_error(measured, message
         import_drafter(path, llama)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_an_interrupted_export_is_no_drafter_and_can_be_repeated(again, llama, make_drafter, tmp_path, monkeypatch):
+def test_an_interrupted_export_keeps_the_earlier_one_and_a_killed_one_leaves_nothing(
+    llama, make_drafter, tmp_path, monkeypatch
+):
     """The configuration of one drafter must not end up with the weights of another."""
-    path = exported("eagle3", llama, make_drafter, tmp_path) if again else tmp_path / "theirs"
-    save_drafter(make_drafter("eagle3", llama), tmp_path / "ours", llama.identity)
+    path = exported("eagle3", llama, make_drafter, tmp_path)
+    (path / "README.md").write_text("the user's")
+    (path / ".config.json.77.outrider-tmp").write_text("of a killed process")
+    before = {file.name: file.read_bytes() for file in path.iterdir() if file.suffix != ".outrider-tmp"}
+    save_drafter(make_drafter("eagle3", llama, draft_vocab_size=8), tmp_path / "ours", llama.identity)
 
-    def full(path: Path, content: bytes) -> None:
+    def killed(path: Path, content: bytes) -> None:
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.models.export.formats.atomic_write_bytes", full)
+        patch.setattr("outrider.models.export.formats.atomic_write_bytes", killed)
         with pytest.raises(OSError, match="no space left"):
             export_drafter(tmp_path / "ours", llama, "eagle3", path)
-    with pytest.raises(ValueError, match=r"holds no drafter: it has no config\.json"):
-        import_drafter(path, llama, name="eagle3")
+    assert {file.name: file.read_bytes() for file in path.iterdir() if file.name in before} == before
     export_drafter(tmp_path / "ours", llama, "eagle3", path)
-    import_drafter(path, llama)
+    assert {file.name for file in path.iterdir()} == {*before}
+    assert (path / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert import_drafter(path, llama).config.draft_vocab_size == 8
 
 
 @pytest.mark.parametrize(

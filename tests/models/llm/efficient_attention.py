@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import pad
 
-from outrider.models.llm import attention_kernels
+from outrider.models.llm import split_attention
 
 WORD = 8
 """Strides of 16-bit types are multiples of so many elements."""
@@ -27,7 +27,7 @@ def on_cpu() -> Iterator[None]:
     library.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
     library.impl("_scaled_dot_product_efficient_attention_backward", backward, "CPU")
     try:
-        with patch.object(attention_kernels, "on_cuda", lambda tensor: True):
+        with patch.object(split_attention, "on_cuda", lambda tensor: True):
             yield
     finally:
         library._destroy()

@@ -28,7 +28,7 @@ from outrider.train.batches import states_of_texts
 from outrider.train.processes import make_accelerator
 
 CONFIG = DistillConfig(
-    mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
+    engine="decoder", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
 )
 
 
@@ -70,7 +70,7 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
     make(shared, data, output / "batch", accelerator, engine="batch")
     # By its clock one process would stop measuring at once. The main process decides for all.
     samples.SECONDS = -1.0 if rank else 1e9
-    examples, _ = load_examples(data, shared.tokenizer)
+    examples, _ = load_examples(data, shared)
     work, _ = samples.sample_labels(CONFIG, shared, examples)
     layers = [parameter for name, parameter in shared.model.named_parameters() if "proj" in name]
     report: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 
 from outrider.distill.label import branch_attention
 from outrider.models.drafters.branches import Entries, Slots, attend_densely
-from outrider.models.llm import attention_kernels
+from outrider.models.llm import split_attention
 
 from . import efficient_attention
 
@@ -71,8 +71,8 @@ def test_slots_of_a_block_get_the_outputs_of_one_softmax() -> None:
 def test_branches_in_labelling_get_the_output_of_plain_operations(num_keys: int) -> None:
     query, key, value = randn(HEADS, 6, WIDTH), randn(2, num_keys, WIDTH), randn(2, num_keys, 16)
     mask = torch.zeros(6, num_keys).masked_fill_(torch.arange(num_keys) > torch.arange(6)[:, None], float("-inf"))
-    assert attention_kernels.has_kernel(query, value)
-    prepared = attention_kernels.prepare_mask(mask[None, None], HEADS, 2)
+    assert split_attention.has_kernel(query, value)
+    prepared = split_attention.prepare_mask(mask[None, None], HEADS, 2)
     actual = branch_attention.attention_by_kernel(query, key, value, prepared, 0.4)
     for ours, theirs in zip(actual, branch_attention.attention_with_lse(query, key, value, mask, 0.4), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -80,12 +80,12 @@ def test_branches_in_labelling_get_the_output_of_plain_operations(num_keys: int)
 
 def test_pytorchs_operators_take_these_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device `meta` an operator checks its arguments, and computes shapes only."""
-    monkeypatch.setattr(attention_kernels, "on_cuda", lambda tensor: True)
+    monkeypatch.setattr(split_attention, "on_cuda", lambda tensor: True)
     query, key = (torch.empty(BATCH, heads, size, WIDTH, device="meta") for heads, size in ((HEADS, BRANCHES), (2, SEQ)))
-    mask = attention_kernels.prepare_mask(torch.empty(BATCH, 1, BRANCHES, SEQ, device="meta"), HEADS, 2)
-    output, lse = attention_kernels.attention(query, key, key, mask, 0.3)
+    mask = split_attention.prepare_mask(torch.empty(BATCH, 1, BRANCHES, SEQ, device="meta"), HEADS, 2)
+    output, lse = split_attention.attention(query, key, key, mask, 0.3)
     assert (output.shape, lse.shape) == (query.shape, query.shape[:3])
-    gradients: Any = attention_kernels.attention_gradient(output, query, key, key, mask, output, lse, 0.3)
+    gradients: Any = split_attention.attention_gradient(output, query, key, key, mask, output, lse, 0.3)
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
 
 
@@ -103,7 +103,7 @@ def test_pytorchs_operators_take_these_arguments(monkeypatch: pytest.MonkeyPatch
 def test_what_the_kernel_does_not_take_is_computed_by_plain_operations(
     dtype: torch.dtype, widths: tuple[int, int], expected: bool
 ) -> None:
-    assert attention_kernels.has_kernel(*(torch.empty(1, width, dtype=dtype) for width in widths)) == expected
+    assert split_attention.has_kernel(*(torch.empty(1, width, dtype=dtype) for width in widths)) == expected
 
 
 def test_the_imitated_kernel_refuses_what_the_real_one_refuses() -> None:

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from outrider.data.chat import encode_prompt
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import AnswerFinder, encode_conversations
 from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.decoding.tree import empty_tree
+from outrider.models.drafters import build_drafter, parse_drafter
+from outrider.models.drafters.training_free import read_references
+from outrider.models.export.formats import write_folder
+from outrider.models.export.transformers_model import FORMAT
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.identity import tokenizer_digest
 from outrider.models.llm.loading import load_target, load_tokenizer
 
 
@@ -54,15 +62,57 @@ def test_a_truncated_weight_file_cannot_be_loaded(copy):
         load_target(config(copy))
 
 
+def resize(folder, vocab_size):
+    stored = json.loads((folder / "config.json").read_text())
+    LlamaForCausalLM(LlamaConfig(**{**stored, "vocab_size": vocab_size})).save_pretrained(folder)
+
+
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
+    resize(copy, 290)
+    with pytest.raises(ValueError, match="has 300 tokens and the model only 290: .* has the id 290; this is another model's"):
+        load_target(config(copy))
+    resize(copy, 300)
     tokenizer = load_tokenizer(config(copy))
-    tokenizer.add_tokens(["another", "model"])
+    tokenizer.add_tokens([f"more{index}" for index in range(34)])
     tokenizer.save_pretrained(copy)
-    with pytest.raises(ValueError, match="another model's tokenizer"):
+    with pytest.raises(ValueError, match="has 334 tokens and the model only 300: 'more0' has the id 300; this is another"):
+        load_target(config(copy))
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(copy, tmp_path):
+    tokenizer = load_tokenizer(config(copy))
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(copy)
+    target = load_target(config(copy))
+    assert target.identity == replace(target.identity, tokenizer_sha256=tokenizer_digest(tokenizer))
+    said, asked = Turn(role="assistant", content="yes"), Turn(role="user", content="a [PAD] b")
+    message = r"the token '\[PAD\]' has the id 300, and the model only has the 300 ids below 300: leave it out.*a \[PAD\] b"
+    encode_prompt([replace(asked, content="a")], target.tokenizer)
+    with pytest.raises(ValueError, match=message):
+        encode_prompt([asked], target.tokenizer)
+    texts = [Conversation(id=text, source="s", turns=(replace(asked, content=text), said)) for text in ("a", asked.content)]
+    assert len(encode_conversations(texts[:1], AnswerFinder(target.tokenizer, [3]), 64)[0]) == 1
+    with pytest.raises(ValueError, match=message):
+        encode_conversations(texts, AnswerFinder(target.tokenizer, [3]), 64)
+    (tmp_path / "reference.txt").write_text(asked.content)
+    with pytest.raises(ValueError, match=f"reference.txt can't be read.*{message}"):
+        read_references([str(tmp_path / "reference.txt")], target)
+    # An exported draft model has the same tokenizer, and transformers pads no batch with the token.
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1}), target)
+    write_folder(FORMAT, drafter, tmp_path / "export", target)
+    exported = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert type(exported) is type(tokenizer)
+    assert tokenizer_digest(exported) == target.identity.tokenizer_sha256
+    assert GenerationConfig.from_pretrained(tmp_path / "export").pad_token_id is None
+    # No answer can end with it.
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 300}))
+    with pytest.raises(ValueError, match=r"ends its answers with the tokens \(300,\), and can't answer with 300: .*"):
         load_target(config(copy))
 
 
 def test_a_stop_token_outside_of_the_tokenizer_is_an_error_and_another_a_warning(copy, caplog):
+    resize(copy, 310)
     for stop, is_warning in ((299, True), (300, False)):
         path = copy / "generation_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": stop}))
@@ -141,10 +191,7 @@ def test_a_device_that_is_not_there_is_named(copy, device):
 
 
 def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
-    path = copy / "config.json"
-    stored = json.loads(path.read_text())
-    model = LlamaForCausalLM(LlamaConfig(**{**stored, "vocab_size": 400}))
-    model.save_pretrained(copy)
+    resize(copy, 400)
     with pytest.raises(ValueError, match="has 300 tokens and the model 400, far more than padding explains"):
         load_target(config(copy))
 

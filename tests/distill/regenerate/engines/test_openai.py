@@ -147,7 +147,7 @@ def ask(server: Server, target: HFTarget, limits: Limits, requests: list[Request
     """Return a function that answers all requests through the engine of a configuration."""
 
     def ask(**options: Any) -> Found:
-        config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, **options)
+        config = DistillConfig(engine="openai", base_url=server.url, **options)
         with open_engine(config, target, limits) as engine:
             return {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
 
@@ -207,6 +207,9 @@ def test_an_unavailable_server_is_an_error_with_the_remedy(
     server.faults = [(503, SOON, b"loading")] * 100
     with pytest.raises(ConnectionError, match=r"failed 3 times; at last it answers 503: loading.*finished shards are kept"):
         ask()
+    server.faults = [(429, {"Retry-After": "86400"}, b"slow down")] * 100
+    with pytest.raises(ConnectionError, match=r"failed once; it answers 429: slow down \(Retry-After: 86400; .* two minutes"):
+        ask(decode_batch_size=1)
     monkeypatch.setattr(openai, "MAX_RETRIES", 0)
     server.server_close()
     with pytest.raises(ConnectionError, match="can't be reached .*ConnectError"):
@@ -310,6 +313,18 @@ def test_a_stop_reason_that_is_no_token_id_is_ignored(
     assert {tuple(tokens) for tokens, _ in actual.values()} == {(7, target.tokenizer.eos_token_id)}
 
 
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_an_answer_that_goes_on_after_a_stop_token_is_cut_there(
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], finish_reason: str, caplog: Any
+) -> None:
+    tokens = [7, target.stop_ids[0], 8]
+    del requests[1:]
+    server.change = lambda reply: reply["choices"][0].update(token_ids=tokens, finish_reason=finish_reason)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        assert ask() == {request.id: (tokens[:2], False) for request in requests}
+    assert caplog.text.count("writes on after a stop token") == 1
+
+
 @pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
 def test_an_answer_cut_before_its_first_token_is_an_empty_one(
     ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
@@ -319,9 +334,10 @@ def test_an_answer_cut_before_its_first_token_is_an_empty_one(
 
 
 def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
-    server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 30)
+    server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 1_000_000)
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        ask(decode_batch_size=1)
+        answers = ask(decode_batch_size=1)
+    assert all(len(tokens) < 1000 for tokens, _ in answers.values()), "only what a longest answer may have is tokenized"
     assert caplog.text.count("such answers are cut there") == 1
 
 
@@ -350,7 +366,7 @@ def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request]
 ) -> None:
     server.num_quick = 1
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=3)
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
     with ends_at_once(), open_engine(config, target, limits) as engine:
         answers = engine.answer(requests)
         next(answers)
@@ -371,7 +387,7 @@ def test_ctrl_c_waits_for_no_answer_and_no_retry(
     server.num_quick = 0
     if waits_for == "tries":
         server.num_quick, server.faults = None, [(503, {"Retry-After": "30"}, b"loading")] * 4
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
 
     def interrupt() -> None:
         until(lambda: server.num_inside == 4 if waits_for == "answers" else not server.faults and server.num_inside == 0)

@@ -10,7 +10,7 @@ import torch
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.registry import DRAFTERS
-from outrider.models.drafters.saved.build import starting_weights
+from outrider.models.drafters.saved.build import require_memory, starting_weights
 from outrider.models.llm.hf_target import HFTarget
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,6 +49,25 @@ def test_every_kind_starts_from_its_weights_for_a_changed_target(target: HFTarge
     assert drafter.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in drafter.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+def test_a_training_that_memory_cannot_hold_is_an_error_before_anything_is_built(
+    target: HFTarget, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    spec = parse_drafter({"kind": kind, **OPTIONS[kind]})
+    require_memory(spec, target)
+    monkeypatch.setattr("outrider.models.drafters.saved.build.free_memory", lambda device: 9)
+    with pytest.raises(
+        ValueError, match=r"more than [\d,]+ parameters .* has 0.0 GB of free memory; its largest option is drafter"
+    ):
+        require_memory(spec, target)
+
+
+def test_the_option_of_an_absurd_size_is_named(target: HFTarget) -> None:
+    spec = parse_drafter({"kind": "redrafter", "exit_width": 10**9})
+    with pytest.raises(ValueError, match=r"takes more than .* GB .*drafter.exit_width=1000000000: lower it"):
+        require_memory(spec, target)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter"])

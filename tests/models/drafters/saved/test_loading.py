@@ -213,7 +213,7 @@ def edit_file(folder: Path, **changes) -> None:
         ({"weights_sha256": ""}, "was altered or damaged"),
         ({"weights_sha256": None}, "weights_sha256=null: must be a text"),
         ({"weights_sha256": "0" * 64}, "was altered or damaged"),
-        ({"format_version": 1}, r"has format 1, and this version of outrider reads format 2"),
+        ({"format_version": 1}, r"has format 1, and this version of outrider reads format 3"),
     ],
 )
 def test_a_digest_cannot_be_left_out_by_one_edit(target, saved, changes, message):

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.llm.stages import door as doors
-from outrider.models.llm.stages.channels import PREFIX, Channel
-from outrider.models.llm.stages.door import HELLO, Door, is_loopback
+from outrider.models.llm.stages import channels as doors
+from outrider.models.llm.stages.channels import HELLO, PREFIX, Channel, Door, is_loopback
 
 KEY = "the key"
 

@@ -12,8 +12,7 @@ from outrider.models.decoding import Prompts
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hidden_states import decoder_layers
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.stages.sliceable import require_sliceable
-from outrider.models.llm.stages.slices import AbsentLayer, EndSlice, LayerSlice
+from outrider.models.llm.stages.slices import AbsentLayer, EndSlice, LayerSlice, require_sliceable
 from outrider.models.llm.stages.stage import Stage
 from outrider.models.llm.stages.staged_target import StagedTarget
 from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
