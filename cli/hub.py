@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS
-from ..models.llm.quantization import check_method
+from ..models.llm.config import check_method
 
 
 @dataclass(kw_only=True, config=OPTIONS)

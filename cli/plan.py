@@ -103,7 +103,7 @@ class Planner:
         data, options, target = self.config.data, self.config.distill, self.target
         texts, _ = load_examples(data, target.tokenizer, overlap)
         num_tokens, num_positions = count(texts)
-        missing, is_regenerated = texts, options.mode == "regenerate"
+        missing, is_regenerated = texts, options.engine is not None
         if is_regenerated:
             conversations, _ = load_conversations(data, overlap)
             answers = count_turns(conversations) * self._answer_tokens(conversations, texts, only_sample=only_sample)

@@ -32,7 +32,7 @@ from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
 from ..eval.measure.methods import Settings
-from ..eval.measure.texts import require_room
+from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
 from ..eval.records.run_files import read_info
 from ..eval.report.page import PAGE_FILE, write_report
@@ -242,7 +242,7 @@ def training_labels(config: RunConfig) -> DistillConfig | Manifest:
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     overlap, examples = prompt_overlap(config), None
-    if config.distill.mode == "regenerate":
+    if config.distill.engine is not None:
         examples = regenerate(config.distill, config.data, target, folder / "answers", accelerator, overlap=overlap)
     distill(config.distill, config.data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
     accelerator.wait_for_everyone()

@@ -16,9 +16,8 @@ from ..data.paths import repeated_names, split_name
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling
 
-MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
-    *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
+    *("temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
     *("kv_budget_gib", "base_url"),
 )
 ENGINES = ("decoder", "batch", "openai")
@@ -67,14 +66,10 @@ class DistillConfig:
     The KV cache of a batch is kept until all its labels are computed: lower this if memory runs
     out."""
 
-    mode: Annotated[str, one_of(*MODES)] = "label"
-    """`label` labels the texts of the data; `regenerate` first replaces all answers by the
-    target's."""
-
-    engine: Annotated[str, one_of(*ENGINES)] = "decoder"
-    """Engine that regenerates. `decoder` is outrider's decode loop. `batch` is the same without
-    drafters, in batches by predicted length within `kv_budget_gib`. `openai` is a server at
-    `base_url`."""
+    engine: Annotated[str, one_of(*ENGINES)] | None = None
+    """Engine that regenerates: it first replaces all answers of the data by the target's. `decoder`
+    is outrider's decode loop. `batch` is the same without drafters, in batches by predicted length
+    within `kv_budget_gib`. `openai` is a server at `base_url`. None labels the data's own answers."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of regenerated answers; 0 is greedy."""
@@ -114,7 +109,7 @@ class DistillConfig:
     It must serve the target under `target.name_or_path`, or serve no other model."""
 
     def __post_init__(self) -> None:
-        raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
+        raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._idle_problems())
 
     @property
     def sampling(self) -> "Sampling":
@@ -127,7 +122,7 @@ class DistillConfig:
     @property
     def is_greedy(self) -> bool:
         """Whether answers and labels are both the target's greedy ones, and so should agree."""
-        return self.mode == "regenerate" and self.temperature == 0 and self.label_temperature == 0
+        return self.engine is not None and self.temperature == 0 and self.label_temperature == 0
 
     @property
     def last_hidden(self) -> bool:
@@ -140,13 +135,13 @@ class DistillConfig:
             return [f"{stored}; set features or feature_layers too"]
         return []
 
-    def _mode_problems(self) -> list[str]:
+    def _idle_problems(self) -> list[str]:
         """Report regeneration options that have no effect, because nothing is regenerated."""
-        if self.mode != "label":
+        if self.engine is not None:
             return []
         if idle := [name for name in REGENERATION_OPTIONS if getattr(self, name) != getattr(DEFAULTS, name)]:
-            reason = "mode is 'label', which regenerates nothing, and options of regenerating are set"
-            return [f"{reason}: {', '.join(idle)}; set mode to regenerate, or leave them out"]
+            reason = "engine is null, which regenerates nothing, and options of regenerating are set"
+            return [f"{reason}: {', '.join(idle)}; set engine to {', '.join(ENGINES[:-1])} or {ENGINES[-1]}, or leave them out"]
         return []
 
     def _engine_problems(self) -> list[str]:
@@ -156,7 +151,7 @@ class DistillConfig:
                 f"decode_batch_size is {self.decode_batch_size}, and the engine batch makes its batches as large as "
                 "kv_budget_gib allows: set that, and leave decode_batch_size out"
             )
-        if self.drafter is not None and self.engine != "decoder":
+        if self.drafter is not None and self.engine not in (None, "decoder"):
             problems.append(
                 f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "
                 "decoder, or leave the drafter out"
@@ -174,7 +169,7 @@ class DistillConfig:
                 problems.append(
                     "engine is 'openai' and base_url is missing; set the server's address, such as http://HOST:8000/v1"
                 )
-        elif self.base_url is not None:
+        elif self.base_url is not None and self.engine is not None:
             problems.append(f"base_url belongs to the engine openai, and engine is {self.engine!r}; leave it out")
         if self.base_url is not None and not is_address(self.base_url):
             problems.append(NO_ADDRESS)
@@ -194,4 +189,4 @@ def is_address(base_url: str) -> bool:
     return is_host and is_plain and url.scheme in ("http", "https") and "@" not in url.netloc
 
 
-DEFAULTS = DistillConfig(mode="regenerate")
+DEFAULTS = DistillConfig(engine="decoder")

@@ -20,7 +20,14 @@ from ..models.llm.hf_target import HFTarget
 from .config import EvalConfig, SuiteConfig, stage_problems
 from .measure.audit import audit
 from .measure.bench import Bench
-from .measure.environment import budget_facts, describe_environment, recorded_budget, recorded_stages, within_memory
+from .measure.environment import (
+    budget_facts,
+    describe_environment,
+    measure_roofline,
+    recorded_budget,
+    recorded_stages,
+    within_memory,
+)
 from .measure.methods import (
     Drafters,
     MethodSpec,
@@ -33,9 +40,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Method, Plan
-from .measure.roofline import measure_roofline
-from .measure.texts import Texts, answer_seed, no_prompt_fits
+from .measure.plan import Method, Plan, Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, digest_of, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info

@@ -149,7 +149,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
 def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path
 ) -> None:
-    regenerate = ["stages=[distill]", "distill={mode: regenerate, temperature: 1.0, max_new_tokens: 16}"]
+    regenerate = ["stages=[distill]", "distill={engine: decoder, temperature: 1.0, max_new_tokens: 16}"]
     for name, drafter in (("plain", "null"), ("drafted", str(finished[0] / "drafter"))):
         run_here("conf=demo", *overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
     plain, drafted = (

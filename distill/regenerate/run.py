@@ -270,6 +270,7 @@ def _answer_shards(
             # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
             if not worker.speaks:
                 continue
+            assert config.engine is not None
             stats = AnsweringStats(engine=config.engine, seconds=seconds)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)

@@ -24,8 +24,7 @@ from ..records.run_files import Environment, OutOfMemory
 from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
-from .plan import Job, Plan, count_by_source
-from .texts import PromptTurn, Texts, answer_seed
+from .plan import Job, Plan, PromptTurn, Texts, answer_seed, count_by_source
 from .timing import Generation, attempts_without_graphs, time_generation
 
 logger = logging.getLogger(__name__)

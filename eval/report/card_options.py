@@ -13,7 +13,7 @@ from typing import Any
 
 from ...data.manifest import TargetIdentity
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
-from ...models.llm.quantization import check_method
+from ...models.llm.config import check_method
 from ..results.markdown import Markdown
 
 LOCAL_TARGET = "path/to/target"

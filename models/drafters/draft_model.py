@@ -44,8 +44,9 @@ from .small_models import (
     architecture_of,
     build_model,
     first_layers,
+    fit_vocabulary,
     pretrained,
-    require_same_vocabulary,
+    require_common_vocabulary,
     smaller_architecture,
     weights_digest_at,
 )
@@ -73,7 +74,7 @@ class DraftModel(CachedDrafter):
     def for_target(cls, config: DraftModelConfig, target: HFTarget) -> "DraftModel":
         """Build the drafter.
 
-        Raises ValueError if the model has another tokenizer or vocabulary size, or if the sizes are
+        Raises ValueError if the model has another tokenizer or vocabulary, or if the sizes are
         invalid.
         """
         # 1. Load a model, or build one from a saved or derived architecture.
@@ -87,8 +88,9 @@ class DraftModel(CachedDrafter):
             reader = HFTarget(
                 model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs
             )
-        # 2. Check its vocabulary.
-        require_same_vocabulary(reader.vocab_size, target)
+        # 2. Fit its vocabulary, which may be padded differently.
+        require_common_vocabulary(reader.vocab_size, target)
+        fit_vocabulary(reader.model, target.vocab_size)
         # 3. Initialise it from the target's layers, if configured.
         if config.architecture is None:
             if config.init == "target_layers" and config.path is None:

@@ -12,6 +12,7 @@ from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
+from ..llm.own_tokenizer import MIN_TOKENIZER_SHARE
 from .decoder_layer import require_plain_weights, require_resident_weights, whole
 from .options import DraftModelConfig
 
@@ -131,13 +132,35 @@ def pretrained(path: str, target: HFTarget) -> HFTarget:
     return loaded
 
 
-def require_same_vocabulary(vocab_size: int, target: HFTarget) -> None:
-    """Raise ValueError if the draft model's number of tokens differs from the target's."""
-    if vocab_size != target.vocab_size:
+def require_common_vocabulary(vocab_size: int, target: HFTarget) -> None:
+    """Raise ValueError if the draft model's number of tokens differs from the target's by more than padding."""
+    smaller, larger = sorted((vocab_size, target.vocab_size))
+    if smaller < MIN_TOKENIZER_SHARE * larger:
         raise ValueError(
-            f"the draft model has a vocabulary of {vocab_size} tokens and {target.identity.name} one of "
-            f"{target.vocab_size}; use a smaller model of the same family"
+            f"the draft model has a vocabulary of {vocab_size} tokens and {target.identity.name} one of {target.vocab_size}, "
+            "which differ by more than padding; use a smaller model of the same family"
         )
+
+
+@torch.no_grad()
+def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
+    """Give a draft model the target's number of tokens, which may be padded to another one.
+
+    Rows beyond the target's vocabulary are cut off. A token that only the target has gets the mean of
+    the other rows: the model reads it as an average token, and its logit is the mean of the others,
+    which is never above the largest.
+    """
+    config: Any = model.config.get_text_config()
+    own = config.vocab_size
+    if own == vocab_size:
+        return
+    with torch.random.fork_rng():  # new rows are random at first
+        embeddings: Any = model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for module in (embeddings, model.get_output_embeddings()):
+        for rows in module.parameters():
+            rows[own:] = rows[:own].mean(dim=0)
+    if (getattr(config, "pad_token_id", None) or 0) >= vocab_size:
+        config.pad_token_id = embeddings.padding_idx = None
 
 
 def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:

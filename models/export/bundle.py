@@ -26,12 +26,7 @@ ROOT = Path(__file__).parents[2]
 START = "models.export.custom_generate"
 FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
-LEFT_OUT = frozenset(
-    {
-        *("models.llm.config", "models.llm.quantization", "models.llm.loading", "models.llm.tensor_parallel"),
-        "models.llm.weight_stream",
-    }
-)
+LEFT_OUT = frozenset({"models.llm.config", "models.llm.loading", "models.llm.tensor_parallel", "models.llm.weight_stream"})
 """Modules to load, quantise, slice and stream a target; the caller of `generate` has already loaded
 it."""
 PACKAGES = ("pydantic", "torch", "transformers")

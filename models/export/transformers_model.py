@@ -82,7 +82,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     if folder.config.get("vocab_size") != target.vocab_size:
         raise ValueError(
             f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens, but "
-            f"{target.identity.name} has one of {target.vocab_size}; use a smaller model of the same family"
+            f"{target.identity.name} has one of {target.vocab_size}. If it has the same tokenizer, decode with "
+            f"draft_model:{folder.path}, or train it (drafter.path): both fit its vocabulary. Else use a model of the same "
+            "family"
         )
     named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
     require_possible_numbers(named, folder.path / CONFIG_FILE)

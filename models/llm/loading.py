@@ -14,13 +14,12 @@ from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
 from ..bounded_build import CANT_BE_BUILT, require_possible_numbers
 from ..machine import parse_device, turn_off_cudnn_attention
-from .config import TargetConfig
+from .config import TargetConfig, describe, make_config, require_packages, stored_method
 from .device_map import devices_of_layers, resolve
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
 from .pretrained import load_pretrained, loading_errors
-from .quantization import describe, make_config, require_packages, stored_method
 from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
 from .streamed_loading import build_without_weights, place_weights, stored_weights

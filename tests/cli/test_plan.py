@@ -169,7 +169,7 @@ def test_the_planned_time_agrees_with_the_stage(
 
 
 def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={mode: regenerate, max_new_tokens: 24}")
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={engine: decoder, max_new_tokens: 24}")
     printed = capsys.readouterr().out
     assert titles(printed) == ["answers", "labels"]
     assert "5 answers of about" in printed

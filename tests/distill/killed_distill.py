@@ -33,7 +33,7 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
 CONFIG = DistillConfig(
-    mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
+    engine="decoder", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
 )
 LONGEST_SECONDS = 120.0
 

@@ -11,9 +11,8 @@ from ..wrong_values import problems
 
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"temperature": -1.0, "top_p": 2.0, "max_new_tokens": 0, "decode_batch_size": 0, "seed": -1, "kv_budget_gib": 0.0}
-    assert problems(DistillConfig, mode="rewrite", engine="vllm", feature_layers=[1, -1], **values) == [
+    assert problems(DistillConfig, engine="vllm", feature_layers=[1, -1], **values) == [
         "feature_layers[1]=-1: must be at least 0",
-        'mode="rewrite": must be one of label, regenerate',
         'engine="vllm": must be one of decoder, batch, openai',
         "temperature=-1.0: must be at least 0",
         "top_p=2.0: must be at most 1",
@@ -27,11 +26,11 @@ def test_all_wrong_values_are_listed_at_once() -> None:
 
 def test_all_contradictions_are_listed_at_once() -> None:
     errors = problems(DistillConfig, features_dtype="int8", engine="openai", drafter="d")
-    assert len(errors) == 4
-    assert all(errors[index].startswith(start) for index, start in enumerate(["features_dtype", "drafter", "engine", "mode"]))
+    assert len(errors) == 3
+    assert all(errors[index].startswith(start) for index, start in enumerate(["features_dtype", "drafter", "engine"]))
 
 
-regenerating = partial(DistillConfig, mode="regenerate")
+regenerating = partial(DistillConfig, engine="decoder")
 
 
 def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
@@ -73,8 +72,8 @@ def test_the_engine_batch_decides_its_batches_itself() -> None:
 
 
 def test_unused_options_of_regeneration_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"mode is 'label'.*: engine, temperature, base_url; set mode to regenerate"):
-        DistillConfig(engine="openai", base_url="http://localhost:8000/v1", temperature=0.8)
+    with pytest.raises(ValueError, match=r"engine is null.*: temperature, base_url; set engine to decoder, batch or openai"):
+        DistillConfig(base_url="http://localhost:8000/v1", temperature=0.8)
     with pytest.raises(ValueError, match="drafter_settings"):
         DistillConfig(drafter="outputs/demo/drafter", drafter_settings={"beam_width": 4})
-    DistillConfig(seed=3)  # the run's seed is passed in every mode
+    DistillConfig(seed=3)  # the run's seed is passed in any case

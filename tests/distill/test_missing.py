@@ -29,7 +29,7 @@ def test_only_missing_shards_are_left(tiny_target_dir: Path, tmp_path: Path) -> 
     assert missing_examples(config, data, target, examples, folder) == examples[6:12]
     with pytest.raises(ValueError, match="another run"):
         missing_examples(replace(config, horizon=4), data, target, examples, folder)
-    regenerating = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
+    regenerating = DistillConfig(engine="decoder", horizon=3, max_new_tokens=8, shard_examples=7)
     conversations, _ = load_conversations(data)
     regenerate(regenerating, data, target, tmp_path / "answers", Accelerator(cpu=True))
     (tmp_path / "answers" / "answers-00000.json").unlink()

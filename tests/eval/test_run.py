@@ -19,8 +19,7 @@ from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
-from outrider.eval.measure.plan import evenly_spaced
-from outrider.eval.measure.texts import answer_seed
+from outrider.eval.measure.plan import answer_seed, evenly_spaced
 from outrider.eval.measure.timing import Generation
 from outrider.eval.records.records import EvalRecord, RecordFile
 from outrider.eval.records.run_files import Audit, Place, read_info

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.measure import roofline
-from outrider.eval.measure.roofline import measure_bandwidth
+from outrider.eval.measure import environment
+from outrider.eval.measure.environment import measure_bandwidth
 from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
@@ -46,7 +46,7 @@ def test_the_measured_bandwidth_does_not_depend_on_the_number_of_launches(
         pytest.skip("a CPU has no events")
     bandwidth = measure_bandwidth(1 << 32, device)
     assert 50 < bandwidth < 20_000
-    monkeypatch.setattr(roofline, "NUM_QUEUED_READS", 40)
+    monkeypatch.setattr(environment, "NUM_QUEUED_READS", 40)
     assert measure_bandwidth(1 << 32, device) == pytest.approx(bandwidth, rel=0.05)
 
 

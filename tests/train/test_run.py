@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.shards import label_store
-from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Loss, Objective
@@ -123,18 +122,6 @@ def test_a_longer_horizon_changes_nothing_if_only_one_depth_is_trained(
         logged.append([line[key] for line in lines for key in ("loss", "grad_norm", "validation_loss") if key in line])
     assert len(logged[0]) == 2 * TRAIN["steps"] + 1
     assert logged[0] == pytest.approx(logged[1], rel=1e-4)
-
-
-def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
-    run_train: RunTrain, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
-) -> None:
-    stored = []
-    for example in examples:
-        ids = example.example.input_ids[None]
-        states = target.hidden_states(ids)[0][0]
-        stored.append(replace(example, hidden_states=StoredStates(values=states)))
-    directory = write_shards(tmp_path / "shards", target.identity, stored)
-    assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from ...llm.identity import tokenizer_digest
 from ...llm.pretrained import load_pretrained
 from ..draft_model import DraftModel
 from ..registry import DrafterSpec
-from ..small_models import architecture_in, require_same_tokenizer, require_same_vocabulary
+from ..small_models import architecture_in, fit_vocabulary, require_common_vocabulary, require_same_tokenizer
 from .folder import CONFIG_FILE
 
 
@@ -28,11 +28,6 @@ def model_spec(folder: Path) -> DrafterSpec:
     return DrafterSpec.of("draft_model", {"architecture": architecture_in(_read_config(folder))})
 
 
-def vocab_size(folder: Path) -> int:
-    """Return the number of tokens that the model in a folder has."""
-    return int(_read_config(folder).get_text_config().vocab_size)
-
-
 def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     """Load a model to draft for `target`, with the drafting options of `config`.
 
@@ -40,11 +35,12 @@ def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     are read, or if the weights are incomplete.
     """
     # 1. Compare what ids mean. A tokenizer of the target may be unknown (see `generate`).
-    require_same_vocabulary(vocab_size(folder), target)
+    require_common_vocabulary(int(_read_config(folder).get_text_config().vocab_size), target)
     if target.identity.tokenizer_sha256:
         require_same_tokenizer(folder.name, _tokenizer_digest(folder, target), target)
     # 2. Load the weights.
     model = _load(folder, target)
+    fit_vocabulary(model, target.vocab_size)
     reader = HFTarget(model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
     reader.require_plain_head("choose another draft model")
     return DraftModel(config, reader)

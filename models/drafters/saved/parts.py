@@ -173,7 +173,8 @@ class DrafterParts:
         configs = {part.name: part.config(split[part.name]) for part in self.parts}
         if MERGE in split:
             configs[MERGE] = checked_options(self.kind, MergedConfig, split[MERGE], section="drafter")
-            vocab_sizes = {str(part.folder): _vocab_size(part) for part in self.with_weights}
+            # A model's vocabulary is fitted to the target's.
+            vocab_sizes = {str(folder): read_drafter_config(folder).target.vocab_size for folder in self.folders}
             require_mergeable({name: config for name, config in configs.items() if name != MERGE}, vocab_sizes)
         return configs
 
@@ -242,13 +243,3 @@ def _find_part(text: str, hub_options: Mapping[str, Any], *, is_folder: bool) ->
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
     return DrafterPart(name=kind, folder=folder)
-
-
-def _vocab_size(part: DrafterPart) -> int:
-    """Return the number of tokens of a part with weights, from its configuration."""
-    assert part.folder is not None
-    if not part.is_model:
-        return read_drafter_config(part.folder).target.vocab_size
-    from .model_folder import vocab_size
-
-    return vocab_size(part.folder)

@@ -34,7 +34,7 @@ from outrider.models.llm.loading import load_target
 
 from ..label.test_run import ThreadAccelerator
 
-CONFIG = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
+CONFIG = DistillConfig(engine="decoder", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
 BY_LENGTH = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
 STOPS = [3, *range(20, 30)]
 """Stop tokens of the target; a random model rarely generates a single one."""
@@ -89,7 +89,7 @@ def no_engine(*args: Any) -> Iterator[Any]:
 def test_greedy_answers_are_transformers_after_the_tokens_before_them(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
-    config = DistillConfig(mode="regenerate", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
+    config = DistillConfig(engine="decoder", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
     examples = run(config, data, target, tmp_path / "answers")
     shards = answer_store(tmp_path / "answers").load().shards
     answered = [example for entry in shards for example in read_answers(tmp_path / "answers", entry)]
@@ -146,7 +146,7 @@ def test_answers_do_not_depend_on_the_other_conversations(target: HFTarget, data
 
 
 def test_labelling_uses_the_regenerated_answers(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    config = DistillConfig(mode="regenerate", shard_examples=4, max_new_tokens=12, horizon=3)
+    config = DistillConfig(engine="decoder", shard_examples=4, max_new_tokens=12, horizon=3)
     examples = run(config, data, target, tmp_path / "answers")
     folder, accelerator = tmp_path / "distill", Accelerator(cpu=True)
     manifest = distill(config, data, target, folder, accelerator, examples=examples)
@@ -162,9 +162,9 @@ def test_labelling_uses_the_regenerated_answers(target: HFTarget, data: DataConf
 def test_answers_of_another_model_are_a_warning_during_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any
 ) -> None:
-    warm = DistillConfig(mode="regenerate", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
+    warm = DistillConfig(engine="decoder", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
     sampled = run(warm, data, target, tmp_path / "answers")
-    for config, is_warned in ((warm, False), (DistillConfig(mode="regenerate", shard_examples=9, horizon=3), True)):
+    for config, is_warned in ((warm, False), (DistillConfig(engine="decoder", shard_examples=9, horizon=3), True)):
         caplog.clear()
         folder = tmp_path / f"distill-{is_warned}"
         with caplog.at_level(logging.WARNING, logger="outrider"):
@@ -295,7 +295,7 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
         vocab_size=target.vocab_size,
     )
     other.tokenizer.chat_template += " "
-    other_config = DistillConfig(mode="regenerate", shard_examples=3, temperature=0.5, top_k=9, max_new_tokens=25, seed=1)
+    other_config = DistillConfig(engine="decoder", shard_examples=3, temperature=0.5, top_k=9, max_new_tokens=25, seed=1)
     other_data = write_conversations(tmp_path / "more.jsonl", 9)
     other_data.max_length = 110
     with pytest.raises(ValueError, match="another run") as error:
@@ -312,7 +312,7 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
     ):
         assert field in str(error.value)
     with pytest.raises(ValueError, match=r"distill\.shard_examples"):
-        run(DistillConfig(mode="regenerate", shard_examples=4, temperature=1.0, max_new_tokens=24), data, target, folder)
+        run(DistillConfig(engine="decoder", shard_examples=4, temperature=1.0, max_new_tokens=24), data, target, folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         run(CONFIG, data, target, folder)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.eval.measure import roofline
-from outrider.eval.measure.roofline import (
+from outrider.eval.measure import environment
+from outrider.eval.measure.environment import (
     MAX_ACCELERATOR_BYTES,
     NUM_QUEUED_READS,
     cache_bytes,
@@ -105,6 +105,6 @@ def test_a_buffer_is_halved_until_it_fits_into_free_memory(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "ones", ones)
     assert measure_bandwidth(1 << 40, torch.device("meta")) == pytest.approx((1 << 30) / 0.004 / 1e9)
     assert sizes[:3] == [1 << 32, 1 << 31, 1 << 30]
-    monkeypatch.setattr(roofline, "LEAST_BUFFER_BYTES", 1 << 33)
+    monkeypatch.setattr(environment, "LEAST_BUFFER_BYTES", 1 << 33)
     with pytest.raises(torch.OutOfMemoryError):
         measure_bandwidth(1 << 40, torch.device("meta"))

@@ -63,21 +63,6 @@ def drafters(target, redrafter):
 
 
 @pytest.mark.parametrize("kind", ["nothing", "redrafter"])
-@pytest.mark.parametrize("tree_nodes", [None, 5])
-@pytest.mark.slow
-def test_a_row_in_a_batch_gives_the_tokens_that_it_gives_alone(target, drafters, kind, tree_nodes):
-    drafter = drafters[kind]
-    if kind == "redrafter":
-        drafter.config.tree_nodes = tree_nodes
-    alone = [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in alone}) > 1
-    for order in ([0, 1, 2, 3], [3, 1], [2, 2, 0]):
-        together, finishes, _ = answers(target, drafter, vectors([PROMPTS[row] for row in order]))
-        assert together == [alone[row] for row in order]
-        assert finishes == [Finish.LENGTH] * len(order)
-
-
-@pytest.mark.parametrize("kind", ["nothing", "redrafter"])
 def test_finished_rows_leave_and_the_others_continue(target, drafters, kind):
     alone = [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
     stop = alone[0][5]
@@ -89,26 +74,6 @@ def test_finished_rows_leave_and_the_others_continue(target, drafters, kind):
     assert len(steps[-1].rows) < len(PROMPTS)
 
 
-def test_a_full_context_window_ends_each_row_at_its_own_length(target, drafters, monkeypatch):
-    monkeypatch.setattr(target.model.config, "max_position_embeddings", 12)
-    for drafter in drafters.values():
-        actual, finishes, _ = answers(target, drafter, vectors())
-        assert [len(tokens) for tokens in actual] == [7, 10, 4, 10]
-        assert set(finishes) == {Finish.CONTEXT}
-
-
-@pytest.mark.parametrize("kind", ["nothing", "redrafter"])
-def test_stop_strings_end_an_answer_with_the_token_that_completes_them(target, drafters, kind):
-    tokenizer = target.tokenizer
-    tokens = answers(target, NullDrafter(), vectors([PROMPTS[0]]))[0][0]
-    text = tokenizer.decode(tokens)
-    string = text[len(text) // 2 : len(text) // 2 + 3]
-    expected = next(tokens[: end + 1] for end in range(len(tokens)) if string in tokenizer.decode(tokens[: end + 1]))
-    actual, finishes, _ = answers(target, drafters[kind], vectors([PROMPTS[0]]), stop_strings=[string], tokenizer=tokenizer)
-    assert actual == [expected]
-    assert finishes == [Finish.STOP_STRING]
-
-
 def test_stop_strings_need_a_tokenizer_and_some_text(target):
     with pytest.raises(ValueError, match="give the tokenizer too"):
         answers(target, NullDrafter(), vectors(), stop_strings=["x"])
@@ -116,20 +81,6 @@ def test_stop_strings_need_a_tokenizer_and_some_text(target):
         answers(target, NullDrafter(), vectors(), stop_strings="END", tokenizer=target.tokenizer)
     with pytest.raises(ValueError, match="one of the stop_strings is empty"):
         answers(target, NullDrafter(), vectors(), stop_strings=[""], tokenizer=target.tokenizer)
-
-
-def test_sampling_at_temperature_zero_is_greedy_decoding(target, drafters):
-    for drafter in drafters.values():
-        rule = SpeculativeSampling(sampling=Sampling(temperature=0.0))
-        assert answers(target, drafter, vectors(), rule)[0] == answers(target, drafter, vectors())[0]
-
-
-def test_equal_seeds_sample_equal_tokens(target, redrafter):
-    rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
-    first, second, other = (
-        answers(target, redrafter, vectors(), rule, generator=torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)
-    )
-    assert first == second != other
 
 
 # --- rows that sample
@@ -259,16 +210,6 @@ def cut_rows(steps) -> set[int]:
     """Return the rows whose answers ended inside an accepted path."""
     ends = ((step.rows, step.tokens, step.num_accepted) for step in steps)
     return {row for step in ends for row, new, num_accepted in zip(*step, strict=True) if len(new) <= num_accepted}
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
-def test_rows_with_different_acceptance_give_the_tokens_that_they_give_alone(target, plain, order):
-    right = [RIGHT[row] for row in order]
-    drafter = OracleDrafter([plain[row] for row in order], right, target.vocab_size)
-    actual, finishes, steps = answers(target, drafter, vectors([PROMPTS[row] for row in order]))
-    assert actual == [plain[row] for row in order]
-    assert_accepted_counts(steps, right)
-    assert set(finishes) == {Finish.LENGTH}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 8, 11])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
-from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -81,29 +81,6 @@ def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain
     assert tokens_of(steps) == plain
     assert all(step.num_accepted == (right,) for step in steps[1:-2]), "the drafts were as good as they were meant to be"
     assert all(step.num_nodes == 4 * (decoys + 1) for step in steps[1:])
-
-
-def test_an_untrained_redrafter_changes_nothing(target, prompt, plain):
-    torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}), target).double()
-    assert tokens_of(decode(target, drafter, prompt)) == plain
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 6, 7])
-def test_the_token_limit_inside_an_accepted_path_cuts_it(target, prompt, plain, limit):
-    drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=0, vocab_size=target.vocab_size)
-    assert tokens_of(decode(target, drafter, prompt, max_new_tokens=limit)) == plain[:limit]
-
-
-def test_a_stop_token_inside_an_accepted_path_ends_the_text(target, prompt, plain):
-    num_checked = 0
-    for stop in (plain[0], plain[3], plain[9]):
-        expected = plain[: plain.index(stop) + 1]
-        drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=1, vocab_size=target.vocab_size)
-        assert tokens_of(decode(target, drafter, prompt, stop_ids={stop})) == expected
-        assert tokens_of(decode(target, NullDrafter(), prompt, stop_ids={stop})) == expected
-        num_checked += 1
-    assert num_checked == 3
 
 
 def test_the_last_token_of_the_context_window_is_reached_with_a_tree_beyond_it(target, prompt, monkeypatch):

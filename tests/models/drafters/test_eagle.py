@@ -22,9 +22,7 @@ from outrider.models.drafters import (
     build_drafter,
     eagle,
     feature_drafter,
-    load_drafter,
     parse_drafter,
-    save_drafter,
 )
 from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.drafters.eagle import Eagle
@@ -483,20 +481,6 @@ def test_the_cache_grows_with_the_answer(llama, monkeypatch):
 
 
 # --- building, saving, errors
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_eagle_drafter_drafts_the_same(kind, llama, tmp_path):
-    drafter = make(kind, llama, depth=3, top_k=2, tree_nodes=6)
-    save_drafter(drafter, tmp_path, IDENTITY)
-    loaded = load_drafter(tmp_path, llama)
-    with torch.no_grad():
-        before, after = first_draft(llama, drafter), first_draft(llama, loaded)
-        assert torch.equal(before.tokens, after.tokens)
-        tree = {"tree": "static"} if kind == "eagle" else {}
-        changed = load_drafter(tmp_path, llama, depth=2, top_k=4, tree_nodes=7, **tree)
-        assert first_draft(llama, changed).num_nodes == 7
-    assert not any("embed" in name or "rotary" in name for name in drafter.state_dict())
 
 
 def test_labels_outside_the_reduced_vocabulary_are_misses_and_never_drafted(llama):

@@ -474,20 +474,6 @@ def test_forks_continue_as_unforked_runs_do(target, twin, kept, num_calls):
     assert {branch: drafts for branch, (drafts, _, _) in forks.items()} == {b: drafts[2:] for b, drafts in expected.items()}
 
 
-def test_an_old_state_can_be_continued_again(target, twin):
-    drafter = growing(twin, Steady(), calibrated=False)
-    text, state = start(target, drafter)
-    _, text, state = step(drafter, state, text, 1, num_calls=1)
-    results = []
-    for _ in range(2):
-        drafts, now, at = [], text, state
-        for choice in (0, 2, 1):
-            paths, now, at = step(drafter, at, now, choice)
-            drafts.append(paths)
-        results.append(drafts)
-    assert results[0] == results[1]
-
-
 def test_a_draft_whose_cache_was_written_since_does_not_grow(target, twin):
     drafter = growing(twin, Steady(), calibrated=False)
     text, state = start(target, drafter)

@@ -152,13 +152,6 @@ def test_deeper_labels_than_heads_are_left_out(target):
     assert make(target).loss(batch, Objective()).counts.tolist() == [1, 1, 1]
 
 
-def test_a_batch_without_hidden_states_is_an_error_with_the_remedy(target):
-    batch = make_batch(target, [[7, 8, 9, 10]])
-    values = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
-    with pytest.raises(ValueError, match="hidden states"):
-        make(target).loss(DrafterBatch(**values), Objective())
-
-
 # --- trees
 
 

@@ -96,9 +96,8 @@ def test_a_prior_changes_trees_but_no_tokens(target):
     assert [step.origins for step in steps] != [step.origins for step in without]
 
 
-@pytest.mark.parametrize("pace", ["fixed"])
-def test_a_tree_has_at_most_tree_nodes_nodes_and_parents_before_children(target, pace):
-    drafter = merged(target, "medusa", "prompt_lookup", tree_nodes=5, pace=pace)
+def test_a_tree_has_at_most_tree_nodes_nodes_and_parents_before_children(target):
+    drafter = merged(target, "medusa", "prompt_lookup", tree_nodes=5)
     trees = []
     propose = drafter.propose
 

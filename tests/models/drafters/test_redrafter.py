@@ -1,7 +1,5 @@
 """ReDrafter's recurrence, loss, beam search and reduced vocabulary, against slow versions."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -136,35 +134,6 @@ def test_counts_of_another_vocabulary_are_refused(target):
         drafter.choose_draft_vocabulary(torch.zeros(7, dtype=torch.long))
     with pytest.raises(ValueError, match="more than the target's 300 tokens"):
         make(target, draft_vocab_size=301)
-
-
-def test_training_overfits_a_small_set_to_near_perfect_acceptance(target):
-    torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "redrafter"}), target).double()
-    texts = torch.randint(0, target.vocab_size, (24, 5), generator=torch.Generator().manual_seed(3)).tolist()
-    batch = make_batch(target, texts)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    first = None
-    for _ in range(60):
-        loss = drafter.loss(batch, Objective())
-        total = loss.sums.sum() / loss.counts.sum()
-        first = first or total.item()
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-    assert first == pytest.approx(math.log(target.vocab_size), rel=0.2)
-    assert int(drafter.loss(batch, Objective()).joint_hits[-1]) >= 23
-
-
-def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
-    drafter = make(target)
-    assert not any("embed" in name for name in drafter.state_dict())
-    assert all(parameter is not target.embed_tokens.weight for parameter in drafter.parameters())
-    before = target.embed_tokens.weight.clone()
-    optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
-    drafter.loss(make_batch(target, [[7, 8, 9]]), Objective()).sums.sum().backward()
-    optimizer.step()
-    assert torch.equal(target.embed_tokens.weight, before)
 
 
 @pytest.mark.parametrize(

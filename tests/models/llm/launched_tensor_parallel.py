@@ -28,7 +28,7 @@ from outrider.train.batches import states_of_texts
 from outrider.train.processes import make_accelerator
 
 CONFIG = DistillConfig(
-    mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
+    engine="decoder", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
 )
 
 

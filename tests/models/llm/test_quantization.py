@@ -10,7 +10,8 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.llm import linears, quantization
+from outrider.models.llm import config as target_config
+from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -100,7 +101,7 @@ def test_a_drafter_trained_from_the_targets_layers_loads_for_the_quantized_targe
 def test_a_missing_package_is_an_error_with_its_command_before_loading(
     method: str, names: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    monkeypatch.setattr(target_config, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"quantised by {method} .*pip install {names}$"):
         load(tiny_target_dir, {"method": method})
     stored = shutil.copytree(tiny_target_dir, tmp_path / "stored")

@@ -109,7 +109,7 @@ def test_a_trained_drafter_from_a_folder_changes_no_token(
         parse_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}), target
     )
     save_drafter(drafter, tmp_path / "drafter", target.identity)
-    with open_engine(DistillConfig(mode="regenerate", decode_batch_size=4), target, limits) as engine:
+    with open_engine(DistillConfig(engine="decoder", decode_batch_size=4), target, limits) as engine:
         plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
     for name, settings in (
         (str(tmp_path / "drafter"), {"beam_width": 2, "beam_length": 3}),
@@ -117,12 +117,12 @@ def test_a_trained_drafter_from_a_folder_changes_no_token(
         (f"{tmp_path / 'drafter'}+prompt_lookup", {}),
     ):
         loaded = load_drafter(name, target, **settings)
-        with open_engine(DistillConfig(mode="regenerate", drafter=name), target, limits, loaded) as engine:
+        with open_engine(DistillConfig(engine="decoder", drafter=name), target, limits, loaded) as engine:
             assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain, name
 
 
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="has no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
+    with pytest.raises(ValueError, match="has no stop token"), open_engine(DistillConfig(engine="decoder"), target, limits):
         pass

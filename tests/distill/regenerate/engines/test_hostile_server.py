@@ -110,7 +110,7 @@ def ask(hostile: HostileServer, target: HFTarget, limits: Limits, requests: list
     def ask() -> list[list[int]]:
         started = time.monotonic()
         try:
-            config = DistillConfig(mode="regenerate", engine="openai", base_url=hostile.url)
+            config = DistillConfig(engine="openai", base_url=hostile.url)
             with open_engine(config, target, limits) as engine:
                 return [answer.tokens.tolist() for answer in engine.answer(requests[:2])]
         finally:

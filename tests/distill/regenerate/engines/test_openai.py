@@ -147,7 +147,7 @@ def ask(server: Server, target: HFTarget, limits: Limits, requests: list[Request
     """Return a function that answers all requests through the engine of a configuration."""
 
     def ask(**options: Any) -> Found:
-        config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, **options)
+        config = DistillConfig(engine="openai", base_url=server.url, **options)
         with open_engine(config, target, limits) as engine:
             return {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
 
@@ -366,7 +366,7 @@ def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request]
 ) -> None:
     server.num_quick = 1
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=3)
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
     with ends_at_once(), open_engine(config, target, limits) as engine:
         answers = engine.answer(requests)
         next(answers)
@@ -387,7 +387,7 @@ def test_ctrl_c_waits_for_no_answer_and_no_retry(
     server.num_quick = 0
     if waits_for == "tries":
         server.num_quick, server.faults = None, [(503, {"Retry-After": "30"}, b"loading")] * 4
-    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
 
     def interrupt() -> None:
         until(lambda: server.num_inside == 4 if waits_for == "answers" else not server.faults and server.num_inside == 0)
