@@ -27,7 +27,15 @@ from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from ..data.fields import NonNegativeInt, PositiveInt, RecordedCount
-from ..data.files import partial_directory, read_dataclass, read_json, replacing_directory, sha256_file, sha256_json
+from ..data.files import (
+    partial_directory,
+    read_dataclass,
+    read_json,
+    remove_leftovers,
+    replacing_directory,
+    sha256_file,
+    sha256_json,
+)
 from .state import HostCopy, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -258,8 +266,9 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 def remove_incomplete(directory: Path) -> None:
     """Remove checkpoints that killed runs have written or removed in part."""
+    remove_leftovers(directory)
     complete = set(complete_checkpoints(directory))
-    for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
+    for path in directory.glob("step-*"):
         if path not in complete:
             logger.warning("removing %s: it is not complete", path)
             shutil.rmtree(path)

@@ -151,6 +151,7 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
     half = tmp_path / ".step-00000006.outrider-partial"
     half.mkdir()
     (half / "state.pt").write_bytes(b"half")
+    (tmp_path / ".step-00000006.outrider-lock").touch()
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
     remove_incomplete(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
