@@ -31,6 +31,7 @@ from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_wid
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..machine import is_out_of_memory
 from .base import CachedDrafter
 from .beams import SearchTree
 from .branches import Branches
@@ -95,7 +96,7 @@ class DraftModel(CachedDrafter):
         if config.architecture is None:
             if config.init == "target_layers" and config.path is None:
                 first_layers(reader.model, target)
-            reader.require_plain_head("choose another draft model")
+            _require_readable_texts(reader, config)
         # 4. Saved configurations contain no local path, since checkpoints are published.
         return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
 
@@ -238,6 +239,19 @@ class DraftModel(CachedDrafter):
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _require_readable_texts(reader: HFTarget, config: DraftModelConfig) -> None:
+    """Raise ValueError if the model can't read a text, as with heads narrower than their rotary part."""
+    try:
+        reader.require_plain_head("choose another draft model")
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{type(reader.model).__name__} with drafter.hidden_size {config.hidden_size or reader.hidden_size} can't read a "
+            f"text ({error}); choose a drafter.hidden_size for which its heads are as wide as the target's"
+        ) from error
 
 
 def tied_parameters(module: nn.Module) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
 from ..llm.own_tokenizer import MIN_TOKENIZER_SHARE
+from ..llm.pretrained import loading_errors
 from .decoder_layer import require_plain_weights, require_resident_weights, whole
 from .options import DraftModelConfig
 
@@ -103,10 +104,8 @@ def weights_digest_at(path: str) -> str:
     """
     if not Path(path).is_dir():
         use_hub()
-    try:
+    with loading_errors(f"drafter.path is {path}, and this model", path):
         return weights_digest(path, getattr(AutoConfig.from_pretrained(path), "_commit_hash", None))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"drafter.path is {path}, and no model is there: {error}") from error
 
 
 def pretrained(path: str, target: HFTarget) -> HFTarget:

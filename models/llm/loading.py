@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data.hub import use_hub, why_offline
+from ...data.hub import use_hub
 from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
-from ..bounded_build import CANT_BE_BUILT, require_possible_numbers
+from ..bounded_build import require_possible_numbers
 from ..machine import parse_device, turn_off_cudnn_attention
 from .config import TargetConfig, describe, make_config, require_packages, stored_method
 from .device_map import devices_of_layers, resolve
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
-from .pretrained import load_pretrained, loading_errors
+from .pretrained import load_pretrained, loading_errors, read_config
 from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
 from .streamed_loading import build_without_weights, place_weights, stored_weights
@@ -162,31 +162,20 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
             "tokenizer into it (tokenizer.json, tokenizer_config.json)"
         )
     # 2. Load the tokenizer.
-    try:
+    # transformers reads the model's configuration, too.
+    with loading_errors(f"the tokenizer of {config.name_or_path!r}", config.name_or_path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             config.name_or_path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
             **config.tokenizer_options,
         )
-    except (OSError, *CANT_BE_BUILT) as error:  # transformers reads the model's configuration, too
-        if not Path(config.name_or_path).is_dir() and not use_hub():
-            raise ValueError(
-                f"target.name_or_path is {config.name_or_path!r}: there is no such directory, nor is it in the cache, and "
-                f"{why_offline()}. Give a local directory with config.json, or download it where there is a network "
-                f"(`hf download {config.name_or_path}`)"
-            ) from error
-        raise ValueError(
-            f"no tokenizer could be loaded from target.name_or_path, which is {config.name_or_path!r}: {error}. "
-            "Is it a Hub id that you can reach, or a directory with tokenizer.json and a correct config.json?"
-        ) from error
     return tokenizer
 
 
 def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bool) -> PreTrainedModel:
     # 1. Decide how to load: quantised weights go straight to their device, since some can't be
     # moved.
-    called = f"the target {config.name_or_path!r}"
     dtype = "auto" if config.dtype is None or config.dtype == "auto" else getattr(torch, config.dtype)
     stored = stored_method(config.name_or_path)
     if stored is not None:
@@ -197,15 +186,14 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
     if placement or stored:
         placement["device_map"] = {"": device}
     if config.device_map is not None:
-        with loading_errors(called):
-            empty = _build_empty(config)
+        empty = _build_empty(config)
         placement["device_map"] = resolve(config.device_map, empty)
     if config.tensor_parallel:
         placement = {"distributed_config": make_sharding(config)}
     # 2. Load the weights.
     model = load_pretrained(
         config.name_or_path,
-        called,
+        f"the target {config.name_or_path!r}",
         revision=config.revision,
         dtype=dtype,
         attn_implementation=config.attn_implementation,
@@ -222,10 +210,8 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
 
 def _build_empty(config: TargetConfig) -> PreTrainedModel:
     """Build the model without memory for its weights, to read its structure."""
-    described = AutoConfig.from_pretrained(
-        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    with torch.device("meta"):
+    described, name = read_config(config), config.name_or_path
+    with loading_errors(f"the target {name!r}", name), torch.device("meta"):
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
     return empty
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ...data.hub import use_hub, why_offline
 from ..bounded_build import CANT_BE_BUILT, bounded_build, stored_size
+from .config import TargetConfig
 from .weight_files import with_index
 
 
@@ -19,7 +21,7 @@ def load_pretrained(name_or_path: str, called: str, **options: Any) -> PreTraine
     Raises ValueError for a model that can't be built, and for weights that are damaged or incomplete.
     """
     with (
-        loading_errors(called),
+        loading_errors(called, name_or_path),
         bounded_build(name_or_path, *stored_size(Path(name_or_path))),
         with_index(name_or_path) as folder,
     ):
@@ -30,16 +32,27 @@ def load_pretrained(name_or_path: str, called: str, **options: Any) -> PreTraine
     return model
 
 
+def read_config(config: TargetConfig) -> Any:
+    """Read a target's configuration. Raises ValueError if there is none."""
+    with loading_errors(f"the target {config.name_or_path!r}", config.name_or_path):
+        return AutoConfig.from_pretrained(
+            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+
+
 @contextmanager
-def loading_errors(called: str) -> Iterator[None]:
-    """Raise errors of the libraries in the block as ValueErrors that name the model."""
+def loading_errors(called: str, name_or_path: str) -> Iterator[None]:
+    """Raise errors of the libraries in the block as ValueErrors that name the model and a remedy."""
     try:
         yield
     except (OSError, ImportError, SafetensorError, pickle.UnpicklingError, *CANT_BE_BUILT) as error:
-        raise ValueError(
-            f"{called} can't be loaded: {error!s:.500}. Do config.json and the weights belong together, and is the download "
-            "complete?"
-        ) from error
+        why, remedy = f"{error!s:.500}", "Do config.json, tokenizer and weights belong together, and is the download complete?"
+        if not Path(name_or_path).is_dir():
+            remedy = "Is it a Hub id that you can reach? Check the name, or log in (`hf auth login`)"
+            if not use_hub():
+                why = f"there is no such directory, nor is all of it in the cache, and {why_offline()}"
+                remedy = f"Download it where there is a network (`hf download {name_or_path}`), or give a local directory"
+        raise ValueError(f"{called} can't be loaded: {why}. {remedy}") from error
 
 
 def require_complete(called: str, missing: Sequence[str]) -> None:

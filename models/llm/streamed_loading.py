@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..bounded_build import bounded_build
 from ..machine import available_memory
 from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
-from .pretrained import loading_errors, record_tie, require_complete
+from .pretrained import loading_errors, read_config, record_tie, require_complete
 from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
@@ -43,7 +43,8 @@ def stored_weights(config: TargetConfig) -> dict[str, StoredTensor]:
         from huggingface_hub import snapshot_download
 
         patterns = ["model*.safetensors", INDEX_FILE]
-        folder = Path(snapshot_download(config.name_or_path, revision=config.revision, allow_patterns=patterns))
+        with loading_errors(f"the target {config.name_or_path!r}", config.name_or_path):
+            folder = Path(snapshot_download(config.name_or_path, revision=config.revision, allow_patterns=patterns))
     return read_folder(folder)
 
 
@@ -98,19 +99,16 @@ def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTenso
 
     Raises ValueError for stored weights that are quantised or incomplete.
     """
-    called = f"the target {config.name_or_path!r}"
-    with loading_errors(called):
-        skeleton = _build(config, stored)
+    called, described = f"the target {config.name_or_path!r}", read_config(config)
+    with loading_errors(called, config.name_or_path):
+        skeleton = _build(config, described, stored)
     require_complete(called, skeleton.missing)
     record_tie(skeleton.model)
     return skeleton
 
 
-def _build(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
+def _build(config: TargetConfig, described: Any, stored: Mapping[str, StoredTensor]) -> Skeleton:
     # 1. The model's class and type. The class is known once the model was built, without memory.
-    described: Any = AutoConfig.from_pretrained(
-        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
     if getattr(described, "quantization_config", None) is not None:
         raise ValueError(
             "its weights are quantised, and target.memory_budget_gib and target.stage_layers can't read those in parts; leave "

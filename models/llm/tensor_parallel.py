@@ -16,10 +16,11 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast, gather_object
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from .config import TargetConfig
+from .pretrained import read_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +56,7 @@ def make_sharding(config: TargetConfig) -> DistributedConfig:
             "(accelerate launch --config_file conf/launch/one_node.yaml), or leave it out"
         )
     # 2. transformers must have a plan for this kind of model.
-    model = AutoConfig.from_pretrained(
-        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    ).get_text_config()
+    model = read_config(config).get_text_config()
     if not getattr(model, "base_model_tp_plan", None):
         raise ValueError(f"transformers has no plan to slice models of type {model.model_type}; {REMEDY}")
     # 3. The sliced dimensions must be divisible by the number of processes.

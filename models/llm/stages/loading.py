@@ -11,15 +11,15 @@ import time
 from dataclasses import fields
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed import DistError, Store
-from transformers import AutoConfig
 
 from ...machine import turn_off_cudnn_attention
 from ..config import TargetConfig
 from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
+from ..pretrained import read_config
 from ..streamed_loading import Skeleton, build_without_weights, stored_weights
 from .links import GOODBYE_SECONDS, ProcessLink, RemoteStage, StageLink, report_loss_on_sigterm
 from .meeting import (
@@ -68,10 +68,7 @@ def stage_ranges(config: TargetConfig, launched: int | None = None) -> list[rang
             f"{'one was' if launched == 1 else f'{launched} were'} launched; add --launch pipeline_cpu --num_processes "
             f"{needed} (or accelerate launch --num_processes {needed}), or change target.stage_layers"
         )
-    described: Any = AutoConfig.from_pretrained(
-        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    num_layers = int(described.get_text_config().num_hidden_layers)
+    num_layers = int(read_config(config).get_text_config().num_hidden_layers)
     if sum(counts) != num_layers:
         least, more = divmod(num_layers, len(counts))
         even = [least + (index < more) for index in range(len(counts))]
@@ -184,10 +181,7 @@ def facts(config: TargetConfig) -> StageFacts:
 
 def digest(config: TargetConfig) -> str:
     """Return the digest of the target's weights."""
-    described: Any = AutoConfig.from_pretrained(
-        config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    return weights_digest(config.name_or_path, getattr(described, "_commit_hash", None))
+    return weights_digest(config.name_or_path, getattr(read_config(config), "_commit_hash", None))
 
 
 def skeleton_of(config: TargetConfig) -> Skeleton:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.certify.samples import g_test
@@ -431,6 +440,14 @@ def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(targ
     torch.save(LlamaForCausalLM(LlamaConfig.from_pretrained(pickled)).state_dict(), pickled / "pytorch_model.bin")
     with pytest.raises(ValueError, match="can't be loaded"):
         build(pickled)
+
+
+def test_heads_narrower_than_their_rotary_part_are_an_error_with_the_option(target):
+    sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
+    wide = HFTarget(GPTJForCausalLM(GPTJConfig(**sizes)).eval(), target.tokenizer, target.identity)
+    build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "hidden_size": 8}), wide)
+    with pytest.raises(ValueError, match=r"GPTJForCausalLM with drafter.hidden_size 4 can't read a text .*choose a"):
+        build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "hidden_size": 4}), wide)
 
 
 def test_a_prompt_too_long_for_the_draft_model_is_an_error_that_names_it(target):

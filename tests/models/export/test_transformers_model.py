@@ -122,5 +122,5 @@ def test_unknown_model_types_are_an_error(llama, tmp_path):
     llama.tokenizer.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
-    with pytest.raises(ValueError, match="transformers can't build the draft model|no tokenizer could be loaded"):
+    with pytest.raises(ValueError, match="transformers can't build the draft model|the tokenizer of .* can't be loaded"):
         import_drafter(tmp_path / "a", llama, name="transformers")

@@ -179,7 +179,7 @@ def test_a_truncated_configuration_is_named_as_such(copy):
 def test_weights_of_another_size_are_an_error(copy):
     path = copy / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
-    with pytest.raises(ValueError, match="can't be loaded.*Do config.json and the weights belong together"):
+    with pytest.raises(ValueError, match="can't be loaded.*Do config.json, tokenizer and weights belong together"):
         load_target(config(copy))
 
 

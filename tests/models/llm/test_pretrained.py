@@ -1,6 +1,7 @@
 """Weights are those that transformers takes from a folder's files, in every way of loading."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.small_models import weights_digest_at
 from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
+from outrider.models.llm.loading import load_target, load_tokenizer
+from outrider.models.llm.pretrained import read_config
+from outrider.models.llm.stages.loading import digest
 from outrider.models.llm.stages.slices import EndSlice
 from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
 
@@ -82,6 +86,14 @@ def test_a_quantised_target_keeps_such_a_head(folder: Path) -> None:
     change_head(folder, "different", ties=True)
     int8 = load_target(config(folder, quantization={"method": "torchao", "type": "Int8WeightOnlyConfig"}), CPU)
     assert torch.equal(int8.head.weight, load_file(folder / "model.safetensors")[HEAD])
+
+
+@pytest.mark.parametrize(
+    "load", [load_tokenizer, stored_weights, read_config, digest, lambda config: weights_digest_at(config.name_or_path)]
+)
+def test_a_name_of_the_hub_that_is_not_there_is_an_error_with_the_name_and_a_remedy(load: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"nobody/nothing.*in the cache, and .*HF_HUB_OFFLINE.*`hf download nobody/nothing`"):
+        load(config(Path("nobody/nothing")))
 
 
 def test_shards_without_an_index_are_loaded_if_all_are_there(folder: Path) -> None:
