@@ -155,6 +155,11 @@ class RunConfig:
                 f"target.device_map is {self.target.device_map}, for evaluation only, and stages has {' and '.join(others)}: "
                 "set stages=[eval], and target.tensor_parallel=true in the run of the other stages"
             )
+        if self.data.train_on != "all" and self.distill.engine is not None:
+            problems.append(
+                f"data.train_on is {self.data.train_on!r}, and distill.engine regenerates: all answers of the target are "
+                "trained; leave data.train_on out"
+            )
         self._drafter_runs: list[DrafterRun] = []
         for name, variant in (self.variants or {"": Variant()}).items():
             try:

@@ -1,8 +1,9 @@
 """`outrider eval` and `outrider report`: measure the speedup of drafters, and write a page of tables."""
 
 from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -35,6 +36,8 @@ class EvalOptions:
     """Use the settings that `outrider tune` chose on this machine."""
     chat_template: str | None = None
     """A .jinja file or a template's name. null: the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
     num_threads: NumThreads | None = None
     """CPU threads. null: torch's default."""
     output: Path = Path("outputs/eval")
@@ -85,7 +88,7 @@ def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOp
     check_inputs(config, drafters)
     launch_stages("eval", line, options.target)
     with cpu_threads(options.num_threads):
-        target = load_chosen_target(options.target, options.chat_template)
+        target = load_chosen_target(options.target, options.chat_template, options.template_options)
         tuned = tuned_settings(config, target, drafters) if options.tuned else None
         with guarded(options.output, folders=[options.output]):
             return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)

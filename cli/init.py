@@ -57,7 +57,7 @@ class InitOptions:
     target: str
     """The target: a directory or a Hub id."""
     data: Path
-    """Training data: conversations (.json, .jsonl, .parquet), or text files."""
+    """Training data: conversations (.json, .jsonl, .parquet), a folder of them, or text files."""
     drafter: str = "eagle3"
     """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model."""
     chat_template: str | None = None
@@ -89,7 +89,7 @@ def init_command(options: InitOptions) -> None:
     text = recipe_text(recipe, drafter, target_facts, data_facts, prompts.resolve())
     recipe.parent.mkdir(parents=True, exist_ok=True)
     if data_facts.prompts:
-        lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
+        lines = [json.dumps({"id": f"held_out_{index}", **prompt}) for index, prompt in enumerate(data_facts.prompts)]
         prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
@@ -131,6 +131,9 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "max_length": max_length(target),
         "chat_template": _yaml(target.chat_template),
         "template_reason": target.template_reason,
+        "options_reason": f"the template reads {', '.join(target.template_options) or 'none'}",
+        "overlap_words": data.overlap_words,
+        "overlap_reason": data.overlap_reason,
         "steps": steps,
         "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
         "global_batch_size": batch,

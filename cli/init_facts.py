@@ -5,16 +5,22 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from ..data.conversations import Conversation
+from ..data.forms import FORMS, form_of
 from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path
-from ..data.raw_records import ROLES, SUFFIXES, TURN_KEYS, line_of_record, read_records
+from ..data.raw_records import SUFFIXES, line_of_record, load_records
+from ..data.sources import PromptOverlap, has_records
+from ..data.suites import Prompt, PromptSet
+from ..data.template_options import read_template, template_options
 
 NUM_PROMPTS = 32
 """Maximum number of prompts held out of the data. The other limit is a tenth of the records."""
@@ -22,6 +28,13 @@ MAX_LENGTH = 2048
 """Maximum number of tokens of an example, as in the published recipes."""
 NUM_CHECKED = 32
 """Number of first records that are checked. One of them must be usable."""
+NUM_COMPARED = 1000
+"""First conversations that are compared with the prompts that are held out."""
+EQUAL_PROMPTS = 1000
+"""Words in a row by which only equal prompts overlap."""
+OVERLAP_WORDS, MAX_SHARED = 13, 0.1
+"""Usual value of data.overlap_words, and the share of the conversations that it may leave out though
+their prompts differ from those held out."""
 CHECKED_BYTES = 1 << 16
 """Bytes of a text file that are checked to be text."""
 LENGTH_MARGIN = 16
@@ -46,6 +59,8 @@ class TargetFacts:
     chat_template: str | None
     """Value of data.chat_template."""
     template_reason: str
+    template_options: list[str]
+    """Variables that the template reads, for data.template_options."""
     has_accelerator: bool
 
     @property
@@ -61,8 +76,18 @@ class DataFacts:
     source: str
     path: Path
     num_records: int
-    prompts: list[list[str]]
-    """User turns of the conversations that are held out; empty if none can be held out."""
+    prompts: list[dict[str, Any]]
+    """Prompts of the conversations that are held out, as records of a suite; empty if none can be held
+    out."""
+    overlap_words: int
+    """Value of data.overlap_words."""
+
+    @property
+    def overlap_reason(self) -> str:
+        """What is left out of training, as a comment."""
+        if self.overlap_words == EQUAL_PROMPTS:
+            return "prompts share an instruction, so only conversations with a prompt of eval are left out"
+        return "left out of training: conversations that share so many words in a row with a prompt of eval"
 
 
 def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
@@ -84,7 +109,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     # 2. Describe it for the recipe.
     model_type = str(config.get("model_type", "model"))
     positions = config.get("max_position_embeddings") or 2 * MAX_LENGTH
-    template, reason = _chat_template(target, chat_template)
+    template, reason, text = _chat_template(target, chat_template)
     return TargetFacts(
         name_or_path=str(Path(target).resolve()) if Path(target).is_dir() else target,
         description=f"{model_type}: {config['num_hidden_layers']} layers of width "
@@ -98,6 +123,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         unused_token=_unused_token(target, config["vocab_size"]),
         chat_template=template,
         template_reason=reason,
+        template_options=sorted(template_options(text)),
         has_accelerator=_has_accelerator(),
     )
 
@@ -120,32 +146,32 @@ def _unused_token(target: str, vocab_size: int) -> int:
     return max((token["id"] for token in added if token.get("special")), default=vocab_size - 1)
 
 
-def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str]:
-    """Return the value of data.chat_template, and its reason as a comment.
+def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str, str]:
+    """Return the value of data.chat_template, its reason as a comment, and the template's text.
 
     Raises ValueError if the tokenizer has no template and none is given.
     """
+    if chat_template in built_in_templates():
+        return chat_template, "a template that ships with outrider", read_template(chat_template)
     if chat_template is not None:
-        if chat_template in built_in_templates():
-            return chat_template, "a template that ships with outrider"
         if not Path(chat_template).is_file():
             names = ", ".join(built_in_templates())
             raise ValueError(f"chat_template is {chat_template!r}; give a .jinja file, or one of {names}")
-        return str(Path(chat_template).resolve()), "replaces the tokenizer's template"
+        return str(Path(chat_template).resolve()), "replaces the tokenizer's template", read_template(chat_template)
     template = _read(target, "chat_template.jinja")
     if template is None:
-        tokenizer = _read_json(target, "tokenizer_config.json") or {}
-        template = json.dumps(tokenizer["chat_template"]) if tokenizer.get("chat_template") else None
-    if template is None and "vicuna" in target.lower():
-        return "vicuna_v1.1", "the tokenizer has none"
-    if template is None:
-        raise ValueError(
-            f"the tokenizer of {target} has no chat template; give --chat-template FILE.jinja, or one that ships with "
-            f"outrider: {', '.join(built_in_templates())}"
-        )
-    if "enable_thinking" in template:
-        return "qwen3_no_thinking", "thinking is off; null: the tokenizer's template"
-    return None, "null: the tokenizer's template"
+        template = (_read_json(target, "tokenizer_config.json") or {}).get("chat_template")
+    if isinstance(template, list):  # of several templates, each with its name
+        named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if isinstance(template, str):
+        return None, "null: the tokenizer's template", template
+    if "vicuna" in target.lower():
+        return "vicuna_v1.1", "the tokenizer has none", read_template("vicuna_v1.1")
+    raise ValueError(
+        f"the tokenizer of {target} has no chat template; give --chat-template FILE.jinja, or one that ships with "
+        f"outrider: {', '.join(built_in_templates())}"
+    )
 
 
 def _read_json(target: str, name: str) -> dict[str, Any] | None:
@@ -192,8 +218,8 @@ def _has_accelerator() -> bool:
 def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     """Read the form of the records, count them, and draw prompts to hold out.
 
-    A prompt has at most `max_chars` characters. Raises ValueError if the file doesn't exist, or its
-    records have no known form.
+    The records are parsed as a run does it. A prompt has at most `max_chars` characters. Raises
+    ValueError if the file doesn't exist, or its records have no known form.
     """
     # 1. Check the path. Text files have no prompts.
     if not path.exists():
@@ -201,38 +227,76 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
             f"data is {path}, and there is no such file; give a local file. To download a "
             "data set from the Hub: `hf download ID --repo-type dataset`"
         )
-    if path.is_dir() or path.suffix not in SUFFIXES:
+    if not has_records(str(path)):
         _require_text(path)
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-        return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[])
+        return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[], overlap_words=OVERLAP_WORDS)
 
     # 2. Read the records once, and sample prompts of one or two user turns.
-    records = read_records(path)
+    records = load_records(str(path))
     first = list(islice(records, NUM_CHECKED))
     source, num_records, distinct = _source_of(first, path), 0, set[int]()
-    chosen: list[list[str]] = []
+    chosen, checked = list[dict[str, Any]](), list[Conversation]()
     random, num_eligible = Random(0), 0
     for record in chain(first, records):
         num_records += 1
-        turns = list(_user_turns(record, source))[:2]
-        if not turns or not all(turn.strip() for turn in turns) or sum(map(len, turns)) > max_chars:
+        conversation = FORMS[source].parse(record, Counter())
+        if isinstance(conversation, str):
+            continue
+        checked += [conversation] if len(checked) < NUM_COMPARED else []
+        prompt = _prompt_of(conversation)
+        if not prompt["turns"] or len(json.dumps(prompt)) > max_chars:
             continue
         # Reservoir sampling: each eligible record is equally likely, in one pass.
-        distinct.add(hash(turns[0]))
+        distinct.add(hash(prompt["turns"][0]))
         num_eligible += 1
         if len(chosen) < NUM_PROMPTS:
-            chosen.append(turns)
+            chosen.append(prompt)
         elif (slot := random.randrange(num_eligible)) < NUM_PROMPTS:
-            chosen[slot] = turns
+            chosen[slot] = prompt
 
     # 3. Hold out at most a tenth. Training leaves out each conversation that begins with one of these
     # prompts, so others must remain.
     random.shuffle(chosen)
-    held_out = {tuple(turns): turns for turns in chosen[: max(1, num_records // 10)]}
-    is_enough = len(distinct) > len({turns[0] for turns in held_out})
+    held_out = {json.dumps(prompt): prompt for prompt in chosen[: max(1, num_records // 10)]}
+    prompts = [*held_out.values()]
+    if len(distinct) <= len({prompt["turns"][0] for prompt in prompts}):
+        prompts = []
     return DataFacts(
-        source=source, path=path.resolve(), num_records=num_records, prompts=[*held_out.values()] if is_enough else []
+        source=source,
+        path=path.resolve(),
+        num_records=num_records,
+        prompts=prompts,
+        overlap_words=_overlap_words(prompts, checked),
     )
+
+
+def _prompt_of(conversation: Conversation) -> dict[str, Any]:
+    """Return a conversation's first two user turns, with its system prompt and functions."""
+    turns = [turn.content for turn in conversation.turns if turn.role == "user"][:2]
+    system = [turn.content for turn in conversation.turns if turn.role == "system"]
+    return {
+        "turns": turns,
+        **({"system": system[0]} if system else {}),
+        **({"tools": list(conversation.tools)} if conversation.tools else {}),
+    }
+
+
+def _overlap_words(prompts: Sequence[Mapping[str, Any]], conversations: Sequence[Conversation]) -> int:
+    """Return the value of data.overlap_words: a larger one if all prompts share an instruction.
+
+    Then the usual one would leave out most of the data.
+    """
+    suite = PromptSet(
+        name="held_out",
+        revision="",
+        prompts=tuple(Prompt(id="", category="", turns=tuple(prompt["turns"])) for prompt in prompts),
+    )
+    usual, equal = (PromptOverlap([suite], words) for words in (OVERLAP_WORDS, EQUAL_PROMPTS))
+    num_usual, num_equal = (
+        sum(overlap.suite_of(conversation) is not None for conversation in conversations) for overlap in (usual, equal)
+    )
+    return EQUAL_PROMPTS if num_usual - num_equal > MAX_SHARED * len(conversations) else OVERLAP_WORDS
 
 
 def _require_text(path: Path) -> None:
@@ -258,56 +322,21 @@ def _source_of(records: list[Any], path: Path) -> str:
 
     Raises ValueError if they have no known form, or if none of them can be trained on.
     """
-    # 1. The form of the first record that has a known form.
-    forms = {"sharegpt": {"conversations"}, "messages": {"messages"}, "alpaca": {"instruction", "output"}, "text": {"text"}}
-    keys = [set(record) if isinstance(record, dict) else set() for record in records]
-    source = next((form for present in keys for form, wanted in forms.items() if wanted <= present), None)
-    line = line_of_record(path, 0)
+    line = line_of_record(path, 0) if path.is_file() else None
     location = f"{path}{'' if line is None else f', line {line}'}"
+    source = form_of(records)
     if source is None:
         record = records[0]
         names = list(record) if isinstance(record, dict) else []
         description = f"the keys {', '.join(names)}" if names else f"no keys: {record!r:.60}"
         raise ValueError(
             f"data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
-            "conversations (ShareGPT), messages, instruction and output (Alpaca), or text"
+            f"{'; '.join(form.example for form in FORMS.values())}"
         )
-
-    # 2. One of them must be usable. The run drops the others, and counts them.
-    reasons = [_why_unusable(record, source) for record in records]
+    reasons = [parsed if isinstance(parsed := FORMS[source].parse(record, Counter()), str) else None for record in records]
     if all(reasons):
         raise ValueError(
             f"data is {path}, and none of its first {len(records)} records can be trained on as {source} "
             f"({location}: {reasons[0]}); repair the records, or give another file"
         )
     return source
-
-
-def _why_unusable(record: Any, source: str) -> str | None:
-    """Return why a record of this form can't be trained on; None if it can."""
-    record = record if isinstance(record, dict) else {}
-    if source in ("text", "alpaca"):
-        keys = ["text"] if source == "text" else ["instruction", "output"]
-        bad = [key for key in keys if not isinstance(record.get(key), str)]
-        return f"{bad[0]!r} is no text" if bad else None
-    key = {"sharegpt": "conversations"}.get(source, source)
-    turns = record.get(key)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return f"{key!r} is no list of turns"
-    roles = [ROLES.get(str(turn.get(TURN_KEYS[key][0]))) for turn in turns]
-    return None if "assistant" in roles else "no assistant turn"
-
-
-def _user_turns(record: Any, source: str) -> Iterator[str]:
-    """Yield the user turns of a record; nothing if it has none that can be read."""
-    if not isinstance(record, dict) or source == "text":
-        return
-    if source == "alpaca":
-        parts = [record.get("instruction"), record.get("input")]
-        yield "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
-        return
-    key = {"sharegpt": "conversations"}.get(source, source)
-    role_key, text_key = TURN_KEYS[key]
-    for turn in record.get(key) or []:
-        if isinstance(turn, dict) and ROLES.get(str(turn.get(role_key))) == "user" and isinstance(turn.get(text_key), str):
-            yield turn[text_key]

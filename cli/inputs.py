@@ -1,15 +1,17 @@
 """Local files and folders in a configuration, to check before torch is loaded."""
 
 from collections.abc import Iterator, Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from ..data.config import HUB_PREFIX
 from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, NamedPath, built_in_templates, folders_of, models_of, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from ..models.drafters.losses import MISSED_BY
 from .config import STAGES
 
-DATA = "an existing file, a folder of texts, or a data set id of the Hub (owner/name)"
+DATA = "an existing file, a folder of files, or a data set id of the Hub (owner/name)"
 SUITE_FILE = "an existing file of prompts, or the name of a suite, such as mt_bench"
 SUITE_PATH = "an existing file of prompts, or a data set id of the Hub (owner/name)"
 MODEL = "a directory with config.json, or a Hub id (owner/name)"
@@ -83,7 +85,7 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
     if _get(values, "data", "chat_template") not in (templates := built_in_templates()):
         yield from _path(values, "data", "chat_template", f"a .jinja file, or one of {', '.join(templates)}", is_local=True)
     if "distill" in stages:
-        yield from _path(values, "data", "path", DATA)
+        yield from _data_paths(values)
         if isinstance(drafter := _get(values, "distill", "drafter"), str):
             yield from named_folders("distill.drafter", drafter)
     if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
@@ -98,6 +100,16 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
             if isinstance(changes, Mapping):
                 yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
                 yield from _other_paths(f"variants.{name}.train", changes.get("train"))
+
+
+def _data_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    """Yield the local paths of the data, but patterns, which the run itself looks up."""
+    paths = [("data.path", _get(values, "data", "path"))]
+    for index, source in enumerate(_list(values, "data", "sources")):
+        paths.append((f"data.sources[{index}].path", source.get("path") if isinstance(source, Mapping) else None))
+    for option, path in paths:
+        if isinstance(path, str) and not path.startswith(HUB_PREFIX) and not has_magic(path):
+            yield NamedPath(option=option, value=path, expected=DATA)
 
 
 def named_folders(option: str, name: str | Path) -> Iterator[NamedPath]:

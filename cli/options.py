@@ -1,10 +1,10 @@
 """What several commands do with their options before their work."""
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -46,8 +46,14 @@ def cpu_threads(num_threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def load_chosen_target(config: "TargetConfig", chat_template: str | None = None, *, needs_tokenizer: bool = True) -> "HFTarget":
-    """Load a command's target with its chat template. Prints which weights are read in passes."""
+def load_chosen_target(
+    config: "TargetConfig",
+    chat_template: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    *,
+    needs_tokenizer: bool = True,
+) -> "HFTarget":
+    """Load a command's target with its chat template and the template's options. Prints which weights are read in passes."""
     from ..data.chat import use_chat_template
     from ..models.llm.loading import load_target
 
@@ -60,5 +66,5 @@ def load_chosen_target(config: "TargetConfig", chat_template: str | None = None,
         text = "all weights fit into target.memory_budget_gib, so none are read in passes"
         print(f"{config.name_or_path}: {text}", file=sys.stderr)
     if needs_tokenizer:
-        use_chat_template(target.tokenizer, chat_template)
+        use_chat_template(target.tokenizer, chat_template, template_options)
     return target

@@ -17,16 +17,17 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from ..data.chat import encode_prompt
+from ..data.conversations import Conversation
 from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
-from ..data.sources import PromptOverlap, load_conversations
+from ..data.sources import PromptOverlap
 from ..data.suites import PromptSet
-from ..data.types import Conversation, DistilledExample, Example, Turn
+from ..data.types import DistilledExample, Example
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
 from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
-from ..distill.regenerate.run import count_turns, missing_conversations
+from ..distill.regenerate.run import count_turns, load_questions, missing_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.objective import max_chunk
@@ -101,11 +102,11 @@ class Planner:
         """Plan the answers and labels that are missing. Labels parts of some texts for the training, too."""
         # 1. The texts. Regenerated ones have the prompts of the data, and answers of a sampled length.
         data, options, target = self.config.data, self.config.distill, self.target
-        texts, _ = load_examples(data, target.tokenizer, overlap)
+        texts, _ = load_examples(data, target, overlap)
         num_tokens, num_positions = count(texts)
         missing, is_regenerated = texts, options.engine is not None
         if is_regenerated:
-            conversations, _ = load_conversations(data, overlap)
+            conversations, _ = load_questions(data, target, overlap)
             answers = count_turns(conversations) * self._answer_tokens(conversations, texts, only_sample=only_sample)
             num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
         elif not only_sample:  # raises ValueError if the folder is another run's
@@ -225,9 +226,9 @@ class Planner:
         # 1. Time plain decoding at each batch size.
         config, target = self.config.eval, self.target
         self._say("eval: plain decoding answers some prompts ...")
-        texts = [prompt.turns[0] for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
-        most = max(SAMPLED_PROMPTS, *config.batch_sizes)
-        prompts = [encode_prompt([Turn(role="user", content=text)], target.tokenizer)[0] for text in texts[:most]]
+        shuffled = [prompt for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
+        chosen = shuffled[: max(SAMPLED_PROMPTS, *config.batch_sizes)]
+        prompts = [encode_prompt(one.messages(one.turns[0]), target.tokenizer, one.tools)[0] for one in chosen]
         target.choose_linears()
         mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
         by_size: dict[int, PlainDecoding] = {

@@ -112,7 +112,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
     # 1. Load the target, and check that the drafters fit it.
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
-    use_chat_template(target.tokenizer, config.data.chat_template)
+    use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
     if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
         require_features(labels, target)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length

@@ -1,6 +1,7 @@
 """`outrider tune`: find a drafter's fastest settings on this machine."""
 
 from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +41,8 @@ class TuneOptions:
     """Write the choice to the drafter's directory, for `outrider eval --tuned`."""
     chat_template: str | None = None
     """A .jinja file or a template's name. null: the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
     num_threads: NumThreads | None = None
     """CPU threads. null: torch's default."""
     output: Path = Path("outputs/tune")
@@ -93,7 +96,7 @@ def tune_command(options: TuneOptions) -> None:
     # 2. Tune, and print the choice.
     written = [output] if directory is None else [output, directory]
     with guarded(*written, folders=[output]), starts_again("tuning"), cpu_threads(options.num_threads):
-        loaded = load_chosen_target(options.target, options.chat_template)
+        loaded = load_chosen_target(options.target, options.chat_template, options.template_options)
         tuning = tune(
             config,
             loaded,

@@ -1,7 +1,7 @@
 """Configuration of the conversations that a run distils on, and choices that data files record."""
 
 from dataclasses import field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -23,21 +23,26 @@ TEACHER_TEMPERATURE = (
 """Error of a loss whose two sources have different temperatures."""
 
 
-SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
+SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "stdlib")
+"""The forms of records (see `forms`), and Python's standard library."""
+TRAIN_ON = ("all", "last", "every token")
+HUB_PREFIX = "hf:"
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class DataConfig:
-    """The data of a run: its source, its format, and how much of it to use."""
+class DataSource:
+    """Where conversations come from, and their form."""
 
-    source: Annotated[str, one_of(*SOURCES)]
-    """Format of the records. One of `sharegpt` (conversations: [{from, value}]), `messages`
-    ([{role, content}], as in UltraChat), `alpaca` (instruction, input, output), `text` (text or
-    source code files) and `stdlib` (Python's standard library; needs no path)."""
+    source: Annotated[str, one_of(*SOURCES)] | None = None
+    """Form of the records. One of `messages` ([{role, content}], as in UltraChat), `sharegpt`
+    (conversations: [{from, value}]), `alpaca` (instruction, input, output), `completion` (prompt,
+    completion), `tokens` (input_ids, loss_mask), `text` (text or source code files, or texts that a chat
+    template has written) and `stdlib` (Python's standard library; needs no path)."""
 
     path: str | None = None
-    """A local file, or a data set id of the Hub. Files are .json or .jsonl (plain or .gz), or
-    .parquet; for `text`, any file or directory."""
+    """A local file, a folder of files, a pattern such as chats/*.jsonl, or a data set id of the Hub
+    (owner/name, or hf:owner/name). Files are .json or .jsonl (plain or .gz), or .parquet; for `text`,
+    any files."""
 
     split: str = "train"
     """Split of a data set of the Hub, or of the standard library (use `distill`). Local files have
@@ -53,36 +58,85 @@ class DataConfig:
     revision: str | None = None
     """Commit, tag or branch of a data set of the Hub."""
 
+    weight: Annotated[float, Field(gt=0, lt=MAX_COUNT)] | None = None
+    """In `data.sources`: this source's part of the mixture, in proportion to the other weights. None
+    takes everything."""
+
+    def __post_init__(self) -> None:
+        raise_problems(self.problems())
+
+    def problems(self) -> list[str]:
+        """Return a line for each rule that the options break together."""
+        if self.source is None:
+            return ["source is missing; give the form of the records"]
+        if self.source != "stdlib":
+            missing = f"path is missing; the source {self.source} needs a local file or a data set id of the Hub"
+            return [missing] if self.path is None else []
+        problems = []
+        if self.path is not None:
+            problems.append(f"path is {self.path!r}, but the source stdlib reads files of the running Python; leave it out")
+        if self.split not in get_args(Split):
+            problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
+        return problems
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DataConfig(DataSource):
+    """The data of a run: its sources, their forms, and how much of it to use."""
+
+    sources: list[DataSource] = field(default_factory=list)
+    """Several sources, in place of `source` and `path`: [{source: messages, path: FILE, weight: 2},
+    ...]. With weights the largest mixture is taken that repeats no conversation."""
+
     limit: PositiveInt | None = None
     """Number of conversations to use, sampled by `seed` from all valid ones; None uses all."""
 
     max_length: Annotated[int, Field(ge=2, lt=MAX_COUNT)] = 2048
     """Most tokens of an example; longer examples are cut at the end."""
 
+    train_on: Annotated[str, one_of(*TRAIN_ON)] = "all"
+    """Which tokens are trained: those of `all` answers, of each conversation's `last` answer, or
+    `every token`, the user's included."""
+
     seed: Seed = 0
     """Seed of the sample for `limit`, and of the cuts of `text` and `stdlib`."""
 
     overlap_words: PositiveInt | None = 13
     """Decontamination: drop conversations with a prompt that shares this many consecutive words
-    with an evaluation prompt of the run. See arXiv 2005.14165, appendix C. None keeps all."""
+    with an evaluation prompt of the run. See arXiv 2005.14165, appendix C. None keeps all. With more
+    words than prompts have, only equal prompts are dropped."""
 
     chat_template: str | None = None
     """Chat template in place of the tokenizer's: a .jinja file, or a name of one that ships with
     outrider."""
 
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for training, regeneration and evaluation alike, such as
+    {enable_thinking: false}. `strftime_now` is the date's text, where a template writes it."""
+
     prompt_chars: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [200, 900])
     """Shortest and longest prompt cut from `text` or `stdlib`, in characters: [200, 900]."""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = list[str]()
         shortest, longest = self.prompt_chars
         if shortest > longest:
             problems.append(f"prompt_chars is {self.prompt_chars}; give the shortest prompt first")
-        if self.source == "stdlib":
-            if self.path is not None:
-                problems.append(f"path is {self.path!r}, but the source stdlib reads files of the running Python; leave it out")
-            if self.split not in get_args(Split):
-                problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
-        elif self.path is None:
-            problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
+        if not self.sources:
+            problems += self.problems()
+            if self.weight is not None:
+                problems.append(f"weight is {self.weight}; it is an option of each of data.sources")
+        elif both := [name for name in ("source", "path") if getattr(self, name) is not None]:
+            problems.append(
+                f"sources and {' and '.join(both)} are set; leave out {'one of them' if not both[1:] else 'the latter'}"
+            )
+        elif any(one.weight is None for one in self.sources) and any(one.weight for one in self.sources):
+            problems.append("sources have weights and none; give a weight to each, or to none")
+        if wrong := [name for name in self.template_options if not name.isidentifier()]:
+            problems.append(f"template_options has {wrong[0]!r}; names of variables have letters, digits and _")
         raise_problems(problems)
+
+    @property
+    def all_sources(self) -> list[DataSource]:
+        """The sources: `sources`, or the single one of `source` and `path`."""
+        return self.sources or [self]

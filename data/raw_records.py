@@ -7,10 +7,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from glob import glob, has_magic
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
+from .config import HUB_PREFIX
 from .hub import use_hub, why_offline
 from .paths import looks_like_path
 
@@ -18,46 +20,51 @@ SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
 MAX_LINE_CHARS = 1 << 26
 """Longest line with one record. A line with an array of records may be longer."""
 
-ROLES: dict[str, Literal["system", "user", "assistant"]] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-}
-"""Names of the roles in common data sets; ShareGPT's files include names of assistants."""
-
-TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""Keys of lists of turns, each with the keys of a turn's role and text."""
+BEGINS_WITH_DATA = re.compile(r'\s*\{\s*("data"\s*:|$)')
+"""First line of a file with one object, which is written over several lines or has its records under `data`."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_records(
     path: str, *, split: str = "train", subset: str | None = None, file: str | None = None, revision: str | None = None
 ) -> Iterator[Any]:
-    """Read the records of a local file, or of a data set of the Hub if there is no such file.
+    """Read the records of local files, or of a data set of the Hub if there is no such file.
 
-    The other arguments are for the Hub; `file` is one file of the data set, whose splits are then
-    ignored. Raises ValueError with location and remedy if the data can't be found or read, or hold
-    no record. A name that looks like a local path is never searched for on the Hub.
+    `path` may be a file, a folder or a pattern. The other arguments are for the Hub; `file` is one file
+    of the data set, whose splits are then ignored. Raises ValueError with location and remedy if the
+    data can't be found or read, or hold no record. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
-        return read_records(Path(path))
+        return chain.from_iterable(read_records(file) for file in record_files(path))
     use_hub()
+    path = path.removeprefix(HUB_PREFIX)
     if file is not None:
         return read_records(_download(path, file, revision))
     return _hub_records(path, split, subset, revision)
 
 
+def record_files(path: str) -> list[Path]:
+    """Return the files of records of a local path: one file, those of a folder, or those of a pattern.
+
+    Raises ValueError if there is none.
+    """
+    if Path(path).is_file():
+        return [Path(path)]
+    files = Path(path).rglob("*") if Path(path).is_dir() else map(Path, glob(path, recursive=True))  # noqa: PTH207
+    found = sorted(file for file in files if file.is_file() and file.name.endswith(SUFFIXES))
+    if not found:
+        raise ValueError(f"{path} has no file of records ({', '.join(SUFFIXES)})")
+    return found
+
+
 def is_local(path: str) -> bool:
-    """Return whether `path` is a local file or directory, not an id of the Hub.
+    """Return whether `path` is a local file, folder or pattern, not an id of the Hub.
 
     Raises ValueError if it can be neither.
     """
-    if Path(path).exists():
+    if path.startswith(HUB_PREFIX):
+        return False
+    if Path(path).exists() or (has_magic(path) and glob(path, recursive=True)):  # noqa: PTH207
         return True
     if looks_like_path(path) or not HUB_ID.fullmatch(path):
         raise ValueError(
@@ -69,8 +76,8 @@ def is_local(path: str) -> bool:
 def read_records(path: Path) -> Iterator[Any]:
     """Read the records of a .json, .jsonl (both also as .gz) or .parquet file, in order.
 
-    JSON is either one array of records or one record per line, whatever the file's suffix. Raises
-    ValueError with the line if the file is empty or malformed.
+    JSON is one record per line, one array of records, or one object with such an array under `data`,
+    whatever the file's suffix. Raises ValueError with the line if the file is empty or malformed.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
@@ -88,6 +95,12 @@ def _json_records(path: Path) -> Iterator[Any]:
         for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
             if first and line.lstrip().startswith("["):
                 yield from _parse_json(line + file.read(), path, line_number)
+            elif first and BEGINS_WITH_DATA.match(line):
+                try:
+                    value = json.loads(line)
+                except ValueError:  # an object of several lines
+                    value = _parse_json(line + file.read(), path, line_number)
+                yield from value["data"] if isinstance(value.get("data"), list) else [value]
             elif len(line) > MAX_LINE_CHARS:
                 raise ValueError(
                     f"{path}, line {line_number}: it has more than {MAX_LINE_CHARS} characters. Write one JSON object per "
@@ -109,8 +122,8 @@ def line_of_record(path: Path, index: int) -> int | None:
         filled = (number for number, line in enumerate(file, 1) if line.strip())
         line = next(islice(filled, index, None), None)
         file.seek(0)
-        is_array = next(filter(None, map(str.strip, file)), "").startswith("[")
-    return None if is_array else line
+        start = next(filter(None, map(str.strip, file)), "")
+    return None if start.startswith("[") or BEGINS_WITH_DATA.match(start) else line
 
 
 def _parse_json(text: str, path: Path, line_number: int) -> Any:
@@ -125,11 +138,6 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
         raise ValueError(
             f"{path}, line {line_number}: JSON that can't be read ({error}). Repair or remove that line"
         ) from error
-
-
-def has_surrogate(text: str) -> bool:
-    """Return whether a text has half a surrogate pair: JSON allows it, but it isn't valid Unicode."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @contextmanager

@@ -1,18 +1,23 @@
 """Conversations from data sets, without evaluation prompts, and a count of dropped records by reason."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from .config import DataConfig, Split
-from .raw_records import ROLES, SUFFIXES, TURN_KEYS, has_surrogate, is_local, load_records
+from .config import DataConfig, DataSource, Split
+from .conversations import Conversation
+from .forms import FORMS, ID_KEYS, form_of, has_surrogate
+from .raw_records import SUFFIXES, is_local, load_records, record_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
-from .types import Conversation, Role, Turn
+
+logger = logging.getLogger(__name__)
 
 SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Thai and Lao, kana, Chinese characters, Hangul: each character counts as a word."""
@@ -42,11 +47,11 @@ class PromptOverlap:
 
     def suite_of(self, conversation: Conversation) -> str | None:
         """Return the suite that a prompt of the conversation overlaps with, or None."""
-        for turn in conversation.turns:
-            if turn.role != "assistant":
-                for words in self._pieces(turn.content):
-                    if words in self._suites:
-                        return self._suites[words]
+        texts = [turn.content for turn in conversation.turns if turn.role != "assistant"]
+        for text in [*texts, *filter(None, [conversation.text])]:
+            for words in self._pieces(text):
+                if words in self._suites:
+                    return self._suites[words]
         return None
 
     def _pieces(self, text: str) -> Iterator[Words]:
@@ -69,50 +74,101 @@ def without_overlap(conversations: Sequence[Conversation], overlap: PromptOverla
 
 PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
 PROSE_TASK = "Continue this text."
-NOT_UNICODE = "text with half a surrogate pair, which isn't valid Unicode"
+OTHER_MARKS = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<start_of_turn>")
+"""Marks of turns that chat templates write."""
+NUM_CHECKED = 32
+"""First records whose form a message names."""
 
-Parsed = tuple[Turn, ...] | str
-"""A record's turns, or the reason to drop it."""
+IsRendered = Callable[[str], bool]
+"""Tells whether the target's chat template has written a text."""
 
 
-def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None) -> tuple[list[Conversation], Counter[str]]:
-    """Load the valid conversations of a data set, and count dropped records by reason.
+def load_conversations(
+    config: DataConfig, overlap: PromptOverlap | None = None, is_rendered: IsRendered | None = None
+) -> tuple[list[Conversation], Counter[str]]:
+    """Load the valid conversations of the data, and count dropped records by reason.
 
-    They keep the data set's order. `config.limit` samples that many by `config.seed`; those with an
-    `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run.
-    Raises ValueError if the data can't be read, or if nothing is left.
+    They keep the data's order. `config.limit` samples that many by `config.seed`; those with an
+    `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run. Keys of
+    records that aren't used are logged. Raises ValueError if the data can't be read, or if nothing is left.
     """
-    # 1. Read and parse.
-    dropped: Counter[str] = Counter()
-    conversations = list(_conversations(config, dropped))
-    where = config.path or config.source
+    # 1. Count the valid conversations of each source, if some of them are drawn. Memory holds what is used.
+    dropped, notes = Counter[str](), Counter[str]()
+    chosen: list[set[int]] | None = None
+    if config.limit is not None or any(source.weight for source in config.all_sources):
+        counts = [0] * len(config.all_sources)
+        for number, _ in _conversations(config, Counter(), Counter(), is_rendered):
+            counts[number] += 1
+        chosen = draw(config, counts)
+    # 2. Read and parse.
+    conversations, places = list[Conversation](), Counter[int]()
+    for number, conversation in _conversations(config, dropped, notes, is_rendered):
+        if chosen is None or places[number] in chosen[number]:
+            conversations.append(conversation)
+        places[number] += 1
     if not conversations:
-        raise ValueError(
-            f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that "
-            "data.source names the form of its records"
-        )
-    # 2. Sample.
-    if config.limit is not None and config.limit < len(conversations):
-        chosen = Random(config.seed).sample(range(len(conversations)), config.limit)
-        conversations = [conversations[index] for index in sorted(chosen)]
+        raise ValueError(_no_conversation(config, dropped))
+    for note, count in notes.most_common():
+        logger.warning("%d records with %s", count, note)
     # 3. Decontaminate.
     if overlap is not None:
         conversations = without_overlap(conversations, overlap, dropped)
         if not conversations:
             raise ValueError(
-                f"every prompt of {where} overlaps with the evaluation; dropped: {describe_drops(dropped)}. Train on other "
-                "data, evaluate on other suites (eval.suites), or set data.overlap_words=null; results then overestimate"
+                f"every prompt of {_described(config)} overlaps with the evaluation; dropped: {describe_drops(dropped)}. Train "
+                "on other data, evaluate on other suites (eval.suites), or set data.overlap_words: to null, and results "
+                "overestimate, or to 1000 if all prompts share an instruction, and only equal prompts are dropped"
             )
     return conversations, dropped
 
 
+def draw(config: DataConfig, counts: Sequence[int]) -> list[set[int]]:
+    """Draw the conversations to use: for each source the indexes among its valid ones.
+
+    Without weights, `limit` is drawn from all of them. With weights, each source gives its part of the
+    largest mixture that repeats no conversation, or of `limit`.
+    """
+    random, weights = Random(config.seed), [source.weight for source in config.all_sources]
+    if weights[0] is None:
+        total = sum(counts)
+        drawn = random.sample(range(total), min(config.limit or total, total))
+        starts = [sum(counts[:number]) for number in range(len(counts))]
+        return [
+            {index - start for index in drawn if start <= index < start + count}
+            for start, count in zip(starts, counts, strict=True)
+        ]
+    shares = [(weight or 0.0) / sum(weight or 0.0 for weight in weights) for weight in weights]
+    largest = min(count / share for count, share in zip(counts, shares, strict=True))
+    size = min(config.limit or largest, largest)
+    return [
+        set(random.sample(range(count), min(count, round(size * share)))) for count, share in zip(counts, shares, strict=True)
+    ]
+
+
+def _described(config: DataConfig) -> str:
+    return ", ".join(str(source.path or source.source) for source in config.all_sources)
+
+
+def _no_conversation(config: DataConfig, dropped: Counter[str]) -> str:
+    """Return the message for data without a usable conversation."""
+    remedy = "Check that data.source names the form of its records"
+    for source in config.all_sources:
+        if source.source in FORMS and source.path is not None and (source.source != "text" or has_records(source.path)):
+            other = form_of(list(islice(_records(source, source.path), NUM_CHECKED)))
+            if other not in (None, source.source):
+                remedy = f"Its records have the form {other!r}: data.source={other}"
+    names = ", ".join(repr(source.source) for source in config.all_sources)
+    return f"no conversation of {_described(config)} is usable as {names}; dropped: {describe_drops(dropped)}. {remedy}"
+
+
 def require_data(config: DataConfig) -> None:
-    """Read the first record.
+    """Read the first record of each source.
 
     Raises ValueError if the data is missing or unreadable, long before all records are read.
     """
-    if config.path is not None and (config.source != "text" or _has_records(config.path)):
-        next(iter(_records(config, config.path)))
+    for source in config.all_sources:
+        if source.path is not None and (source.source != "text" or has_records(source.path)):
+            next(iter(_records(source, source.path)))
 
 
 def describe_drops(dropped: Counter[str]) -> str:
@@ -120,123 +176,71 @@ def describe_drops(dropped: Counter[str]) -> str:
     return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
 
 
-def _parse_alpaca(record: Any) -> Parsed:
-    """Parse `{"instruction": ..., "input": ..., "output": ...}`; input is optional."""
-    if not isinstance(record, dict):
-        return "record is not an object"
-    instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")
-    if not (isinstance(instruction, str) and isinstance(context, str) and isinstance(output, str)):
-        return "record without the texts 'instruction' and 'output'"
-    question = f"{instruction}\n\n{context}" if context.strip() else instruction
-    return _checked([("user", question), ("assistant", output)])
-
-
-def _parse_turns(turns_key: str, record: Any) -> Parsed:
-    """Parse a record with a list of turns, as `TURN_KEYS` describes."""
-    if not isinstance(record, dict):
-        return "record is not an object"
-    turns = record.get(turns_key)
-    if not isinstance(turns, list):
-        return f"record without a list {turns_key!r}"
-    role_key, text_key = TURN_KEYS[turns_key]
-    pairs: list[tuple[Role, str]] = []
-    for turn in turns:
-        if not (isinstance(turn, dict) and isinstance(turn.get(role_key), str) and isinstance(turn.get(text_key), str)):
-            return f"turn without the texts {role_key!r} and {text_key!r}"
-        role = ROLES.get(turn[role_key])
-        if role is None:
-            return f"unknown role {turn[role_key]!r:.40}"
-        pairs.append((role, turn[text_key]))
-    return _checked(pairs)
-
-
-PARSERS: dict[str, Callable[[Any], Parsed]] = {
-    "sharegpt": partial(_parse_turns, "conversations"),
-    "messages": partial(_parse_turns, "messages"),
-    "alpaca": _parse_alpaca,
-}
-
-
-def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
-    # Many data sets write an empty system message if there is none.
-    pairs = [(role, text) for role, text in pairs if role != "system" or text.strip()]
-    roles = [role for role, _ in pairs if role != "system"]
-    if not pairs:
-        return "no turns"
-    if any(has_surrogate(text) for _, text in pairs):
-        return NOT_UNICODE
-    if not all(text.strip() for _, text in pairs):
-        return "empty turn"
-    if "assistant" not in roles:
-        return "no assistant turn"
-    if roles[0] == "assistant":
-        return "starts with the assistant"
-    return tuple(Turn(role=role, content=text) for role, text in pairs)
-
-
-def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
-    # 1. The standard library, and plain text, are cut into conversations.
+def _conversations(
+    config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None
+) -> Iterator[tuple[int, Conversation]]:
+    """Yield the conversations of all sources, each with the number of its source."""
     cuts = Cuts(seed=config.seed, prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]))
-    if config.source == "stdlib":
-        split: Split = config.split  # type: ignore[assignment] # DataConfig has checked it
-        yield from code_conversations(split, cuts)
-        return
-    assert config.path is not None  # DataConfig has checked it
-    if config.source == "text":
-        for id, task, text in _texts(config, config.path, dropped):
-            pieces = list(cut_text(text, cuts, id=id, source=config.path, task=task))
-            if not pieces:
-                dropped["text too short to be cut into a prompt and an answer"] += 1
-            yield from pieces
-        return
-    # 2. Other sources have records of conversations.
-    seen: set[str] = set()
-    parse = PARSERS[config.source]
-    for index, record in enumerate(_records(config, config.path)):
-        turns = parse(record)
-        if isinstance(turns, str):
-            dropped[turns] += 1
+    seen = set[str]()
+    for number, source in enumerate(config.all_sources):
+        if source.source == "stdlib":
+            split: Split = source.split  # type: ignore[assignment] # DataSource has checked it
+            yield from ((number, conversation) for conversation in code_conversations(split, cuts))
             continue
-        yield Conversation(id=_unique_id(record, f"{Path(config.path).name}:{index}", seen), source=config.path, turns=turns)
+        assert source.path is not None  # DataSource has checked it
+        is_text = source.source == "text"
+        if is_text and not has_records(source.path):
+            yield from ((number, conversation) for conversation in _files_of_text(source.path, cuts, dropped))
+            continue
+        for conversation in _parsed(source, source.path, dropped, notes, seen):
+            if conversation.text is None or (is_rendered is not None and is_rendered(conversation.text)):
+                yield number, conversation
+                continue
+            if mark := OTHER_MARKS.search(conversation.text):
+                notes[f"{mark[0]!r} in the text, a mark that isn't the target's chat template's: read as prose"] += 1
+            for piece in _pieces(conversation.text, cuts, conversation.id, source.path, PROSE_TASK, dropped):
+                yield number, piece
 
 
-def _records(config: DataConfig, path: str) -> Iterable[Any]:
+def _parsed(
+    source: DataSource, path: str, dropped: Counter[str], notes: Counter[str], seen: set[str]
+) -> Iterator[Conversation]:
+    """Parse the records of a source."""
+    assert source.source is not None  # DataSource has checked it
+    parse = FORMS[source.source].parse
+    for index, record in enumerate(_records(source, path)):
+        conversation = parse(record, notes)
+        if isinstance(conversation, str):
+            dropped[conversation] += 1
+        else:
+            yield replace(conversation, id=_unique_id(record, f"{Path(path).name}:{index}", seen), source=path)
+
+
+def _records(source: DataSource, path: str) -> Iterable[Any]:
     if is_local(path):
         return load_records(path)
     try:
-        return load_records(path, split=config.split, subset=config.subset, file=config.file, revision=config.revision)
+        return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:
         raise ValueError(f"data.path is {path!r}: {error}. Check the name, or give a local file (data.path=FILE)") from error
 
 
 def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
     # Some data sets repeat their ids; the location in the file makes them unique.
-    record_id = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
+    record_id = next((record[key] for key in ID_KEYS if isinstance(record.get(key), str | int)), None)
     if isinstance(record_id, str) and has_surrogate(record_id):
         record_id = None
-    id = location if record_id is None else str(record_id) if str(record_id) not in seen else f"{record_id}@{location}"
+    id = location if record_id is None else str(record_id)
+    number = 1
+    while id in seen:
+        id = f"{record_id}@{location}" if number == 1 and record_id is not None else f"{location}@{number}"
+        number += 1
     seen.add(id)
     return id
 
 
-def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield id, task and text of every piece of a `text` source.
-
-    The source is a directory of files, one file, or records with a text.
-    """
-    # 1. Records with a text.
-    if _has_records(path):
-        for index, record in enumerate(_records(config, path)):
-            values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
-            text = values[0] if values else None
-            if not isinstance(text, str):
-                dropped["record without a text 'text' or 'content'"] += 1
-            elif has_surrogate(text):
-                dropped[NOT_UNICODE] += 1
-            else:
-                yield f"{Path(path).name}:{index}", PROSE_TASK, text
-        return
-    # 2. Files.
+def _files_of_text(path: str, cuts: Cuts, dropped: Counter[str]) -> Iterator[Conversation]:
+    """Cut files of text or source code into conversations."""
     root = Path(path)
     files = _visible_files(root) if root.is_dir() else [root]
     if not files:
@@ -247,12 +251,22 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
             dropped["file is not UTF-8 text"] += 1
         else:
             task = PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK
-            yield file.relative_to(root.parent).as_posix(), task, text
+            yield from _pieces(text, cuts, file.relative_to(root.parent).as_posix(), path, task, dropped)
 
 
-def _has_records(path: str) -> bool:
-    """Whether the texts of a `text` source are records, and not files of their own."""
-    return not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES))
+def _pieces(text: str, cuts: Cuts, id: str, path: str, task: str, dropped: Counter[str]) -> Iterator[Conversation]:
+    pieces = list(cut_text(text, cuts, id=id, source=path, task=task))
+    if not pieces:
+        dropped["text too short to be cut into a prompt and an answer"] += 1
+    yield from pieces
+
+
+def has_records(path: str) -> bool:
+    """Whether a path is files of records, and not texts or source code: all files of a folder or pattern."""
+    if not is_local(path) or Path(path).is_file():
+        return not Path(path).is_file() or path.endswith(SUFFIXES)
+    files = _visible_files(Path(path)) if Path(path).is_dir() else record_files(path)
+    return bool(files) and all(file.name.endswith(SUFFIXES) for file in files)
 
 
 def _visible_files(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from .config import Split
-from .types import Conversation, Turn
+from .conversations import Conversation, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

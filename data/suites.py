@@ -5,8 +5,8 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from random import Random
@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
-from .raw_records import ROLES, TURN_KEYS, has_surrogate, is_local, line_of_record, load_records
+from .conversations import Turn
+from .forms import ROLE_KEYS, ROLES, SYSTEM_KEYS, TEXT_KEYS, first_value, has_surrogate, text_of, tools_of
+from .raw_records import is_local, line_of_record, load_records
 from .stdlib import Cuts, code_conversations
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,20 @@ class Prompt:
     id: str
     category: str
     turns: tuple[str, ...]
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the functions that the target may call."""
+
+    def messages(self, text: str) -> list[Turn]:
+        """Return a conversation that begins with this question: the system prompt, if any, and the text."""
+        system = [] if self.system is None else [Turn(role="system", content=self.system)]
+        return [*system, Turn(role="user", content=text)]
+
+    @property
+    def facts(self) -> list[Any]:
+        """What identifies the prompt in a digest."""
+        beside = [self.system, list(self.tools)] if self.system is not None or self.tools else []
+        return [self.id, self.category, self.turns, *beside]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +101,7 @@ def load_suite(name: str, path: str | None = None, limit: int | None = None, see
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]
     # 3. Identify them by a digest.
     source = "@".join(filter(None, (hub_id, revision))) if on_hub else None
-    text = json.dumps([astuple(prompt) for prompt in prompts])
+    text = json.dumps([prompt.facts for prompt in prompts])
     return PromptSet(name=name, revision=hashlib.sha256(text.encode()).hexdigest(), prompts=tuple(prompts), source=source)
 
 
@@ -117,18 +133,28 @@ def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
 
 OWN_FORMS = (
     '{"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [{"role": ..., "content": ...}]} or '
-    '{"conversations": [{"from": ..., "value": ...}]}, each with an id (a text or a whole number) and a category if it has them'
+    '{"conversations": [{"from": ..., "value": ...}]}, each with an id (a text or a whole number), a category, a system prompt '
+    "and tools if it has them"
 )
 
 
 def _parse_own(record: Any, index: int) -> Prompt | None:
     """Parse a user's prompt or conversation in `OWN_FORMS`; the user's turns are the prompt."""
     id = next((record[key] for key in ("id", "question_id", "prompt_id") if record.get(key) is not None), index)
-    return _prompt(id, record.get("category") or "prompt", _own_turns(record))
+    own = _own_turns(record)
+    if own is None or (tools := tools_of(record)) is None:
+        return None
+    system, turns = own
+    system = text_of(first_value(record, SYSTEM_KEYS)) if system is None else system
+    prompt = _prompt(id, record.get("category") or "prompt", turns)
+    return None if prompt is None else replace(prompt, system=system, tools=tools)
 
 
-def _own_turns(record: Any) -> list[Any] | None:
-    """Return the user's turns; None for an unknown form or a system message."""
+def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
+    """Return the system message of the turns, if any, and the user's turns; None for an unknown form.
+
+    Answers between them are left out: they are the target's.
+    """
     present = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
     if "prompt" in present and "messages" in present:
         present.remove("prompt")  # UltraChat has the first message twice
@@ -136,16 +162,21 @@ def _own_turns(record: Any) -> list[Any] | None:
         return None
     (key,) = present
     if key == "prompt":
-        return [record[key]]
+        return None, [record[key]]
+    turns = record[key]
+    if not isinstance(turns, list):
+        return None
     if key == "turns":
-        return list(record[key]) if isinstance(record[key], list) else None
-    role_key, text_key = TURN_KEYS[key]
-    if not isinstance(record[key], list) or not all(isinstance(turn, dict) for turn in record[key]):
+        return None, list(turns)
+    if not all(isinstance(turn, dict) for turn in turns):
         return None
-    roles = [ROLES.get(str(turn.get(role_key))) for turn in record[key]]
-    if not roles or any(role != ("assistant" if index % 2 else "user") for index, role in enumerate(roles)):
+    roles = [ROLES.get(str(first_value(turn, ROLE_KEYS)).lower()) for turn in turns]
+    texts = [text_of(first_value(turn, TEXT_KEYS)) for turn in turns]
+    system = texts[0] if roles[:1] == ["system"] else None
+    start = int(roles[:1] == ["system"])
+    if not roles[start:] or any(role != ("assistant" if index % 2 else "user") for index, role in enumerate(roles[start:])):
         return None
-    return [turn.get(text_key) for turn in record[key][::2]]
+    return system, texts[start::2]
 
 
 def _prompt(id: Any, category: Any, turns: Any) -> Prompt | None:
@@ -180,7 +211,7 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
         if prompt is None:
             remedy = "Give the suite's published file" if suite else _remedy(record, index, path)
             raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {record!r:.100}. {remedy}")
-        if any(map(has_surrogate, (prompt.id, prompt.category, *prompt.turns))):
+        if any(map(has_surrogate, (prompt.id, prompt.category, prompt.system or "", *prompt.turns))):
             raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
         prompts.append(prompt)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]

@@ -6,7 +6,6 @@ tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -16,29 +15,6 @@ from .bundles import Move, move_to
 from .label_arrays import UNKNOWN as UNKNOWN
 from .label_arrays import BatchIndexes, HostBatch
 from .states import BatchStates, StoredStates
-
-Role = Literal["system", "user", "assistant"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: Role
-    content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A conversation of a data set.
-
-    `id` is unique within the data set and is the same in every stage. `source` is where it came
-    from.
-    """
-
-    id: str
-    source: str
-    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ..data.conversations import Conversation
 from ..data.manifest import BaseEntry, BaseManifest
 from ..data.store import ShardStore
-from ..data.types import Conversation, Example
+from ..data.types import Example
 from ..models.llm.tensor_parallel import Worker
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import encode_conversations
 from ...data.config import DataConfig
+from ...data.examples import AnswerFinder, encode_conversations
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard
@@ -80,7 +80,7 @@ def distill(
     # 1. Load the examples, and check that the target can label them.
     dropped: Counter[str] = Counter()
     if examples is None:
-        examples, dropped = load_examples(data, target.tokenizer, overlap)
+        examples, dropped = load_examples(data, target, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
@@ -143,14 +143,15 @@ def missing_examples(
 
 
 def load_examples(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, overlap: PromptOverlap | None = None
+    data: DataConfig, target: HFTarget, overlap: PromptOverlap | None = None
 ) -> tuple[list[Example], Counter[str]]:
     """Load the examples of `data` in a fixed order, and count dropped records by reason.
 
     Also logs the counts. Raises ValueError if no example is left.
     """
-    conversations, unread = load_conversations(data, overlap)
-    examples, unfit = encode_conversations(conversations, tokenizer, data.max_length)
+    finder = AnswerFinder(target.tokenizer, target.stop_ids)
+    conversations, unread = load_conversations(data, overlap, finder.is_rendered)
+    examples, unfit = encode_conversations(conversations, finder, data.max_length, train_on=data.train_on)
     logger.info(
         "%d conversations | %d examples, %d tokens | dropped: %s",
         len(conversations),

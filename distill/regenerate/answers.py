@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from ...data.conversations import Conversation, Turn
 from ...data.files import parse_json, read_json
 from ...data.manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 from ...data.store import ShardStore
-from ...data.types import Conversation, Example
+from ...data.types import Example
 
 FORMAT_VERSION = 2
 
@@ -130,9 +131,16 @@ def conversations_sha256(conversations: Iterable[Conversation]) -> str:
     """Return a digest of the conversations' ids, roles and texts, in order."""
     digest = hashlib.sha256()
     for conversation in conversations:
-        turns = [(turn.role, turn.content) for turn in conversation.turns]
-        digest.update(json.dumps([conversation.id, turns]).encode() + b"\n")
+        tools = [list(conversation.tools)] if conversation.tools else []
+        digest.update(json.dumps([conversation.id, list(map(_facts, conversation.turns)), *tools]).encode() + b"\n")
     return digest.hexdigest()
+
+
+def _facts(turn: Turn) -> list[Any]:
+    """Return what a turn says: role and text, and what else it has."""
+    defaults = {"reasoning": None, "tool_calls": (), "name": None, "tool_call_id": None}
+    more = {name: value for name, default in defaults.items() if (value := getattr(turn, name)) != default}
+    return [turn.role, turn.content, *([more] if more else [])]
 
 
 def write_answers(

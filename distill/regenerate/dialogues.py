@@ -23,8 +23,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import RejectedPromptError, encode_prompt
+from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
-from ...data.types import Conversation, Turn
 from .answers import AnsweredExample, AnswerSpan
 from .engine import Answer, Limits, Request
 
@@ -33,6 +33,7 @@ EMPTY = "empty answer"
 LOOP = "answer that ends in a loop"
 AFTER_CUT = "after a cut answer"
 AFTER_DROP = "after a dropped answer"
+AFTER_CALL = "behind a function's result, which belongs to another answer's call"
 
 
 class Dialogue:
@@ -55,7 +56,7 @@ class Dialogue:
         self._limits = limits
         self._stop_ids = frozenset(stop_ids)
         self._seed = seed
-        self._questions = questions(conversation.turns)
+        self._questions, self._tools = questions(conversation.turns), conversation.tools
         self._known_answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
         self._turn = 0
         self._messages: list[Turn] = []
@@ -73,9 +74,13 @@ class Dialogue:
         if self._turn == self.num_turns:
             self._close()
             return None
-        self._messages += self._questions[self._turn]
+        question = self._questions[self._turn]
+        if any(turn.role == "tool" for turn in question):
+            self._end(AFTER_CALL)
+            return None
+        self._messages += question
         try:
-            prompt = encode_prompt(self._messages, self._tokenizer)[0]
+            prompt = encode_prompt(self._messages, self._tokenizer, self._tools)[0]
         except RejectedPromptError as error:
             self._end(f"rejected by the chat template ({error.reason})")
             return None
@@ -142,7 +147,7 @@ def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
             groups.append([])
         else:
             groups[-1].append(turn)
-    return groups if groups[-1] and groups[-1][-1].role == "user" else groups[:-1]
+    return groups if groups[-1] and groups[-1][-1].role in ("user", "tool") else groups[:-1]
 
 
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:

@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from ...data.chat import require_template
 from ...data.config import DataConfig
+from ...data.conversations import Conversation
+from ...data.examples import AnswerFinder
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX, ShardStore, describe_data
-from ...data.types import Conversation, Example
+from ...data.types import Example
 from ...models.drafters.saved.loading import LoadedDrafter, load_drafter, trained_parts
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
@@ -80,7 +82,7 @@ def regenerate(
     available, and if no answer is left.
     """
     # 1. Load the conversations, and divide them into shards.
-    conversations, unread = load_conversations(data, overlap)
+    conversations, unread = load_questions(data, target, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
@@ -109,6 +111,23 @@ def regenerate(
             f"{describe_drops(_total(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
+
+
+def load_questions(
+    data: DataConfig, target: HFTarget, overlap: PromptOverlap | None
+) -> tuple[list[Conversation], Counter[str]]:
+    """Load the conversations that have turns, and count dropped records by reason."""
+    finder = AnswerFinder(target.tokenizer, target.stop_ids)
+    conversations, unread = load_conversations(data, overlap, finder.is_rendered)
+    asked = [conversation for conversation in conversations if conversation.turns]
+    if num_others := len(conversations) - len(asked):
+        unread["texts or tokens that are written already, so nothing can be asked again"] += num_others
+    if not asked:
+        raise ValueError(
+            f"no conversation has questions; dropped: {describe_drops(unread)}. Leave "
+            "distill.engine out, and the texts are read as they are; or give conversations"
+        )
+    return asked, unread
 
 
 def missing_conversations(

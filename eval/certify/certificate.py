@@ -17,7 +17,6 @@ from ...data.chat import encode_prompt
 from ...data.fields import differences
 from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
-from ...data.types import Turn
 from ...models.decoding.acceptance import GreedyAcceptance
 from ...models.decoding.loop import generate
 from ...models.decoding.pipelined import generate_pipelined
@@ -119,7 +118,7 @@ def decoding_checks(
     """
     # 1. Encode the prompts that fit.
     prompts = [
-        encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).to(target.device)
+        encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools).to(target.device)
         for suite in suites
         for prompt in suite.prompts
     ]

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from ...data.chat import encode_prompt
 from ...data.fields import differences
 from ...data.suites import Prompt, PromptSet
-from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule
 from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
@@ -194,7 +193,8 @@ class Bench:
         """Compute the tokens of the suite's longest text: all turns and answers that have room."""
         longest = 0
         for prompt in self.texts.fitting(suite, suite.prompts):
-            turns = [encode_prompt([Turn(role="user", content=text)], self.texts.tokenizer).shape[1] for text in prompt.turns]
+            prompts = [encode_prompt(prompt.messages(text), self.texts.tokenizer, prompt.tools) for text in prompt.turns]
+            turns = [ids.shape[1] for ids in prompts]
             length = sum(turns) + len(turns) * self.config.max_new_tokens
             longest = max(longest, min(length, self.texts.context_length))
         return longest

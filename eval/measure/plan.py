@@ -11,8 +11,8 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
+from ...data.conversations import Turn
 from ...data.suites import Prompt, PromptSet
-from ...data.types import Turn
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
 from ...models.drafters.draft_model import DraftModel
@@ -60,7 +60,7 @@ class TurnBatch:
 def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any, context_length: int) -> None:
     """Raise ValueError, before any decoding, if no prompt leaves room for an answer."""
     lengths = (
-        encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).shape[1]
+        encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools).shape[1]
         for suite in suites
         for prompt in suite.prompts
     )
@@ -138,8 +138,8 @@ class Texts:
         messages: list[Turn] = []
         fits = True
         for index, text in enumerate(prompt.turns):
-            messages.append(Turn(role="user", content=text))
-            input_ids = encode_prompt(messages, self.tokenizer).to(self.device) if fits else None
+            messages += [Turn(role="user", content=text)] if index else prompt.messages(text)
+            input_ids = encode_prompt(messages, self.tokenizer, prompt.tools).to(self.device) if fits else None
             fits = input_ids is not None and input_ids.shape[1] + self.config.max_new_tokens <= self.context_length
             turn = PromptTurn(
                 suite=suite,

@@ -12,7 +12,6 @@ from jaxtyping import Int
 
 from ...data.chat import encode_prompt
 from ...data.files import write_json
-from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.registry import DrafterSpec
 from ...models.drafters.saved.loading import TunedChoice, describe_setup, read_tuned, save_tuned, tuned_choice, tuned_folder
@@ -153,7 +152,7 @@ def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int
     prompts: list[Int[torch.Tensor, " _"]] = []
     for suite in load_suites(config):
         for prompt in suite.prompts:
-            ids = encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer)[0].to(target.device)
+            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0].to(target.device)
             if len(ids) + config.max_new_tokens <= longest:
                 prompts.append(ids)
     if not prompts:

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from outrider.data.chat import encode_prompt
 from outrider.data.suites import load_suite
-from outrider.data.types import Turn
 
 Answer = dict[str, Any]
 Passes = Iterator[Sequence[int]]
@@ -24,7 +23,7 @@ Passes = Iterator[Sequence[int]]
 def held_out_prompts(tokenizer: Any, count: int, most_tokens: int) -> list[list[int]]:
     """Return the last tokens of so many prompts of the suite `stdlib`."""
     prompts = load_suite("stdlib", limit=count).prompts
-    turns = ([Turn(role="user", content=prompt.turns[0])] for prompt in prompts)
+    turns = (prompt.messages(prompt.turns[0]) for prompt in prompts)
     return [encode_prompt(turn, tokenizer)[0][-most_tokens:].tolist() for turn in turns]
 
 

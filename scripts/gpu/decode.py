@@ -34,8 +34,8 @@ from card import FAILURES, SHAPES, Report, clock, dtype_on, free_memory, open_de
 from ratios import GENERATE, PLAIN, add_ratios
 
 from outrider.data.chat import encode_prompt
+from outrider.data.conversations import Turn
 from outrider.data.suites import load_suite
-from outrider.data.types import Turn
 from outrider.eval.measure.environment import MAX_ACCELERATOR_BYTES, measure_bandwidth, weight_bytes
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter

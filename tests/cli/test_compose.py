@@ -67,9 +67,10 @@ def test_one_error_names_all_mistakes_of_a_command_line() -> None:
 def test_all_missing_values_are_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("train: {batch_size: 3}\n")
     message = problems(str(tmp_path / "empty.yaml"))
-    for name in ("target.name_or_path", "data.source", "train.steps", "eval.suites"):
+    for name in ("target.name_or_path", "train.steps", "eval.suites"):
         assert f"{name} is missing; give {name}=VALUE" in message
     assert "drafter is missing" in message
+    assert "source is missing; give the form of the records" in message
 
 
 @pytest.mark.parametrize("kind", ["[]", "7", "{a: 1}"])

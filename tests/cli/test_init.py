@@ -92,11 +92,12 @@ def written(drafter: str, sizes: dict[str, Any], tmp_path: Path, *, has_accelera
         unused_token=16,
         chat_template=None,
         template_reason="",
+        template_options=[],
         has_accelerator=has_accelerator,
         **sizes,
     )
     chats = write_chats(tmp_path / "chats.jsonl", 1)
-    data = DataFacts(source="messages", path=chats, num_records=20_125, prompts=[])
+    data = DataFacts(source="messages", path=chats, num_records=20_125, prompts=[], overlap_words=13)
     (tmp_path / "my.yaml").write_text(recipe_text(Path("my.yaml"), drafter, target, data, tmp_path / "my.prompts.jsonl"))
     return config_of(tmp_path / "my.yaml")
 
@@ -183,7 +184,8 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     config = config_of(tmp_path / "large.yaml")
     assert config.drafter["draft_vocab_size"] == 8_000, "a tenth of the tiny target has no room for more"
     assert config.drafter["feature_layers"] == [1, 3, 5]
-    assert config.data.chat_template == "qwen3_no_thinking"
+    assert (config.data.chat_template, config.data.template_options) == (None, {})
+    assert "the template reads enable_thinking" in (tmp_path / "large.yaml").read_text()
     assert (config.train.steps, config.train.global_batch_size) == (100, 16)
 
 
@@ -235,7 +237,7 @@ def test_init_detects_the_format_of_the_records(
     facts = read_data_facts(path, max_chars=100)
     assert (facts.source, facts.num_records) == (source, 400)
     assert len(facts.prompts) == (NUM_PROMPTS if first else 0)
-    assert all(turns[0].startswith(first or "") for turns in facts.prompts)
+    assert all(prompt["turns"][0].startswith(first or "") for prompt in facts.prompts)
 
 
 def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
 @pytest.mark.parametrize(
     ("name", "record", "message"),
     [
-        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: 'messages' is no list"),
+        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: record without a list 'messages'"),
         ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: no assistant turn"),
         ("a.jsonl", {"text": 1}, r"a\.jsonl, line 2: .*text"),
         ("a.txt", ALPACA, r"rename it to a\.jsonl"),

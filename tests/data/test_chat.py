@@ -8,8 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import MAX_TURNS, encode_conversations, encode_prompt, use_chat_template
-from outrider.data.types import Conversation, Example, Turn
+from outrider.data.chat import encode_prompt, use_chat_template
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import MAX_TURNS, AnswerFinder, encode_conversations
+from outrider.data.types import Example
 
 VICUNA = (
     "{{ bos_token }}{{ 'A chat. ' }}{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
@@ -29,13 +31,6 @@ MISTRAL = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}"
     "{% endfor %}"
-)
-# Thinking models: the last answer gets an empty thinking block, earlier ones none.
-THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{% if loop.last and m.role == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # The generation prompt opens a block that finished turns lack, so it is no prefix of them.
 OPENED = CHATML.replace("<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
@@ -107,7 +102,13 @@ def runs(example: Example) -> list[list[int]]:
 
 
 def encode(conversations: list[Conversation], tokenizer: PreTrainedTokenizerFast, max_length: int = 4096) -> list[Example]:
-    return encode_conversations(conversations, tokenizer, max_length)[0]
+    return encode_conversations(conversations, finder(tokenizer), max_length)[0]
+
+
+def finder(tokenizer: PreTrainedTokenizerFast) -> AnswerFinder:
+    """Return a finder whose target stops at any of the end tokens of these templates."""
+    vocabulary = tokenizer.get_vocab()
+    return AnswerFinder(tokenizer, [vocabulary[token] for token in ("</s>", "<|im_end|>") if token in vocabulary])
 
 
 @pytest.mark.parametrize("template", AROUND, ids=["vicuna", "chatml", "llama2", "mistral", "marked", "opened"])
@@ -141,12 +142,6 @@ def test_an_answer_starts_where_its_prompt_ends(template: str, tiny_tokenizer: P
         assert torch.equal(prompt[0], example.input_ids[:length])
         assert not example.loss_mask[length - 1]
         assert example.loss_mask[length]
-
-
-def test_an_empty_thinking_block_belongs_to_the_answer_that_it_precedes(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(tiny_tokenizer, THINKING)
-    (example,) = encode([chat(["i", "think"])], tokenizer)
-    assert [tokenizer.decode(run) for run in runs(example)] == ["i<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]
 
 
 def test_templates_with_and_without_markers_give_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -200,22 +195,6 @@ def test_the_vicuna_template_has_the_prompt_of_its_training(sentencepiece_like: 
     assert torch.equal(located.loss_mask, example.loss_mask)
 
 
-def test_qwen3_answers_after_an_empty_thinking_block(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """As Qwen's own template does with enable_thinking=false: in front of the last answer only."""
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    use_chat_template(tokenizer, "qwen3_no_thinking")
-    first = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Bye"}]
-    prompt = tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
-    turns = ["user\nHi", "assistant\nYes.", "user\nBye"]
-    earlier = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
-    assert prompt == earlier + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    whole = [{"role": "system", "content": "Be brief."}, *first, {"role": "assistant", "content": "Ciao."}]
-    text = tokenizer.apply_chat_template(whole, tokenize=False)
-    assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{prompt}Ciao.<|im_end|>\n"
-    (example,) = encode([chat(ANSWERS)], tokenizer)
-    assert [tokenizer.decode(run).strip() for run in runs(example)] == [f"{answer}<|im_end|>" for answer in ANSWERS]
-
-
 def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -225,7 +204,7 @@ def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
     (tmp_path / "own.jinja").write_text(CHATML)
     use_chat_template(tokenizer, str(tmp_path / "own.jinja"))
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .*qwen3_no_thinking, vicuna_v1.1"):
+    with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .*vicuna_v1.1"):
         use_chat_template(tokenizer, "vicuna")
 
 
@@ -250,7 +229,7 @@ def test_conversations_that_a_template_rejects_or_cuts_are_counted(tiny_tokenize
         conversation("no answer", id="no answer"),
         conversation("Hi", "long " * 100, "and?", "cut off", id="long answer"),
     ]
-    examples, dropped = encode_conversations(conversations, tokenizer, 64)
+    examples, dropped = encode_conversations(conversations, finder(tokenizer), 64)
     assert [example.id for example in examples] == ["good", "long answer"]
     assert len(examples[1].input_ids) == 64
     assert examples[1].loss_mask[-1]
@@ -277,7 +256,7 @@ def test_turns_after_the_last_answer_are_left_out(tiny_tokenizer: PreTrainedToke
 def test_batches_of_conversations_keep_their_order(
     tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.data.chat.BATCH_SIZE", 3)
+    monkeypatch.setattr("outrider.data.examples.BATCH_SIZE", 3)
     conversations = [conversation(f"Question {index}", f"Answer {index}", id=str(index)) for index in range(8)]
     examples = encode(conversations, tiny_tokenizer)
     assert [example.id for example in examples] == [str(index) for index in range(8)]
@@ -289,6 +268,6 @@ def test_a_conversation_of_very_many_turns_is_dropped_at_once(tiny_tokenizer: Pr
     """Each answer renders the text before it: 50,000 answers took hours."""
     tokenizer = with_template(tiny_tokenizer, CHATML)
     endless = conversation(*["Hi", "Yes."] * 50_000, id="endless")
-    examples, dropped = encode_conversations([conversation("Hi", "Yes.", id="good"), endless], tokenizer, 64)
+    examples, dropped = encode_conversations([conversation("Hi", "Yes.", id="good"), endless], finder(tokenizer), 64)
     assert [example.id for example in examples] == ["good"]
     assert dropped == {f"more than {MAX_TURNS} turns": 1}

@@ -1,8 +1,10 @@
 import pytest
 
-from outrider.data.config import DataConfig
+from outrider.data.config import DataConfig, DataSource
 
 from ..wrong_values import problems
+
+TEXT = DataSource(source="text", path="a")
 
 
 @pytest.mark.parametrize(
@@ -12,6 +14,11 @@ from ..wrong_values import problems
         ({"source": "stdlib", "split": "distill", "path": "a"}, "leave it out"),
         ({"source": "stdlib"}, "split is 'train'; the splits of stdlib are target_train, target_heldout, distill, eval"),
         ({"source": "text", "path": "a", "prompt_chars": [10, 9]}, "give the shortest prompt first"),
+        ({}, "source is missing; give the form of the records"),
+        ({"source": "text", "path": "a", "weight": 2.0}, "weight is 2.0; it is an option of each of data.sources"),
+        ({"source": "stdlib", "split": "eval", "sources": [TEXT]}, "sources and source are set"),
+        ({"sources": [DataSource(source="text", path="a", weight=1.0), TEXT]}, "a weight to each"),
+        ({"source": "text", "path": "a", "template_options": {"a-b": 1}}, "template_options has 'a-b'"),
     ],
 )
 def test_values_that_cannot_work_together_are_refused(values: dict[str, object], problem: str) -> None:
@@ -22,7 +29,7 @@ def test_values_that_cannot_work_together_are_refused(values: dict[str, object],
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"limit": 0, "max_length": 1, "seed": -1, "overlap_words": 0, "prompt_chars": [0]}
     assert problems(DataConfig, source="csv", **values) == [
-        'source="csv": must be one of sharegpt, messages, alpaca, text, stdlib',
+        'source="csv": must be one of messages, sharegpt, alpaca, completion, tokens, text, stdlib',
         "limit=0: must be above 0",
         "max_length=1: must be at least 2",
         "seed=-1: must be at least 0",

@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data import chat
-from outrider.data.chat import MAX_SECONDS, encode_conversations, encode_prompt, use_chat_template
-from outrider.data.types import Conversation, Turn
+from outrider.data.chat import MAX_SECONDS, ChatTemplate, encode_prompt, use_chat_template
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import AnswerFinder, encode_conversations
 
 MOST_SECONDS = 10
 BOUND = r"takes more than (1 seconds|10000000 characters|\d+ bytes of memory) for a conversation of 1 turns"
@@ -72,7 +73,7 @@ def test_a_template_that_fails_is_an_error_that_names_it(tokenizer, template):
     require_error(tokenizer, template, "the chat template of .* fails for a prompt of 1 turns")
     turns = (Turn(role="user", content="Hi"), Turn(role="assistant", content="Yes."))
     with pytest.raises(ValueError, match="the chat template of"):
-        encode_conversations([Conversation(id="a", source="test", turns=turns)], tokenizer, 64)
+        encode_conversations([Conversation(id="a", source="test", turns=turns)], AnswerFinder(tokenizer, [3]), 64)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -96,9 +97,9 @@ def test_a_template_that_repeats_only_for_some_conversations_ends_the_run_there(
     tokenizer.chat_template = ANSWERED + "{% if messages | length > 3 %}" + SILENT_LOOPS + "{% endif %}"
     turns = (Turn(role="user", content="Hi"), Turn(role="assistant", content="Yes."))
     conversations = [Conversation(id=str(n), source="test", turns=turns * n) for n in (1, 2, 2, 2)]
-    assert len(encode_conversations(conversations[:1], tokenizer, 64)[0]) == 1
+    assert len(encode_conversations(conversations[:1], AnswerFinder(tokenizer, [3]), 64)[0]) == 1
     with pytest.raises(ValueError, match="takes more than 1 seconds for a conversation of 4 turns"):
-        encode_conversations(conversations, tokenizer, 64)
+        encode_conversations(conversations, AnswerFinder(tokenizer, [3]), 64)
 
 
 def test_the_bounds_end_with_the_rendering_and_hold_for_the_main_thread_only(tokenizer):
@@ -115,7 +116,7 @@ def test_the_bounds_end_with_the_rendering_and_hold_for_the_main_thread_only(tok
 
 def test_one_thread_at_a_time_lowers_the_memory_of_the_process(tokenizer):
     thread = threading.Thread(target=encode_prompt, args=([Turn(role="user", content="Hi")], tokenizer))
-    with chat._bounded(1, tokenizer):
+    with chat._bounded(1, "the template"):
         thread.start()
         thread.join(0.1)
         assert thread.is_alive(), "it would restore this thread's limit as the process's own"
@@ -128,7 +129,7 @@ def test_a_long_conversation_is_no_long_template(tokenizer):
     assert encode_prompt([Turn(role="user", content="a" * 30)], tokenizer).shape[1] > 0
     text = "Hi " * 4_000_000
     assert len(text) > chat.MAX_CHARS
-    assert len(chat._render([{"role": "user", "content": text}], tokenizer)[0]) == len(text) + 4
+    assert len(ChatTemplate(tokenizer).text([Turn(role="user", content=text)])) == len(text) + 4
 
 
 def test_a_template_file_that_is_no_text_is_named(tokenizer, tmp_path):

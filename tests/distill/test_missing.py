@@ -20,7 +20,7 @@ def test_only_missing_shards_are_left(tiny_target_dir: Path, tmp_path: Path) -> 
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
     data = write_conversations(tmp_path / "chats.jsonl", 20)
     config = DistillConfig(horizon=3, shard_examples=6)
-    examples, _ = load_examples(data, target.tokenizer)
+    examples, _ = load_examples(data, target)
     folder = tmp_path / "distill"
     assert missing_examples(config, data, target, examples, folder) == examples
     run(config, data, target, folder)

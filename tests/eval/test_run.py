@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.data.chat import encode_prompt
-from outrider.data.types import Turn
+from outrider.data.conversations import Turn
 from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure

@@ -213,7 +213,7 @@ def test_a_too_small_disk_or_memory_is_an_error_before_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "distill"
-    examples, _ = load_examples(data, target.tokenizer)
+    examples, _ = load_examples(data, target)
     num_tokens = sum(len(example.input_ids) for example in examples)
     free = int(num_tokens * bytes_per_token(ALL, target.hidden_size, labelled=0.3))
     usage = namedtuple("Usage", "free")
@@ -233,7 +233,7 @@ def test_a_too_small_disk_or_memory_is_an_error_before_labelling(
 
 @pytest.mark.parametrize("damaged", ["hidden_states", "layers"])
 def test_nan_in_hidden_states_is_an_error_that_names_the_text(damaged: str, target: HFTarget, data: DataConfig) -> None:
-    example = load_examples(data, target.tokenizer)[0][3]
+    example = load_examples(data, target)[0][3]
     num_tokens = len(example.input_ids)
     states = torch.zeros(1, num_tokens + 2, target.hidden_size)
     broken = states.clone()

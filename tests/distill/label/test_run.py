@@ -15,12 +15,13 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.chat import encode_conversations
 from outrider.data.config import DataConfig
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import AnswerFinder, encode_conversations
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
 from outrider.data.shards import label_store, read_shard, verify_shards
-from outrider.data.types import UNKNOWN, Conversation, Example, Turn
+from outrider.data.types import UNKNOWN, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
 from outrider.distill.label.run import MAX_CHARACTERS, distill, length_batches, preview
@@ -338,7 +339,7 @@ def conversation(*texts: str) -> Conversation:
 
 
 def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:
-    return encode_conversations([conversation(*texts)], tokenizer, 1000)[0][0]
+    return encode_conversations([conversation(*texts)], AnswerFinder(tokenizer, [3]), 1000)[0][0]
 
 
 def test_the_answer_is_marked_and_white_space_is_visible(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -365,9 +366,11 @@ def test_the_tokens_that_are_cut_off_are_counted(
 ) -> None:
     caplog.set_level(logging.INFO)
     conversations = [conversation("a", "b" * 50), conversation("a", "b" * 3)]
-    whole = [len(example.input_ids) for example in encode_conversations(conversations, tiny_tokenizer, 1000)[0]]
+    whole = [
+        len(example.input_ids) for example in encode_conversations(conversations, AnswerFinder(tiny_tokenizer, [3]), 1000)[0]
+    ]
     caplog.clear()
-    encode_conversations(conversations, tiny_tokenizer, max_length)
+    encode_conversations(conversations, AnswerFinder(tiny_tokenizer, [3]), max_length)
     lost = sum(max(0, length - max_length) for length in whole)
     (record,) = caplog.records
     assert record.levelname == level

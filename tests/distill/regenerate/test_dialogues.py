@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.conversations import Conversation, Turn
 from outrider.data.loops import LOOP_TOKENS
-from outrider.data.types import Conversation, Turn
 from outrider.distill.regenerate.answers import AnsweredExample
 from outrider.distill.regenerate.dialogues import (
     AFTER_CUT,

@@ -70,7 +70,7 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
     make(shared, data, output / "batch", accelerator, engine="batch")
     # By its clock one process would stop measuring at once. The main process decides for all.
     samples.SECONDS = -1.0 if rank else 1e9
-    examples, _ = load_examples(data, shared.tokenizer)
+    examples, _ = load_examples(data, shared)
     work, _ = samples.sample_labels(CONFIG, shared, examples)
     layers = [parameter for name, parameter in shared.model.named_parameters() if "proj" in name]
     report: dict[str, Any] = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.data.chat import encode_conversations, encode_prompt
-from outrider.data.types import Conversation, Turn
+from outrider.data.chat import encode_prompt
+from outrider.data.conversations import Conversation, Turn
+from outrider.data.examples import AnswerFinder, encode_conversations
 from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.decoding.tree import empty_tree
 from outrider.models.drafters import build_drafter, parse_drafter
@@ -90,9 +91,9 @@ def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(c
     with pytest.raises(ValueError, match=message):
         encode_prompt([asked], target.tokenizer)
     texts = [Conversation(id=text, source="s", turns=(replace(asked, content=text), said)) for text in ("a", asked.content)]
-    assert len(encode_conversations(texts[:1], target.tokenizer, 64)[0]) == 1
+    assert len(encode_conversations(texts[:1], AnswerFinder(target.tokenizer, [3]), 64)[0]) == 1
     with pytest.raises(ValueError, match=message):
-        encode_conversations(texts, target.tokenizer, 64)
+        encode_conversations(texts, AnswerFinder(target.tokenizer, [3]), 64)
     (tmp_path / "reference.txt").write_text(asked.content)
     with pytest.raises(ValueError, match=f"reference.txt can't be read.*{message}"):
         read_references([str(tmp_path / "reference.txt")], target)

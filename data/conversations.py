@@ -1,0 +1,45 @@
+"""Conversations as data sets have them, before a chat template writes them. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
+    reasoning: str | None = None
+    """The assistant's reasoning before its answer, from a field of its own."""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """The assistant's calls: {"type": "function", "id": TEXT, "function": {"name": TEXT, "arguments":
+    {NAME: VALUE}}}."""
+    name: str | None = None
+    """Name of the function whose result this is."""
+    tool_call_id: str | None = None
+    """Id of the call whose result this is."""
+    trained: bool = True
+    """False for an answer that is read, not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation of a data set: turns, or a text or tokens that have been made of them.
+
+    `id` is unique within the data set and is the same in every stage. `source` is where it came
+    from.
+    """
+
+    id: str
+    source: str
+    turns: tuple[Turn, ...] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of the functions that the assistant may call."""
+    text: str | None = None
+    """A conversation that a chat template has written already."""
+    tokens: tuple[Sequence[int], Sequence[bool]] | None = None
+    """Token ids, and whether each one is trained."""

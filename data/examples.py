@@ -1,0 +1,396 @@
+"""Conversations as examples: their texts, the spans of the answers in them, and their tokens.
+
+An answer is read and trained as it was when it was written: behind the prompt that asked for it, up to
+its stop token. Most templates only append. Then a conversation is one text, in which all answers are
+trained:
+
+    <user> question 1 <assistant> [answer 1 <end>] <user> question 2 <assistant> [answer 2 <end>]
+
+Others rewrite earlier turns: they leave out earlier reasoning, or end the last answer in another way.
+Then the conversation is several texts, as in the regeneration (see `distill.regenerate.dialogues`):
+
+    <user> question 1 <assistant> [<think> ... </think> answer 1 <end>]
+    <user> question 1 <assistant> answer 1 <end> <user> question 2 <assistant> [<think> ... </think> answer 2 <end>]
+
+All spans are computed on characters. A text is then tokenized once, as a whole. A token belongs to the
+assistant if it covers a character of an answer. (transformers' mask fails for an answer whose first
+character no token covers, such as a space under a tokenizer that trims its offsets.)
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerBase
+
+from .chat import (
+    TEMPLATE_ERRORS,
+    THINK,
+    THOUGHT,
+    ChatTemplate,
+    Span,
+    UnboundedTemplateError,
+    describe_error,
+    inline,
+    reasoning_of,
+)
+from .conversations import Conversation, Turn
+from .types import Example
+
+logger = logging.getLogger(__name__)
+
+LARGE_LOSS = 0.1
+"""Share of tokens lost to `max_length` above which drafters hardly see the ends of answers."""
+BATCH_SIZE = 256
+"""Conversations per call of the tokenizer."""
+MAX_TURNS = 1000
+"""Most turns of a conversation: a template renders the text before each answer again."""
+SHOWN_CHARS = 200
+"""Most characters of a dropped conversation that a message shows."""
+CHANGED = "the chat template changes the answers, so that they cannot be found in its text"
+WITHOUT_REASONING = "the chat template leaves out the reasoning of the answers"
+THINKING_IS_OFF = "reasoning of answers, which the prompt turns off: not used"
+QUESTION, ANSWER, NEXT = "\ue000", "\ue001", "\ue002"
+"""Placeholders of turns. Normal text contains no private-use characters."""
+
+
+@dataclass(slots=True)
+class Text:
+    """A text, and its spans to train."""
+
+    text: str
+    spans: list[Span] = field(default_factory=list)
+
+
+class AnswerFinder:
+    """Writes conversations by a chat template, and finds the answers with their ends.
+
+    `notes` counts what the template leaves out of the conversations.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> None:
+        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer)
+        decoded = [tokenizer.decode([id], skip_special_tokens=False) for id in sorted(stop_ids) if id < len(tokenizer)]
+        self.stops = [str(stop) for stop in decoded if stop]
+        """Texts of the target's stop tokens."""
+        self.notes: Counter[str] = Counter()
+        self.has_ends = True
+        """Whether the template writes a stop token behind all answers so far."""
+
+    def texts(self, conversation: Conversation, train_on: str) -> list[Text] | str:
+        """Return the texts of a conversation, or the reason to drop it.
+
+        Turns after the last answer are left out.
+        """
+        if conversation.text is not None:
+            return [self._rendered(conversation.text, train_on)]
+        turns, tools = conversation.turns, conversation.tools
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        if not answers:
+            return "no assistant turn"
+        if answers[-1] >= MAX_TURNS:
+            return f"more than {MAX_TURNS} turns"
+        texts, end = list[Text](), 0
+        for index in answers:
+            try:
+                found = self._answer(turns[: index + 1], tools)
+            except UnboundedTemplateError:
+                raise
+            except TEMPLATE_ERRORS as error:
+                return f"rejected by the chat template ({describe_error(error)})"
+            if isinstance(found, str):
+                return found
+            # A text goes on where the template has only appended to it.
+            if not texts or not found.text.startswith(texts[-1].text[:end]):
+                texts.append(Text(""))
+            texts[-1].text, end = found.text, found.spans[-1][1]
+            if turns[index].trained and (train_on != "last" or index == answers[-1]):
+                texts[-1].spans += found.spans
+        self._note_missing(conversation, texts[-1].text)
+        if train_on == "every token":
+            return [Text(text.text, [(0, len(text.text))]) for text in texts]
+        return [text for text in texts if text.spans]
+
+    def _answer(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Text | str:
+        """Return the text of turns up to an answer, with the answer's spans; or the reason to drop it."""
+        prompt, answer = self.template.prompt(turns[:-1], tools), turns[-1]
+        reasoning, own = reasoning_of(answer)
+        # 1. What the prompt decides: with thinking turned off it ends with a closed block of reasoning.
+        if prompt.rstrip().endswith(THOUGHT) and reasoning is not None:
+            self.notes[THINKING_IS_OFF] += bool(reasoning.strip())
+            turns, reasoning = (*turns[:-1], replace(answer, reasoning=None, content=own)), None
+        text, spans = (
+            self.template.marked(turns, tools) if self.template.has_markers else (self.template.text(turns, tools), [])
+        )
+        # 2. The answer begins where its prompt ends. A prompt may end with a block that the text lacks.
+        appends = text.startswith(prompt)
+        start = len(prompt) if appends else shared_length(prompt, text)
+        if self.template.has_markers:
+            if reasoning and not self.template.keeps_reasoning:
+                return WITHOUT_REASONING
+            spans = [(max(begin, start if appends else 0), end) for begin, end in spans if end > start]
+            return Text(text, self._with_stop(text, spans)) if spans else Text(text, [(len(text), len(text))])
+        end = self._end_of(text, turns, tools, own)
+        if end is None:
+            return CHANGED
+        own_start = end if answer.tool_calls else len(text[:end].rstrip()) - len(own.strip())
+        start = min(start, own_start)
+        # 3. Some templates leave out the reasoning of each answer, the last one's too.
+        is_kept = self.template.keeps_reasoning and (reasoning or "").strip() in text[start:own_start]
+        is_lost = bool(reasoning) and not is_kept
+        if is_lost and answer.tool_calls:
+            return WITHOUT_REASONING
+        if is_lost or (not appends and not answer.tool_calls and prompt.rstrip().endswith(THOUGHT)):
+            written = own if reasoning is None else inline(reasoning, own)
+            if prompt.rstrip().endswith(THINK):
+                written = written.removeprefix(THINK).removeprefix("\n")
+            text, start, end = prompt + written + text[end:], len(prompt), len(prompt + written)
+        return self._ended(text, start, end, is_call=bool(answer.tool_calls))
+
+    def _end_of(self, text: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], own: str) -> int | None:
+        """Return the index after the last character of the answer that ends a text; None if it isn't there."""
+        answer = turns[-1]
+        if answer.tool_calls:
+            name = answer.tool_calls[-1]["function"]["name"]
+            place = text.rfind(name)
+            return place + len(name) if place >= 0 else None
+        for behind in (self._behind, *self._behind_this(turns, tools)):
+            end = len(text) - len(behind)
+            if text.endswith(behind) and text[:end].rstrip().endswith(own.strip()):
+                return end
+        return None
+
+    def _ended(self, text: str, start: int, end: int, *, is_call: bool) -> Text:
+        """Return the text with the answer's span up to the first stop token behind it.
+
+        Without one, the answer may end with the token that begins the next turn. Else it ends with what the
+        template writes behind it.
+        """
+        if stop := self._first_stop(text[end:]):
+            return Text(text, [(start, end + stop)])
+        if not is_call and (stop := self._first_stop(self._before_next)):
+            return Text(text[:end] + self._before_next[:stop], [(start, end + stop)])
+        self.has_ends = False
+        return Text(text, [(start, end + len(text[end:].rstrip()))])
+
+    def _with_stop(self, text: str, spans: list[Span]) -> list[Span]:
+        """Return the spans between markers, the last one with the stop token directly behind it."""
+        start, end = spans[-1]
+        stop = next((stop for stop in self.stops if text.startswith(stop, end)), "")
+        return [*spans[:-1], (start, end + len(stop))]
+
+    def _first_stop(self, text: str) -> int:
+        """Return the index after the first stop token of a text; 0 without one."""
+        places = [(place, place + len(stop)) for stop in self.stops if (place := text.find(stop)) >= 0]
+        return min(places, default=(0, 0))[1]
+
+    # --- what the template writes around answers
+
+    @cached_property
+    def _behind(self) -> str:
+        """What the template writes behind the last answer."""
+        return self._probe(Turn(role="assistant", content=ANSWER)).rpartition(ANSWER)[2]
+
+    def _behind_this(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield what the template writes behind the answer to these turns."""
+        placeholder = replace(turns[-1], content=ANSWER)
+        yield self.template.text((*turns[:-1], placeholder), tools).rpartition(ANSWER)[2]
+
+    @cached_property
+    def _before_next(self) -> str:
+        """What the template writes between an answer and the next question."""
+        text = self._probe(Turn(role="assistant", content=ANSWER), Turn(role="user", content=NEXT))
+        return text.rpartition(NEXT)[0].rpartition(ANSWER)[2]
+
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before an answer, as far as it is the same with and without reasoning."""
+        question, text = self._probe(), self._probe(Turn(role="assistant", content=ANSWER))
+        prompt = self._probe(is_prompt=True)
+        between = text.rpartition(ANSWER)[0].rpartition(QUESTION)[2]
+        if question and prompt.startswith(question):
+            written = text[len(question) :].rpartition(ANSWER)[0]
+            between = written[: shared_length(prompt[len(question) :], written)] or between
+        return between
+
+    def _probe(self, *answers: Turn, is_prompt: bool = False) -> str:
+        """Return the text of a question and further turns; empty if the template rejects them."""
+        turns = (Turn(role="user", content=QUESTION), *answers)
+        try:
+            return self.template.prompt(turns) if is_prompt else self.template.text(turns)
+        except UnboundedTemplateError:
+            raise
+        except TEMPLATE_ERRORS:
+            return ""
+
+    # --- texts that a template has written already
+
+    def is_rendered(self, text: str) -> bool:
+        """Return whether this chat template has written a text: it has the marks of both roles."""
+        question = self._probe().partition(QUESTION)[0].strip()
+        mark = (self._before_next[self._first_stop(self._before_next) :] or question).strip() or question
+        return bool(mark) and bool(self._header.strip()) and 0 <= text.find(mark) < text.find(self._header.strip())
+
+    def _rendered(self, text: str, train_on: str) -> Text:
+        """Return the spans of the answers in such a text."""
+        spans = list[Span]()
+        place = text.find(self._header)
+        while place >= 0:
+            start = place + len(self._header)
+            end = start + (self._first_stop(text[start:]) or len(text) - start)
+            spans.append((start, end))
+            place = text.find(self._header, end)
+        if train_on == "every token":
+            spans = [(0, len(text))]
+        return Text(text, spans[-1:] if train_on == "last" else spans)
+
+    def _note_missing(self, conversation: Conversation, text: str) -> None:
+        """Note what a template leaves out without an error."""
+        missing = {
+            f"{turn.role} turns that the chat template leaves out"
+            for turn in conversation.turns
+            if turn.role in ("system", "user") and turn.content.strip() not in text
+        }
+        if conversation.tools and str(conversation.tools[0].get("function", {}).get("name")) not in text:
+            missing.add("'tools' that the chat template leaves out")
+        self.notes.update(missing)
+
+
+def shared_length(first: str, second: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    length = min(len(first), len(second))
+    return next((index for index in range(length) if first[index] != second[index]), length)
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation],
+    finder: AnswerFinder,
+    max_length: int,
+    *,
+    train_on: str = "all",
+) -> tuple[list[Example], Counter[str]]:
+    """Encode conversations with a mask of what is trained (`data.train_on`).
+
+    Also counts dropped conversations by reason. The mask includes end tokens; tokens after `max_length`
+    are cut. Raises ValueError if the tokenizer lacks a requirement, if its template exceeds the bounds of
+    rendering, or if no example is left: a mask of zeros would train on nothing.
+    """
+    # 1. Write and tokenize the conversations, in batches.
+    tokenizer = finder.tokenizer
+    examples, dropped, lost = list[Example](), Counter[str](), list[int]()  # tokens that each example loses
+    for start in range(0, len(conversations), BATCH_SIZE):
+        written = list[tuple[str, Text]]()
+        for conversation in conversations[start : start + BATCH_SIZE]:
+            if conversation.tokens is not None:
+                examples += _of_tokens(conversation, len(tokenizer), max_length, dropped, lost)
+                continue
+            texts = finder.texts(conversation, train_on)
+            if isinstance(texts, str):
+                if not dropped[texts]:
+                    logger.warning("a dropped conversation, %s: %s: %s", conversation.id, texts, _shown(conversation))
+                dropped[texts] += 1
+                continue
+            # All numbers are written, so that no two ids are equal.
+            ids = [conversation.id] if len(texts) == 1 else [f"{conversation.id}#{number}" for number in range(len(texts))]
+            written += zip(ids, texts, strict=True)
+        examples += _tokenize(written, tokenizer, max_length, dropped, lost)
+    # 2. Check that there are examples, and report what is lost.
+    if not examples:
+        raise _no_examples(len(conversations), dropped, max_length, finder.template)
+    _log_losses(finder, lost, sum(len(example.input_ids) for example in examples), max_length)
+    return examples, dropped
+
+
+def _shown(conversation: Conversation) -> str:
+    text = " | ".join(f"{turn.role}: {turn.content}" for turn in conversation.turns[-2:])
+    return f"{text[:SHOWN_CHARS]!r}"
+
+
+def _no_examples(num_conversations: int, dropped: Counter[str], max_length: int, template: ChatTemplate) -> ValueError:
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
+    num_cut = dropped[_no_token_within(max_length)]
+    if num_cut > num_conversations / 2:
+        return ValueError(
+            f"data.max_length is {max_length}, and {num_cut} of {num_conversations} conversations have no token of the "
+            f"assistant before it, so no example is left; raise data.max_length. Dropped: {reasons}"
+        )
+    return ValueError(
+        f"none of {num_conversations} conversations has a token of the assistant under {template} dropped: {reasons}. Check "
+        "the template, above all the text between its generation markers, or set data.chat_template to another"
+    )
+
+
+def _no_token_within(max_length: int) -> str:
+    return f"no token of the assistant within max_length {max_length}"
+
+
+def _log_losses(finder: AnswerFinder, lost: Sequence[int], num_kept: int, max_length: int) -> None:
+    """Log what the template leaves out, how many examples are cut at `max_length`, and the share of lost tokens."""
+    for note, count in finder.notes.most_common():
+        logger.warning("%d x %s", count, note)
+    if not finder.has_ends:
+        logger.warning(
+            "%s writes none of the target's stop tokens (%s) behind some answers, so drafters don't learn how they end",
+            *(finder.template, ", ".join(finder.stops) or "there is none"),
+        )
+    num_cut, share = sum(map(bool, lost)), sum(lost) / max(1, num_kept + sum(lost))
+    logger.log(
+        logging.WARNING if share > LARGE_LOSS else logging.INFO,
+        "%d of %d examples are cut at data.max_length %d, which loses %.1f %% of all tokens%s",
+        *(num_cut, len(lost), max_length, 100 * share),
+        f": raise data.max_length (the longest has {max_length + max(lost)} tokens)" if share > LARGE_LOSS else "",
+    )
+
+
+def _tokenize(
+    written: Sequence[tuple[str, Text]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    dropped: Counter[str],
+    lost: list[int],
+) -> Iterator[Example]:
+    if not written:
+        return
+    # The template has written the special tokens. `verbose` would warn of long texts, which are cut
+    # below.
+    texts = [text.text for _, text in written]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    for (id, text), ids, offsets in zip(written, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        yield from _cut(id, ids, _covered(torch.tensor(offsets), text.spans), max_length, dropped, lost)
+
+
+def _of_tokens(
+    conversation: Conversation, vocab_size: int, max_length: int, dropped: Counter[str], lost: list[int]
+) -> Iterator[Example]:
+    """Yield the example of a record that has tokens."""
+    assert conversation.tokens is not None
+    ids, trained = conversation.tokens
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        dropped[f"token ids outside the tokenizer's {vocab_size} tokens"] += 1
+        return
+    yield from _cut(conversation.id, ids, torch.tensor(trained, dtype=torch.bool), max_length, dropped, lost)
+
+
+def _cut(
+    id: str, ids: Sequence[int], mask: Bool[torch.Tensor, " seq"], max_length: int, dropped: Counter[str], lost: list[int]
+) -> Iterator[Example]:
+    """Yield the example of these tokens, cut at `max_length`; nothing if no token of the assistant is left."""
+    if not mask.any():
+        dropped["no token of the assistant"] += 1
+    elif not mask[1:max_length].any():
+        dropped[_no_token_within(max_length)] += 1
+    else:
+        lost.append(max(0, len(ids) - max_length))
+        yield Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone())
+
+
+def _covered(offsets: Int[torch.Tensor, "seq 2"], spans: Sequence[Span]) -> Bool[torch.Tensor, " seq"]:
+    covered = torch.zeros(len(offsets), dtype=torch.bool)
+    for start, end in spans:
+        covered |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return covered

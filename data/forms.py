@@ -1,0 +1,363 @@
+"""The forms of records: which keys of a record are read, and how they become a conversation.
+
+Each parser returns a conversation, or the reason to drop the record. It counts the keys that have a
+value and that it doesn't use, so that nothing is lost in silence.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from .conversations import Conversation, Role, Turn
+
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bard", "bing", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+}
+"""Roles by their names in data sets, in small letters. ShareGPT's files have names of assistants, and
+other files roles for calls of functions and their results."""
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles whose text is the JSON of a call."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")
+TURN_KEYS = (*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, "tool_calls", "function_call", "weight", "train")
+RESULT_KEYS = ("name", "tool_call_id")
+"""Further keys of a turn with a function's result."""
+ID_KEYS = ("id", "prompt_id")
+SYSTEM_KEYS = ("system", "system_prompt")
+TOOL_KEYS = ("tools", "functions")
+SHARED_KEYS = (*ID_KEYS, *SYSTEM_KEYS, *TOOL_KEYS)
+MASK_KEYS = ("loss_mask", "assistant_masks", "labels")
+IGNORED_LABEL = -100
+"""Value of `labels` at a token that isn't trained."""
+MEDIA_KEYS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+"""Keys without which a record's text would be about something that the target never sees."""
+
+NOT_UNICODE = "text with half a surrogate pair, which isn't valid Unicode"
+NO_OBJECT = "record is not an object"
+FIRST_ANSWERS = "first turns that are answers: left out"
+"""Note about conversations that are cut out of longer ones."""
+
+Parsed = Conversation | str
+"""A record's conversation, without its id and source; or the reason to drop the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A form of records: a value of `data.source`."""
+
+    needs: tuple[str, ...]
+    """Keys that a record must have; alternatives are joined by |."""
+    uses: tuple[str, ...]
+    """Further keys that are used."""
+    example: str
+    parse: Callable[[Any, Counter[str]], Parsed]
+    """Parse a record, and count notes about it: keys that are not used, and what is left out."""
+
+    def fits(self, record: Any) -> bool:
+        """Return whether the record has the keys of this form."""
+        return isinstance(record, dict) and all(any(key in record for key in need.split("|")) for need in self.needs)
+
+
+# --- values
+
+
+def text_of(value: Any) -> str | None:
+    """Return a text, or the texts of a list of parts of type text; None for anything else."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(_is_text_part(part) for part in value):
+        return "".join(part["text"] for part in value)
+    return None
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half a surrogate pair: JSON allows it, but it isn't valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def first_value(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the value of the first of these keys that has one; None without any."""
+    return next((record[key] for key in keys if record.get(key) is not None), None)
+
+
+def _note_unused(record: Mapping[str, Any], used: Collection[str], where: str, notes: set[str]) -> None:
+    """Note the keys of a record that have a value, and that aren't used."""
+    notes.update(f"{key!r}{where}" for key in record if key not in used and record[key] not in (None, "", [], {}))
+
+
+def _parse_json(value: Any) -> Any:
+    """Parse the JSON in a text; return other values, and texts that are no JSON, as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def tools_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+    """Return the schemas of a record's functions; None if they can't be read."""
+    tools = _parse_json(first_value(record, TOOL_KEYS)) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _calls_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Return an assistant's calls; None if they can't be read.
+
+    They are a list or a single call, each with its name and arguments, maybe under `function`, or as
+    JSON in a text.
+    """
+    value = _parse_json(value)
+    calls = []
+    for number, call in enumerate(value if isinstance(value, list) else [value]):
+        call = _parse_json(call)
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return None
+        arguments = _parse_json(function.get("arguments", function.get("parameters")))
+        if not isinstance(arguments, dict | None):
+            return None
+        # Some templates want an id of nine letters and digits.
+        id = call["id"] if isinstance(call.get("id"), str) else f"call{number:05d}"
+        calls.append({"type": "function", "id": id, "function": {"name": function["name"], "arguments": arguments or {}}})
+    return calls
+
+
+# --- turns
+
+
+def _parse_turn(turn: Any, notes: set[str]) -> Turn | str:
+    if not isinstance(turn, dict):
+        return "turn that is not an object"
+    # 1. The role and the text.
+    name, text = first_value(turn, ROLE_KEYS), text_of(value := first_value(turn, TEXT_KEYS))
+    if not isinstance(name, str):
+        return "turn without a role ('role' or 'from')"
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        return f"unknown role {name!r:.40}"
+    if MEDIA_KEYS.intersection(key for key, media in turn.items() if media) or (isinstance(value, list) and text is None):
+        return "turn with other parts than text"
+    # 2. What only answers have.
+    calls, reasoning, trained = None, None, True
+    if role == "assistant":
+        call = first_value(turn, ("tool_calls", "function_call")) or (text if name.lower() in CALL_ROLES else None)
+        if call and (calls := _calls_of(call)) is None:
+            return "tool calls that can't be read"
+        if name.lower() in CALL_ROLES:
+            text = ""
+        reasoning = text_of(first_value(turn, REASONING_KEYS))
+        trained = turn.get("train") is not False and turn.get("weight") != 0
+        if turn.get("weight") not in (None, 0, 1):
+            notes.add("weights of turns other than 0: taken as 1")
+    if text is None and not calls and reasoning is None:
+        return "turn without a text ('content' or 'value')"
+    is_result = role == "tool"
+    _note_unused(turn, (*TURN_KEYS, *RESULT_KEYS) if is_result else TURN_KEYS, " of turns", notes)
+    return Turn(
+        role=role,
+        content=text or "",
+        reasoning=reasoning or None,
+        tool_calls=calls or (),
+        name=turn["name"] if is_result and isinstance(turn.get("name"), str) else None,
+        tool_call_id=turn["tool_call_id"] if is_result and isinstance(turn.get("tool_call_id"), str) else None,
+        trained=trained,
+    )
+
+
+def _parse_turns(turns: Any, notes: set[str]) -> list[Turn] | str:
+    parsed = [_parse_turn(turn, notes) for turn in turns]
+    return next((turn for turn in parsed if isinstance(turn, str)), None) or parsed  # type: ignore[return-value]
+
+
+def _checked(turns: list[Turn], record: Mapping[str, Any], used: Collection[str], notes: Counter[str], own: set[str]) -> Parsed:
+    """Return the conversation of a record's turns, with its system prompt and functions."""
+    # 1. What stands beside the turns.
+    _note_unused(record, used, "", own)
+    if media := MEDIA_KEYS.intersection(key for key, value in record.items() if value):
+        return f"record with {min(media)!r}, which the target can't see"
+    tools = tools_of(record)
+    if tools is None:
+        return "'tools' that are no list of functions"
+    system = text_of(first_value(record, SYSTEM_KEYS))
+    if system and system.strip():
+        if any(turn.role == "system" for turn in turns):
+            own.add("a system prompt beside another one in the turns")
+        else:
+            turns = [Turn(role="system", content=system), *turns]
+    # 2. Many data sets write an empty system message if there is none.
+    turns = [turn for turn in turns if turn.role != "system" or turn.content.strip()]
+    if not turns:
+        return "no turns"
+    if any(has_surrogate(text) for turn in turns for text in (turn.content, turn.reasoning or "")):
+        return NOT_UNICODE
+    if not all(turn.content.strip() or turn.tool_calls or turn.role == "tool" for turn in turns):
+        return "empty turn"
+    # 3. The first turns of a piece of a long conversation may be answers.
+    asked = next((index for index, turn in enumerate(turns) if turn.role == "user"), None)
+    if asked is None:
+        return "no user turn"
+    if any(turn.role == "assistant" for turn in turns[:asked]):
+        own.add(FIRST_ANSWERS)
+        turns = [turn for turn in turns[:asked] if turn.role == "system"] + turns[asked:]
+    if not any(turn.role == "assistant" for turn in turns):
+        return "no assistant turn"
+    if not any(turn.trained for turn in turns if turn.role == "assistant"):
+        return "no answer to train ('weight' 0 or 'train' false)"
+    notes.update(own)
+    return Conversation(id="", source="", turns=tuple(turns), tools=tools)
+
+
+# --- records
+
+
+def _parse_list(key: str, record: Any, notes: Counter[str]) -> Parsed:
+    """Parse a record with a list of turns."""
+    if not isinstance(record, dict):
+        return NO_OBJECT
+    turns = _parse_json(record.get(key))
+    if not isinstance(turns, list):
+        return f"record without a list {key!r}"
+    own = set[str]()
+    parsed = _parse_turns(turns, own)
+    if isinstance(parsed, str):
+        return parsed
+    # UltraChat has the first message twice.
+    doubled = ["prompt"] if any(turn.content == record.get("prompt") for turn in parsed[:2]) else []
+    return _checked(parsed, record, (key, *SHARED_KEYS, *doubled), notes, own)
+
+
+def _parse_alpaca(record: Any, notes: Counter[str]) -> Parsed:
+    """Parse an instruction with its answer; input, earlier questions and answers, and a system prompt are optional."""
+    if not isinstance(record, dict):
+        return NO_OBJECT
+    instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")
+    if not (isinstance(instruction, str) and isinstance(context, str) and isinstance(output, str)):
+        return "record without the texts 'instruction' and 'output'"
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(_is_pair(pair) for pair in history):
+        return "'history' that is no list of questions with answers"
+    texts = [text for pair in history for text in pair]
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    turns = [
+        Turn(role="assistant" if index % 2 else "user", content=text) for index, text in enumerate([*texts, question, output])
+    ]
+    return _checked(turns, record, ("instruction", "input", "output", "history", *SHARED_KEYS), notes, set())
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+
+
+def _parse_completion(record: Any, notes: Counter[str]) -> Parsed:
+    """Parse a prompt with its completion, each a text or a list of turns."""
+    if not isinstance(record, dict):
+        return NO_OBJECT
+    turns, own = list[Turn](), set[str]()
+    completion_key = "completion" if "completion" in record else "response"
+    for key, role in (("prompt", "user"), (completion_key, "assistant")):
+        value = record.get(key)
+        if isinstance(value, str):
+            turns.append(Turn(role=role, content=value))  # type: ignore[arg-type]
+            continue
+        parsed = _parse_turns(value, own) if isinstance(value, list) and value else "record without 'prompt' and 'completion'"
+        if isinstance(parsed, str):
+            return parsed
+        # Only the completion is trained.
+        turns += [replace(turn, trained=False) for turn in parsed] if role == "user" else parsed
+    return _checked(turns, record, ("prompt", completion_key, *SHARED_KEYS), notes, own)
+
+
+def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
+    """Parse token ids with a mask."""
+    if not isinstance(record, dict):
+        return NO_OBJECT
+    ids, key = record.get("input_ids"), next((key for key in MASK_KEYS if record.get(key) is not None), MASK_KEYS[0])
+    mask = record.get(key)
+    if not (isinstance(ids, list) and isinstance(mask, list) and ids and all(type(value) is int for value in (*ids, *mask))):
+        return "record without the whole numbers 'input_ids' and 'loss_mask'"
+    if len(ids) != len(mask):
+        return f"'input_ids' and {key!r} of different lengths"
+    trained = [value != IGNORED_LABEL for value in mask] if key == "labels" else [value == 1 for value in mask]
+    if key != "labels" and not set(mask) <= {0, 1}:
+        return f"{key!r} with other values than 0 and 1"
+    own = set[str]()
+    _note_unused(record, ("input_ids", key, "attention_mask", *ID_KEYS), "", own)
+    notes.update(own)
+    return Conversation(id="", source="", tokens=(ids, trained))
+
+
+def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
+    """Parse a text, which is cut into pieces later, unless a chat template has written it."""
+    text = first_value(record, ("text", "content")) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return "record without a text 'text' or 'content'"
+    if has_surrogate(text):
+        return NOT_UNICODE
+    own = set[str]()
+    _note_unused(record, ("text", "content", *ID_KEYS), "", own)
+    notes.update(own)
+    return Conversation(id="", source="", text=text)
+
+
+FORMS = {
+    "messages": Form(
+        needs=("messages",),
+        uses=SHARED_KEYS,
+        example='{"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]}',
+        parse=partial(_parse_list, "messages"),
+    ),
+    "sharegpt": Form(
+        needs=("conversations",),
+        uses=SHARED_KEYS,
+        example='{"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": TEXT}]}',
+        parse=partial(_parse_list, "conversations"),
+    ),
+    "alpaca": Form(
+        needs=("instruction", "output"),
+        uses=("input", "history", *SHARED_KEYS),
+        example='{"instruction": TEXT, "input": TEXT, "output": TEXT}',
+        parse=_parse_alpaca,
+    ),
+    "completion": Form(
+        needs=("prompt", "completion|response"),
+        uses=SHARED_KEYS,
+        example='{"prompt": TEXT or turns, "completion": TEXT or turns}',
+        parse=_parse_completion,
+    ),
+    "tokens": Form(
+        needs=("input_ids", "|".join(MASK_KEYS)),
+        uses=ID_KEYS,
+        example='{"input_ids": [5, 7, 3], "loss_mask": [0, 1, 1]}',
+        parse=_parse_tokens,
+    ),
+    "text": Form(
+        needs=("text|content",),
+        uses=ID_KEYS,
+        example='{"text": TEXT}',
+        parse=_parse_text,
+    ),
+}
+"""The forms of records by their name in `data.source`, in the order in which they are tried."""
+
+
+def form_of(records: Sequence[Any]) -> str | None:
+    """Return the form of the first record that has the keys of one; None without any."""
+    return next((name for record in records for name, form in FORMS.items() if form.fits(record)), None)

@@ -1,0 +1,67 @@
+"""The text of a chat template, with values of the options that it reads. Imports no torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .paths import TEMPLATES, built_in_templates
+
+DATE = "strftime_now"
+"""transformers' function for today's date, which templates call with a format. As an option it is the
+text that every call gives."""
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+"""Variables of every template, which are no options."""
+FUNCTIONS = frozenset({"raise_exception", "range", "namespace", "dict", "lipsum", "cycler", "joiner"})
+"""Functions that transformers and jinja give to every template."""
+
+
+def read_template(name: str) -> str:
+    """Return the text of a .jinja file or of a built-in template. Raises ValueError if there is none."""
+    path = TEMPLATES / f"{name}.jinja" if name in built_in_templates() else Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"data.chat_template is {name!r}; give the path of a .jinja file, or one of {', '.join(built_in_templates())}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.chat_template is {name!r}, which is not UTF-8 text ({error}); convert it") from error
+
+
+def template_options(template: str) -> set[str]:
+    """Return the names of the variables that a template reads besides those of every template."""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    # jinja has no such block by itself, and its content matters here.
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        names = meta.find_undeclared_variables(environment.parse(text))
+    except TemplateError:
+        return set()
+    return names - GIVEN - FUNCTIONS
+
+
+def _setting(name: str, value: Any) -> str:
+    """Return the text that gives a template's variable its value."""
+    if name == DATE:
+        return f"{{%- macro {DATE}(format='') -%}}{{{{ {json.dumps(str(value))} }}}}{{%- endmacro -%}}"
+    literal = re.sub(r'("(?:[^"\\]|\\.)*")|\bnull\b', lambda match: match[1] or "none", json.dumps(value))
+    return f"{{%- set {name} = {literal} -%}}"
+
+
+def with_options(template: str, options: Mapping[str, Any]) -> str:
+    """Return a template in which these variables have values.
+
+    Raises ValueError if the template doesn't read one of them.
+    """
+    known = template_options(template)
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(
+            f"data.template_options has {', '.join(map(repr, unknown))}, which the chat template doesn't read; it reads "
+            f"{', '.join(sorted(known)) or 'no option'}"
+        )
+    return "".join(_setting(name, value) for name, value in options.items()) + template

@@ -1,0 +1,171 @@
+"""Chat templates of our own with the habits of the public ones, and what a model writes under each.
+
+`written(reasoning, answer)` is the text that the target writes behind its prompt, up to and with the
+token that ends it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+TAKE_APART = (  # of reasoning in a field or in the text
+    "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
+    "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+)
+LAST_QUESTION = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+)
+TOOLS = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """A chat template, and what the target writes under it."""
+
+    template: str
+    ends: tuple[str, ...]
+    """The target's stop tokens."""
+    written: Callable[[str | None, str], str]
+    rewrites: bool = False
+    """Whether earlier turns are written in another way than the last one."""
+    strips: bool = False
+    has_system: bool = True
+    call: Callable[[str, dict[str, Any]], str] | None = None
+    """What the target writes for a call of a function without other text; None if the template has none."""
+
+
+def inline(reasoning: str | None, answer: str) -> str:
+    return answer if reasoning is None else f"<think>\n{reasoning}\n</think>\n\n{answer}"
+
+
+HABITS = {
+    # Appends turns, and knows nothing of reasoning: it stays in the text.
+    "appends": Habit(
+        template=(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+        ends=("<|im_end|>",),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|im_end|>",
+    ),
+    # Reasoning behind the last question only, and a block in any case; calls as JSON.
+    "forgets reasoning": Habit(
+        template=(
+            LAST_QUESTION + TOOLS + "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+            "{% if m.role == 'assistant' %}"
+            + TAKE_APART
+            + "{% if loop.index0 > ns.last %}<think>\n{{ r }}\n</think>\n\n{% endif %}"
+            "{{ c }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n"
+            "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        ),
+        ends=("<|im_end|>",),
+        written=lambda reasoning, answer: f"{inline(reasoning or '', answer)}<|im_end|>",
+        rewrites=True,
+        call=lambda name, arguments: (
+            f"<think>\n\n</think>\n\n<call>{json.dumps({'name': name, 'arguments': arguments})}</call><|im_end|>"
+        ),
+    ),
+    # The prompt opens the reasoning, and every finished turn lacks it.
+    "opens reasoning": Habit(
+        template=(
+            "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+            "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1].lstrip('\n') }}{{ eos_token }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+        ),
+        ends=("</s>",),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer).removeprefix('<think>').removeprefix(chr(10))}</s>",
+        rewrites=True,
+    ),
+    # No token ends an answer: the next turn does.
+    "next turn ends": Habit(
+        template=(
+            LAST_QUESTION
+            + "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
+            + TAKE_APART
+            + "{% if loop.index0 > ns.last and r %}<think>{{ r }}</think>{% else %}<think></think>{% endif %}{{ '\\n' + c }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+        ),
+        ends=("<|endoftext|>", "<|user|>"),
+        written=lambda reasoning, answer: f"<think>{reasoning or ''}</think>\n{answer}<|user|>",
+        rewrites=True,
+    ),
+    # The whole conversation ends with a further token.
+    "ends twice": Habit(
+        template=(
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+        ),
+        ends=("</s>", "<|end|>"),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|end|>",
+    ),
+    # Channels, and another end for earlier answers.
+    "channels": Habit(
+        template=(
+            "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant{% if loop.last and m.thinking %}"
+            "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+            "<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+            "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+        ),
+        ends=("<|return|>", "<|call|>"),
+        written=lambda reasoning, answer: (
+            ("" if reasoning is None else f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant")
+            + f"<|channel|>final<|message|>{answer}<|return|>"
+        ),
+        rewrites=True,
+    ),
+    # Other names of roles, no system prompt, and texts without white space around them.
+    "strips": Habit(
+        template=(
+            "{{ bos_token }}{% for m in messages %}"
+            "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+            "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+            "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+            "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        ),
+        ends=("<end_of_turn>",),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer).strip()}<end_of_turn>",
+        strips=True,
+        has_system=False,
+    ),
+    # A date, and a header before each turn.
+    "dates": Habit(
+        template=(
+            "<|start_header|>system<|end_header|>\n\nToday: {{ strftime_now('%d %b %Y') }}\n" + TOOLS + "<|eot|>"
+            "{% for m in messages %}<|start_header|>{{ m.role }}<|end_header|>\n\n{{ m.content | trim }}"
+            "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|eot|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start_header|>assistant<|end_header|>\n\n{% endif %}"
+        ),
+        ends=("<|eot|>",),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer).strip()}<|eot|>",
+        strips=True,
+        call=lambda name, arguments: f"{json.dumps({'name': name, 'arguments': arguments})}<|eot|>",
+    ),
+    # A space before each answer, no start of the next one, and calls in place of a missing content.
+    "spaces": Habit(
+        template=(
+            "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+            "{% if m.content is none %}{% for call in m.tool_calls %} [CALL] {{ call.function.name }} "
+            "{{ call.function.arguments + '' }}{% endfor %}{% else %} {{ m.content }}{% endif %}{{ eos_token }}"
+            "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+        ),
+        ends=("</s>",),
+        written=lambda reasoning, answer: f" {inline(reasoning, answer)}</s>",
+        call=lambda name, arguments: f" [CALL] {name} {json.dumps(arguments)}</s>",
+    ),
+    # Marks the answers by itself.
+    "marks": Habit(
+        template=(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+            "{% endgeneration %}<|im_end|>\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ),
+        ends=("<|im_end|>",),
+        written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|im_end|>",
+    ),
+}
