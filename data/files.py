@@ -74,17 +74,16 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file, and a folder must be written there; remove it, or choose another folder")
     partial, old = partial_directory(path), _old_directory(path)
-    with _sole_writer(path):
+    with naming_full_disk(path, OLD_IS_KEPT), _sole_writer(path):
         _clean_up_after(path)
         # 2. Let the caller write, then swap the folders by two renames.
         try:
-            with naming_full_disk(path, OLD_IS_KEPT):
-                partial.mkdir(parents=True)
-                yield partial
-                if path.exists():
-                    os.replace(path, old)
-                os.replace(partial, path)
-                _sync_directory(path.parent)
+            partial.mkdir(parents=True)
+            yield partial
+            if path.exists():
+                os.replace(path, old)
+            os.replace(partial, path)
+            _sync_directory(path.parent)
         # 3. Clean up, after an error too.
         finally:
             _clean_up_after(path)

@@ -270,6 +270,17 @@ def test_config_yaml_records_the_options_that_each_stage_ran_with(finished: tupl
     assert after.train.learning_rate != 0.5
 
 
+def test_sizes_that_cannot_be_are_an_error_before_the_rehearsal(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.cli.run.rehearse", lambda *_: pytest.fail("it was rehearsed"))
+    command = ["conf=demo", *overrides[1:], f"output_dir={tmp_path / 'run'}"]
+    with pytest.raises(ValueError, match=r"distill\.top_logprobs is 99999999, and the target .* tokens; lower it"):
+        run_here(*command, "distill.top_logprobs=99999999")
+    with pytest.raises(ValueError, match=r"its largest option is drafter\.exit_width=1000000000: lower it"):
+        run_here(*command, "drafter={exit_width: 1000000000, head_init: random}")
+
+
 @pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00", "a: " + "[" * 2000])
 def test_a_damaged_configuration_is_an_error_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -25,7 +25,7 @@ from .config import TargetConfig
 from .hidden_states import decoder_layers
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
 from .pretrained import loading_errors, read_config, record_tie, require_complete
-from .weight_files import INDEX_FILE, PAGE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
+from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
@@ -113,6 +113,11 @@ def _build(config: TargetConfig, described: Any, stored: Mapping[str, StoredTens
         raise ValueError(
             "its weights are quantised, and target.memory_budget_gib and target.stage_layers can't read those in parts; leave "
             "them out, or take the model's weights in 16 bits"
+        )
+    if file := getattr(described, "transformers_weights", None):
+        raise ValueError(
+            f"its config.json names the file {file} (transformers_weights), and target.memory_budget_gib and "
+            f"target.stage_layers read {SINGLE_FILE} or {INDEX_FILE}: rename the file, and delete the key"
         )
     options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
     with bounded_build(config.name_or_path, len(stored)), torch.device("meta"):

@@ -70,6 +70,15 @@ def test_the_head_is_the_one_that_transformers_uses(folder: Path, stored: str, t
     assert torch.equal(ends.get_output_embeddings().weight, model.get_output_embeddings().weight)
 
 
+def test_weights_under_another_name_are_not_mistaken_for_those_of_the_usual_name(folder: Path) -> None:
+    weights, values = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    save_file({**weights, HEAD: -weights[HEAD]}, folder / "other.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**values, "transformers_weights": "other.safetensors"}))
+    assert torch.equal(load_target(config(folder), CPU).head.weight, -weights[HEAD])
+    with pytest.raises(ValueError, match=r"names the file other.safetensors \(transformers_weights\).*rename the file"):
+        load_target(config(folder, memory_budget_gib=1.0), CPU)
+
+
 @pytest.mark.parametrize("source", ["path", "target_layers"])
 def test_a_draft_model_with_such_a_head_is_saved_and_loaded_with_it(folder: Path, tmp_path: Path, source: str) -> None:
     change_head(folder, "different", ties=True)
