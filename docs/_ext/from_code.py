@@ -17,6 +17,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "commands": reference.commands,
     "recipes": reference.recipes,
     "drafter-options": reference.drafter_options,
+    "forms": reference.forms,
     "groups": reference.groups,
     "options": reference.options,
     "launch-files": reference.launch_files,

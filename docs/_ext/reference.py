@@ -13,6 +13,7 @@ from sphinx.pycode import ModuleAnalyzer
 from outrider.cli import describe
 from outrider.cli.commands import COMMANDS
 from outrider.cli.help import described, usage
+from outrider.data.forms import FORMS
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -74,6 +75,14 @@ def groups() -> str:
             rows = [(f"`{group}={name}`", choice.summary) for name, choice in describe.choices(group).items()]
             parts.append("\n".join([f"## {group}", "", *table(("choice", "meaning"), rows)]))
     return "\n\n".join(parts)
+
+
+def forms() -> str:
+    """Return a table of the forms of records, with the keys that are read."""
+    rows = [(f"`{name}`", f"`{form.example}`", ", ".join(f"`{key}`" for key in form.uses)) for name, form in FORMS.items()]
+    return "\n".join(
+        table(("`data.source`", "a record", "further keys"), [*rows, ("`stdlib`", "none: Python's own library", "")])
+    )
 
 
 def launch_files() -> str:

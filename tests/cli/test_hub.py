@@ -1,8 +1,6 @@
 """The commands `outrider package`, `push` and `pull`: output and use of the network."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -108,21 +106,3 @@ def test_no_option_takes_a_token() -> None:
     """Other users of the machine could read a token on a command line."""
     for command in ("push", "pull"):
         assert "token" not in invoke([command, "--help"]).output.replace("The token", "")
-
-
-@pytest.mark.slow
-def test_a_dry_run_imports_no_model_library(drafter: Path) -> None:
-    """Importing one takes three times as long as the dry run itself."""
-    code = (
-        "import sys; from outrider.cli.main import run_command; run_command(sys.argv[1:]); "
-        "assert 'transformers' not in sys.modules, 'loaded'"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, "push", str(drafter), "me/drafter", "--dry-run"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "model.safetensors" in result.stdout
