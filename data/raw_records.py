@@ -43,15 +43,27 @@ def load_records(
     return _hub_records(path, split, subset, revision)
 
 
-def record_files(path: str) -> list[Path]:
-    """Return the files of records of a local path: one file, those of a folder, or those of a pattern.
+def local_files(path: str) -> list[Path]:
+    """Return the files of a local path in order: one file, those of a folder, or those of a pattern.
 
-    Raises ValueError if there is none.
+    Hidden files and folders (.git, .venv) aren't the user's data.
     """
+    root = Path(path)
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        inside = [file.relative_to(root) for file in root.rglob("*")]
+        found = [root / file for file in inside if not any(part.startswith(".") for part in file.parts)]
+    else:
+        found = [Path(file) for file in glob(path, recursive=True)]  # noqa: PTH207
+    return sorted(file for file in found if file.is_file())
+
+
+def record_files(path: str) -> list[Path]:
+    """Return a file, or those files of a folder or pattern that have records. Raises ValueError without any."""
     if Path(path).is_file():
         return [Path(path)]
-    files = Path(path).rglob("*") if Path(path).is_dir() else map(Path, glob(path, recursive=True))  # noqa: PTH207
-    found = sorted(file for file in files if file.is_file() and file.name.endswith(SUFFIXES))
+    found = [file for file in local_files(path) if file.name.endswith(SUFFIXES)]
     if not found:
         raise ValueError(f"{path} has no file of records ({', '.join(SUFFIXES)})")
     return found

@@ -13,7 +13,7 @@ from typing import Any
 from .config import DataConfig, DataSource, Split
 from .conversations import Conversation
 from .forms import FORMS, ID_KEYS, form_of, has_surrogate
-from .raw_records import SUFFIXES, is_local, load_records, record_files
+from .raw_records import SUFFIXES, is_local, load_records, local_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
 
@@ -241,8 +241,7 @@ def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
 
 def _files_of_text(path: str, cuts: Cuts, dropped: Counter[str]) -> Iterator[Conversation]:
     """Cut files of text or source code into conversations."""
-    root = Path(path)
-    files = _visible_files(root) if root.is_dir() else [root]
+    files, root = local_files(path), Path(path)
     if not files:
         raise ValueError(f"the directory {root} holds no file. Give a directory of text or source code files")
     for file in files:
@@ -251,7 +250,8 @@ def _files_of_text(path: str, cuts: Cuts, dropped: Counter[str]) -> Iterator[Con
             dropped["file is not UTF-8 text"] += 1
         else:
             task = PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK
-            yield from _pieces(text, cuts, file.relative_to(root.parent).as_posix(), path, task, dropped)
+            id = file.relative_to(root.parent) if root.exists() else file
+            yield from _pieces(text, cuts, id.as_posix(), path, task, dropped)
 
 
 def _pieces(text: str, cuts: Cuts, id: str, path: str, task: str, dropped: Counter[str]) -> Iterator[Conversation]:
@@ -262,17 +262,6 @@ def _pieces(text: str, cuts: Cuts, id: str, path: str, task: str, dropped: Count
 
 
 def has_records(path: str) -> bool:
-    """Whether a path is files of records, and not texts or source code: all files of a folder or pattern."""
-    if not is_local(path) or Path(path).is_file():
-        return not Path(path).is_file() or path.endswith(SUFFIXES)
-    files = _visible_files(Path(path)) if Path(path).is_dir() else record_files(path)
-    return bool(files) and all(file.name.endswith(SUFFIXES) for file in files)
-
-
-def _visible_files(root: Path) -> list[Path]:
-    # Hidden folders (.git, .venv) aren't the user's text.
-    return [
-        path
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    ]
+    """Whether a path is files of records, and not texts or source code."""
+    files = local_files(path) if is_local(path) else []
+    return all(file.name.endswith(SUFFIXES) for file in files) and not (is_local(path) and not files)

@@ -16,11 +16,12 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from .config import DataConfig
+from .config import DataConfig, DataSource
 from .fields import differences
 from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, TargetIdentity
-from .sources import PromptOverlap
+from .raw_records import is_local, local_files
+from .sources import PromptOverlap, has_records
 
 logger = logging.getLogger(__name__)
 
@@ -230,12 +231,21 @@ class ShardStore(Generic[Entry, M]):
 def describe_data(data: DataConfig, chat_template: object, overlap: PromptOverlap | None = None) -> dict[str, Any]:
     """Return the data's options, and digests of the files behind them, as JSON values."""
     facts: dict[str, Any] = {f"data.{name}": value for name, value in asdict(data).items()}
-    if data.path is not None and Path(data.path).is_file():
-        facts[FILE_CONTENT] = sha256_file(Path(data.path))
-    if data.source == "stdlib":
+    files = [file for source in data.all_sources for file in _data_files(source)]
+    if files:
+        digests = [sha256_file(file) for file in files]
+        facts[FILE_CONTENT] = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    if any(source.source == "stdlib" for source in data.all_sources):
         facts[PYTHON] = platform.python_version()
     facts[TEMPLATE] = hashlib.sha256(str(chat_template).encode()).hexdigest()
     return facts | ({} if overlap is None else {SUITES: overlap.suites})
+
+
+def _data_files(source: DataSource) -> list[Path]:
+    """Return the local files of a source; none for a folder of texts, whose files may be very many."""
+    if source.path is None or not is_local(source.path) or not (Path(source.path).is_file() or has_records(source.path)):
+        return []
+    return local_files(source.path)
 
 
 def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
@@ -258,7 +268,8 @@ def _describe_fact(name: str, before: Mapping[str, Any], now: Mapping[str, Any])
     earlier, current = before[name], now[name]
     if name == FILE_CONTENT:
         digests = f"{earlier[:DIGEST_LENGTH]}... to {current[:DIGEST_LENGTH]}..."
-        return f"data.path {now.get('data.path')}: its conversations changed, sha256 {digests}"
+        where = f"data.path {now['data.path']}" if now.get("data.path") else "data.sources"
+        return f"{where}: its conversations changed, sha256 {digests}"
     if name == TEMPLATE:
         return describe_template_change(before, now)
     if name == PYTHON:

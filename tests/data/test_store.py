@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.data.config import DataConfig
+from outrider.data.config import DataConfig, DataSource
 from outrider.data.fields import name_digests
 from outrider.data.manifest import TargetIdentity
 from outrider.data.sources import PromptOverlap
@@ -95,3 +95,18 @@ def test_digests_are_named_by_what_they_are_of() -> None:
     words = {"suites.": "the prompts of {name}", "target.sha": "the target"}
     texts = ["the prompts of a", "the prompts of b", "seed (was 0, is 1)", "the target"]
     assert name_digests(changes, words) == texts
+
+
+def test_a_changed_file_of_several_is_noticed(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "words"}')
+    (tmp_path / "c.txt").write_text("words")
+    sources = [
+        DataSource(source="text", path=str(tmp_path / "*.jsonl")),
+        DataSource(source="text", path=str(tmp_path / "c.txt")),
+    ]
+    for data in (DataConfig(sources=sources), DataConfig(source="text", path=str(tmp_path / "[ab].jsonl"))):
+        before = describe_data(data, "")
+        (tmp_path / "b.jsonl").write_text('{"text": "others"}')
+        assert "its conversations changed, sha256" in describe_change(before, describe_data(data, ""))
+        (tmp_path / "b.jsonl").write_text('{"text": "words"}')
