@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +25,9 @@ from .template_options import read_template, with_options
 logger = logging.getLogger(__name__)
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names under which chat templates look for the reasoning of a message."""
+PROBED_CALLS = [{"type": "function", "id": "call00000", "function": {"name": "CALLED", "arguments": {"x": "ARGUMENT"}}}]
 THINK, THOUGHT = "<think>", "</think>"
 """Begin and end of reasoning, as models of many families write it."""
 
@@ -190,7 +194,7 @@ class ChatTemplate:
 
     def marked(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Span]]:
         """Return the text of turns, and the spans between its generation markers."""
-        return self._render(turns, tools, return_assistant_tokens_mask=True)
+        return self._render(turns, tools, return_assistant_tokens_mask=True) if self.has_markers else self._render(turns, tools)
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], **options: bool) -> tuple[str, list[Span]]:
         messages = [self._message(turn) for turn in turns]
@@ -213,12 +217,13 @@ class ChatTemplate:
         """Return a turn as the template reads it."""
         message: dict[str, Any] = {"role": turn.role, "content": turn.content}
         message |= {key: value for key in ("name", "tool_call_id") if (value := getattr(turn, key)) is not None}
-        if turn.role == "assistant" and (turn.reasoning or THOUGHT in turn.content):
-            reasoning, answer = reasoning_of(turn)
-            if self._reads_reasoning and reasoning is not None:
-                message |= {"content": answer, **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)}
-            elif turn.reasoning:
-                message["content"] = inline(reasoning, answer)
+        reasoning, answer = reasoning_of(turn)
+        if reasoning is not None:
+            message["content"] = answer
+            if self._reads_reasoning:
+                message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+            elif self.keeps_reasoning:
+                message["content"] = turn.content if turn.reasoning is None else inline(reasoning, answer)
         if turn.tool_calls:
             message |= _calls_in(self._form_of_calls, turn.tool_calls, message["content"])
         return message
@@ -230,18 +235,29 @@ class ChatTemplate:
             [{"role": "assistant", "content": inline("REASONING", "ANSWER")}]
         )
 
+    def closes_reasoning(self, prompt: str) -> bool:
+        """Return whether a prompt ends with a closed block of reasoning: thinking is turned off."""
+        return prompt.rstrip().endswith((THOUGHT, self._closing))
+
+    @cached_property
+    def _closing(self) -> str:
+        """The mark that the template writes behind the reasoning of a message's field, maybe beside calls only."""
+        answer = {"role": "assistant", "content": "ANSWER", **dict.fromkeys(REASONING_FIELDS, "REASONING")}
+        texts = (self._try([{**answer, **calls}]) for calls in ({}, _calls_in(self._form_of_calls, PROBED_CALLS, "ANSWER")))
+        marks = (re.search(r"REASONING\s*([^>\]]*[>\]])", text) for text in texts)
+        return next((mark[1] for mark in marks if mark), THOUGHT)
+
     @cached_property
     def _reads_reasoning(self) -> bool:
         """Whether the template writes the reasoning of a message's field."""
-        fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "REASONING")
+        fields = dict.fromkeys(REASONING_FIELDS, "REASONING")
         return "REASONING" in self._try([{"role": "assistant", "content": "ANSWER", **fields}])
 
     @cached_property
     def _form_of_calls(self) -> tuple[bool, bool]:
         """Whether calls have arguments as JSON in a text, and no content instead of an empty one."""
-        calls = [{"type": "function", "id": "call00000", "function": {"name": "CALLED", "arguments": {"x": "ARGUMENT"}}}]
         for form in ((False, False), (False, True), (True, False), (True, True)):
-            text = self._try([{"role": "assistant", **_calls_in(form, calls, "")}])
+            text = self._try([{"role": "assistant", **_calls_in(form, PROBED_CALLS, "")}])
             if "CALLED" in text and "ARGUMENT" in text:
                 return form
         return False, False
@@ -262,12 +278,17 @@ def reasoning_of(turn: Turn) -> tuple[str | None, str]:
     The reasoning is in a field of its own, or stands before `</think>` at the answer's begin. Where the
     prompt ends with `<think>`, answers lack it.
     """
-    if turn.reasoning is not None:
+    if turn.role != "assistant" or turn.reasoning is not None:
         return turn.reasoning, turn.content
     before, mark, after = turn.content.partition(THOUGHT)
     if mark and (before.lstrip().startswith(THINK) or THINK not in before):
         return before.strip().removeprefix(THINK).strip("\n"), after.lstrip("\n")
     return None, turn.content
+
+
+def without_reasoning(turn: Turn) -> Turn:
+    """Return a turn without the reasoning of its field or its text."""
+    return replace(turn, reasoning=None, content=reasoning_of(turn)[1])
 
 
 def inline(reasoning: str | None, answer: str) -> str:

@@ -18,6 +18,7 @@ character no token covers, such as a space under a tokenizer that trims its offs
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,13 +32,13 @@ from transformers import PreTrainedTokenizerBase
 from .chat import (
     TEMPLATE_ERRORS,
     THINK,
-    THOUGHT,
     ChatTemplate,
     Span,
     UnboundedTemplateError,
     describe_error,
     inline,
     reasoning_of,
+    without_reasoning,
 )
 from .conversations import Conversation, Turn
 from .types import Example
@@ -53,7 +54,8 @@ MAX_TURNS = 1000
 SHOWN_CHARS = 200
 """Most characters of a dropped conversation that a message shows."""
 CHANGED = "the chat template changes the answers, so that they cannot be found in its text"
-WITHOUT_REASONING = "the chat template leaves out the reasoning of the answers"
+WITHOUT_CALLS = "the chat template leaves out calls of functions"
+SPLIT = "the chat template ends answers in their middle"
 THINKING_IS_OFF = "reasoning of answers, which the prompt turns off: not used"
 QUESTION, ANSWER, NEXT = "\ue000", "\ue001", "\ue002"
 """Placeholders of turns. Normal text contains no private-use characters."""
@@ -120,74 +122,109 @@ class AnswerFinder:
         """Return the text of turns up to an answer, with the answer's spans; or the reason to drop it."""
         prompt, answer = self.template.prompt(turns[:-1], tools), turns[-1]
         reasoning, own = reasoning_of(answer)
-        # 1. What the prompt decides: with thinking turned off it ends with a closed block of reasoning.
-        if prompt.rstrip().endswith(THOUGHT) and reasoning is not None:
-            self.notes[THINKING_IS_OFF] += bool(reasoning.strip())
-            turns, reasoning = (*turns[:-1], replace(answer, reasoning=None, content=own)), None
-        text, spans = (
-            self.template.marked(turns, tools) if self.template.has_markers else (self.template.text(turns, tools), [])
-        )
-        # 2. The answer begins where its prompt ends. A prompt may end with a block that the text lacks.
-        appends = text.startswith(prompt)
-        start = len(prompt) if appends else shared_length(prompt, text)
-        if self.template.has_markers:
-            if reasoning and not self.template.keeps_reasoning:
-                return WITHOUT_REASONING
-            spans = [(max(begin, start if appends else 0), end) for begin, end in spans if end > start]
-            return Text(text, self._with_stop(text, spans)) if spans else Text(text, [(len(text), len(text))])
-        end = self._end_of(text, turns, tools, own)
-        if end is None:
-            return CHANGED
-        own_start = end if answer.tool_calls else len(text[:end].rstrip()) - len(own.strip())
-        start = min(start, own_start)
-        # 3. Some templates leave out the reasoning of each answer, the last one's too.
-        is_kept = self.template.keeps_reasoning and (reasoning or "").strip() in text[start:own_start]
-        is_lost = bool(reasoning) and not is_kept
-        if is_lost and answer.tool_calls:
-            return WITHOUT_REASONING
-        if is_lost or (not appends and not answer.tool_calls and prompt.rstrip().endswith(THOUGHT)):
-            written = own if reasoning is None else inline(reasoning, own)
+        # 1. With thinking turned off, a prompt ends with a closed block of reasoning.
+        is_closed = self.template.closes_reasoning(prompt)
+        if is_closed and any(reasoning_of(turn)[0] is not None for turn in turns):
+            self.notes[THINKING_IS_OFF] += bool(reasoning and reasoning.strip())
+            turns, reasoning = [without_reasoning(turn) for turn in turns], None
+            prompt, answer = self.template.prompt(turns[:-1], tools), turns[-1]
+        text, marks = self.template.marked(turns, tools)
+        # 2. Find the parts of the answer, from its end.
+        shared = len(prompt) if text.startswith(prompt) else shared_length(prompt, text)
+        places = self._places(text, shared, turns, tools, own)
+        if isinstance(places, str):
+            return places
+        first, end = places
+        shared, is_call = min(shared, first), bool(answer.tool_calls)
+        lost = ""
+        for part in (own if is_call else "", reasoning or ""):
+            if not part.strip():
+                continue
+            place = text.rfind(part.strip(), shared, first) if is_call or self.template.keeps_reasoning else -1
+            behind = text.rfind(part.strip(), end) if is_call else -1
+            if behind >= 0:
+                end = behind + len(part.strip())
+            elif place >= 0:
+                first = place
+            else:
+                lost = inline(reasoning, lost if is_call else own) if part is reasoning else own
+        if any(stop in text[first:end] and stop not in f"{own}{reasoning}" for stop in self.stops):
+            return SPLIT
+        # 3. The answer begins behind its prompt, however the text writes the turns before it.
+        start = self._behind_prompt(text, prompt, shared, first)
+        before = prompt if start is not None or reasoning or is_closed else text[:shared]
+        start = shared if start is None else start
+        # 4. What the template leaves out of each answer, the last one's too, stands before the rest.
+        if lost:
+            start = start if is_call else end
+            before = prompt
             if prompt.rstrip().endswith(THINK):
-                written = written.removeprefix(THINK).removeprefix("\n")
-            text, start, end = prompt + written + text[end:], len(prompt), len(prompt + written)
-        return self._ended(text, start, end, is_call=bool(answer.tool_calls))
+                lost = lost.removeprefix(THINK).removeprefix("\n")
+        text, shift = before + lost + text[start:], len(before) + len(lost) - start
+        text, end = self._ended(text, end + shift, is_call=is_call)
+        if not self.template.has_markers:
+            return Text(text, [(len(before), end)])
+        marks = [(max(len(before), mark + shift), min(last + shift, end)) for mark, last in marks if last > start]
+        if marks and text[marks[-1][1] : end] in self.stops:
+            marks[-1] = marks[-1][0], end
+        return Text(text, [mark for mark in marks if mark[0] < mark[1]] or [(end, end)])
 
-    def _end_of(self, text: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], own: str) -> int | None:
-        """Return the index after the last character of the answer that ends a text; None if it isn't there."""
-        answer = turns[-1]
-        if answer.tool_calls:
-            name = answer.tool_calls[-1]["function"]["name"]
-            place = text.rfind(name)
-            return place + len(name) if place >= 0 else None
-        for behind in (self._behind, *self._behind_this(turns, tools)):
-            end = len(text) - len(behind)
-            if text.endswith(behind) and text[:end].rstrip().endswith(own.strip()):
-                return end
+    def _places(
+        self, text: str, start: int, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], own: str
+    ) -> tuple[int, int] | str:
+        """Return the indexes of the own words of an answer that ends a text: the first, and behind the last.
+
+        They are its text, or the names of its calls. Returns the reason to drop the answer if it isn't there.
+        """
+        names = [call["function"]["name"] for call in turns[-1].tool_calls]
+        if names:
+            place = len(text)
+            for name in reversed(names):
+                place = text.rfind(name, start, place) if place > start else -1
+            return (place, text.rfind(names[-1]) + len(names[-1])) if place >= 0 else WITHOUT_CALLS
+        placeholder = replace(turns[-1], content=ANSWER)
+        for behind in (lambda: self._behind, lambda: self.template.text((*turns[:-1], placeholder), tools).rpartition(ANSWER)[2]):
+            end = len(text) - len(behind())
+            place = len(text[:end].rstrip()) - len(own.strip())
+            if text.endswith(behind()) and text.startswith(own.strip(), place):
+                return place, end
+        return CHANGED
+
+    def _behind_prompt(self, text: str, prompt: str, shared: int, first: int) -> int | None:
+        """Return the index in a text behind the end of its prompt; None if only its begin is there.
+
+        A text that writes earlier turns in another way has the prompt's end behind them.
+        """
+        if shared == len(prompt):
+            return shared
+        length = len(prompt) - shared
+        while length:
+            place = text.find(prompt[-length:], shared, first)
+            if place >= 0:
+                return place + length
+            length //= 2
         return None
 
-    def _ended(self, text: str, start: int, end: int, *, is_call: bool) -> Text:
-        """Return the text with the answer's span up to the first stop token behind it.
+    def _ended(self, text: str, end: int, *, is_call: bool) -> tuple[str, int]:
+        """Return the text, and the index after the first stop token behind an answer.
 
         Without one, the answer may end with the token that begins the next turn. Else it ends with what the
         template writes behind it.
         """
-        if stop := self._first_stop(text[end:]):
-            return Text(text, [(start, end + stop)])
-        if not is_call and (stop := self._first_stop(self._before_next)):
-            return Text(text[:end] + self._before_next[:stop], [(start, end + stop)])
+        if stop := self._first_stop(text[end:])[1]:
+            return text, end + stop
+        following = self._before_result if is_call else self._before_next
+        place, stop = self._first_stop(following)
+        if stop:
+            text = text + following[len(following[:place].rstrip()) : stop] if is_call else text[:end] + following[:stop]
+            return text, len(text)
         self.has_ends = False
-        return Text(text, [(start, end + len(text[end:].rstrip()))])
+        return text, end + len(text[end:].rstrip())
 
-    def _with_stop(self, text: str, spans: list[Span]) -> list[Span]:
-        """Return the spans between markers, the last one with the stop token directly behind it."""
-        start, end = spans[-1]
-        stop = next((stop for stop in self.stops if text.startswith(stop, end)), "")
-        return [*spans[:-1], (start, end + len(stop))]
-
-    def _first_stop(self, text: str) -> int:
-        """Return the index after the first stop token of a text; 0 without one."""
+    def _first_stop(self, text: str) -> Span:
+        """Return the span of the first stop token of a text; (0, 0) without one."""
         places = [(place, place + len(stop)) for stop in self.stops if (place := text.find(stop)) >= 0]
-        return min(places, default=(0, 0))[1]
+        return min(places, default=(0, 0))
 
     # --- what the template writes around answers
 
@@ -196,15 +233,18 @@ class AnswerFinder:
         """What the template writes behind the last answer."""
         return self._probe(Turn(role="assistant", content=ANSWER)).rpartition(ANSWER)[2]
 
-    def _behind_this(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Yield what the template writes behind the answer to these turns."""
-        placeholder = replace(turns[-1], content=ANSWER)
-        yield self.template.text((*turns[:-1], placeholder), tools).rpartition(ANSWER)[2]
-
     @cached_property
     def _before_next(self) -> str:
         """What the template writes between an answer and the next question."""
         text = self._probe(Turn(role="assistant", content=ANSWER), Turn(role="user", content=NEXT))
+        return text.rpartition(NEXT)[0].rpartition(ANSWER)[2]
+
+    @cached_property
+    def _before_result(self) -> str:
+        """What the template writes between a call and its result."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {"x": ANSWER}}}
+        called = Turn(role="assistant", content="", tool_calls=(call,))
+        text = self._probe(called, Turn(role="tool", content=NEXT, name="f", tool_call_id="call00000"))
         return text.rpartition(NEXT)[0].rpartition(ANSWER)[2]
 
     @cached_property
@@ -233,7 +273,7 @@ class AnswerFinder:
     def is_rendered(self, text: str) -> bool:
         """Return whether this chat template has written a text: it has the marks of both roles."""
         question = self._probe().partition(QUESTION)[0].strip()
-        mark = (self._before_next[self._first_stop(self._before_next) :] or question).strip() or question
+        mark = (self._before_next[self._first_stop(self._before_next)[1] :] or question).strip() or question
         return bool(mark) and bool(self._header.strip()) and 0 <= text.find(mark) < text.find(self._header.strip())
 
     def _rendered(self, text: str, train_on: str) -> Text:
@@ -242,7 +282,7 @@ class AnswerFinder:
         place = text.find(self._header)
         while place >= 0:
             start = place + len(self._header)
-            end = start + (self._first_stop(text[start:]) or len(text) - start)
+            end = start + (self._first_stop(text[start:])[1] or len(text) - start)
             spans.append((start, end))
             place = text.find(self._header, end)
         if train_on == "every token":
@@ -262,9 +302,13 @@ class AnswerFinder:
 
 
 def shared_length(first: str, second: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    length = min(len(first), len(second))
-    return next((index for index in range(length) if first[index] != second[index]), length)
+    """Return the number of characters with which both texts begin, without the begin of a mark such as <x>."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first.startswith(second[:middle]) else (low, middle - 1)
+    mark = re.search(r"<[^\s<>]*$", first[:low])
+    return mark.start() if mark else low
 
 
 def encode_conversations(
