@@ -4,10 +4,8 @@
 token that ends it.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 TAKE_APART = (  # of reasoning in a field or in the text
     "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
@@ -33,12 +31,18 @@ class Habit:
     """Whether earlier turns are written in another way than the last one."""
     strips: bool = False
     has_system: bool = True
-    call: Callable[[str, dict[str, Any]], str] | None = None
-    """What the target writes for a call of a function without other text; None if the template has none."""
+    call: Callable[[str | None, str, str], str] | None = None
+    """What the target writes for reasoning, a text, and the JSON of a call; None if the template has no calls."""
+    calls_stand_alone: bool = False
+    """Whether the template rejects a text beside a call."""
 
 
 def inline(reasoning: str | None, answer: str) -> str:
     return answer if reasoning is None else f"<think>\n{reasoning}\n</think>\n\n{answer}"
+
+
+def analysis(reasoning: str | None) -> str:
+    return "" if reasoning is None else f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant"
 
 
 HABITS = {
@@ -66,33 +70,37 @@ HABITS = {
         ends=("<|im_end|>",),
         written=lambda reasoning, answer: f"{inline(reasoning or '', answer)}<|im_end|>",
         rewrites=True,
-        call=lambda name, arguments: (
-            f"<think>\n\n</think>\n\n<call>{json.dumps({'name': name, 'arguments': arguments})}</call><|im_end|>"
-        ),
+        call=lambda reasoning, text, call: f"{inline(reasoning or '', text)}<call>{call}</call><|im_end|>",
     ),
-    # The prompt opens the reasoning, and every finished turn lacks it.
+    # The prompt opens the reasoning, and every finished turn lacks it. Calls begin with a mark, too.
     "opens reasoning": Habit(
         template=(
             "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-            "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1].lstrip('\n') }}{{ eos_token }}"
+            "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+            "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}{{ eos_token }}"
             "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
         ),
         ends=("</s>",),
         written=lambda reasoning, answer: f"{inline(reasoning, answer).removeprefix('<think>').removeprefix(chr(10))}</s>",
         rewrites=True,
+        call=lambda reasoning, text, call: (
+            f"{inline(reasoning, text).removeprefix('<think>' + chr(10))}<call>{call}</call></s>"
+        ),
     ),
     # No token ends an answer: the next turn does.
     "next turn ends": Habit(
         template=(
-            LAST_QUESTION
-            + "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
+            LAST_QUESTION + "[gMASK]{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
+            "{% if m.role == 'assistant' %}"
             + TAKE_APART
             + "{% if loop.index0 > ns.last and r %}<think>{{ r }}</think>{% else %}<think></think>{% endif %}{{ '\\n' + c }}"
+            "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
             "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
         ),
-        ends=("<|endoftext|>", "<|user|>"),
+        ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
         written=lambda reasoning, answer: f"<think>{reasoning or ''}</think>\n{answer}<|user|>",
         rewrites=True,
+        call=lambda reasoning, text, call: f"<think>{reasoning or ''}</think>\n{text}<call>{call}</call><|observation|>",
     ),
     # The whole conversation ends with a further token.
     "ends twice": Habit(
@@ -103,21 +111,28 @@ HABITS = {
         ends=("</s>", "<|end|>"),
         written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|end|>",
     ),
-    # Channels, and another end for earlier answers.
+    # Channels, and another end for earlier answers. Calls keep their reasoning until there is an answer.
     "channels": Habit(
         template=(
-            "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant{% if loop.last and m.thinking %}"
+            "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+            "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+            "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+            "{% if loop.index0 >= ns.last and m.thinking and (loop.last or m.tool_calls) %}"
             "<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
-            "<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+            "{% if m.tool_calls %}{% if m.content %}<|channel|>commentary<|message|>{{ m.content }}<|end|><|start|>assistant"
+            "{% endif %} to=function<|message|>{{ m.tool_calls[0].function | tojson }}<|call|>"
+            "{% else %}<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
             "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
         ),
         ends=("<|return|>", "<|call|>"),
-        written=lambda reasoning, answer: (
-            ("" if reasoning is None else f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant")
-            + f"<|channel|>final<|message|>{answer}<|return|>"
-        ),
+        written=lambda reasoning, answer: f"{analysis(reasoning)}<|channel|>final<|message|>{answer}<|return|>",
         rewrites=True,
+        call=lambda reasoning, text, call: (
+            analysis(reasoning)
+            + (f"<|channel|>commentary<|message|>{text}<|end|><|start|>assistant" if text else "")
+            + f" to=function<|message|>{call}<|call|>"
+        ),
     ),
     # Other names of roles, no system prompt, and texts without white space around them.
     "strips": Habit(
@@ -133,30 +148,39 @@ HABITS = {
         strips=True,
         has_system=False,
     ),
-    # A date, and a header before each turn.
+    # A date, and a header before each turn. Calls stand in place of any text.
     "dates": Habit(
         template=(
             "<|start_header|>system<|end_header|>\n\nToday: {{ strftime_now('%d %b %Y') }}\n" + TOOLS + "<|eot|>"
-            "{% for m in messages %}<|start_header|>{{ m.role }}<|end_header|>\n\n{{ m.content | trim }}"
-            "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|eot|>{% endfor %}"
+            "{% for m in messages %}<|start_header|>{{ m.role }}<|end_header|>\n\n"
+            "{% if m.tool_calls %}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+            "{% else %}{{ m.content | trim }}{% endif %}<|eot|>{% endfor %}"
             "{% if add_generation_prompt %}<|start_header|>assistant<|end_header|>\n\n{% endif %}"
         ),
         ends=("<|eot|>",),
         written=lambda reasoning, answer: f"{inline(reasoning, answer).strip()}<|eot|>",
+        rewrites=True,
         strips=True,
-        call=lambda name, arguments: f"{json.dumps({'name': name, 'arguments': arguments})}<|eot|>",
+        call=lambda reasoning, text, call: f"{inline(reasoning, text)}{call}<|eot|>",
     ),
-    # A space before each answer, no start of the next one, and calls in place of a missing content.
+    # A space before each answer, no start of the next one, and calls in place of a missing content. The system
+    # prompt stands in the last question only.
     "spaces": Habit(
         template=(
-            "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
-            "{% if m.content is none %}{% for call in m.tool_calls %} [CALL] {{ call.function.name }} "
-            "{{ call.function.arguments + '' }}{% endfor %}{% else %} {{ m.content }}{% endif %}{{ eos_token }}"
-            "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+            "{% set has_system = messages[0].role == 'system' %}{{ bos_token }}"
+            "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}"
+            "{% if m.content is none %}{% for call in m.tool_calls %} [CALL] "
+            '{{ \'{"name": "\' + call.function.name }}'
+            "{{ '\", \"arguments\": ' + call.function.arguments + '}' }}{% endfor %}"
+            "{% else %} {{ m.content }}{% endif %}{{ eos_token }}"
+            "{% else %}[INST] {{ messages[0].content + ' ' if has_system and loop.last }}"
+            "{{ m.content }} [/INST]{% endif %}{% endfor %}"
         ),
         ends=("</s>",),
         written=lambda reasoning, answer: f" {inline(reasoning, answer)}</s>",
-        call=lambda name, arguments: f" [CALL] {name} {json.dumps(arguments)}</s>",
+        rewrites=True,
+        call=lambda reasoning, text, call: f" [CALL] {call}</s>",
+        calls_stand_alone=True,
     ),
     # Marks the answers by itself.
     "marks": Habit(
@@ -169,3 +193,7 @@ HABITS = {
         written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|im_end|>",
     ),
 }
+MARKED = HABITS["marks"]
+HABITS["marks the line"] = replace(
+    MARKED, template=MARKED.template.replace("{% endgeneration %}<|im_end|>\n", "<|im_end|>\n{% endgeneration %}")
+)

@@ -1,8 +1,10 @@
 """Answers of real data in the texts of chat templates: where they begin and end, token by token."""
 
 import copy
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,7 +16,7 @@ from outrider.data.conversations import Conversation, Turn
 from outrider.data.examples import AnswerFinder, encode_conversations
 from outrider.data.types import Example
 
-from .habits import HABITS, Habit
+from .habits import HABITS, TOOLS, Habit
 
 SPECIAL = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?INST\]|\[gMASK\]")
 SHARED = [
@@ -77,8 +79,8 @@ def require(conversation: Conversation, habit: Habit, tokenizer: PreTrainedToken
         turn = conversation.turns[index]
         if turn.tool_calls:
             assert habit.call is not None
-            function = turn.tool_calls[0]["function"]
-            text = habit.call(function["name"], function["arguments"])
+            reasoning = turn.reasoning
+            text = habit.call(reasoning, turn.content, json.dumps(turn.tool_calls[0]["function"]))
         else:
             before, mark, after = turn.content.partition("</think>\n\n")
             reasoning = before.removeprefix("<think>\n").removesuffix("\n") if mark else turn.reasoning
@@ -103,7 +105,9 @@ def random_conversation(random: Random, habit: Habit) -> Conversation:
         if habit.call is not None and random.random() < 0.3:
             arguments = {"word": random.choice(SHARED[:2]), "count": random.randint(0, 9)}
             call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": arguments}}
-            turns += [answer("", tool_calls=(call,)), Turn(role="tool", content="found", name="look_up")]
+            beside = "" if habit.calls_stand_alone else random.choice(("", "Let me look."))
+            thought = None if habit.calls_stand_alone else random.choice((None, "Which one?"))
+            turns += [answer(beside, reasoning=thought, tool_calls=(call,)), Turn(role="tool", content="found", name="look_up")]
         text, reasoning = random.choice(SHARED), random.choice(REASONINGS)
         text = text.strip() if habit.strips else text
         if reasoning is not None and random.random() < 0.5:
@@ -125,15 +129,19 @@ def test_what_the_target_writes_is_trained_and_nothing_else(name: str, tiny_toke
     assert finder.has_ends
 
 
-def test_a_prompt_without_thinking_has_answers_without_reasoning(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    habit = HABITS["forgets reasoning"]
+@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|begin|>", "<|close_block|>")])
+def test_a_prompt_without_thinking_has_answers_without_reasoning(
+    begin: str, end: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    template = HABITS["forgets reasoning"].template.replace("<think>\n", f"{begin}\n").replace("\n</think>", f"\n{end}")
+    habit = replace(HABITS["forgets reasoning"], template=template)
     tokenizer, finder = with_habit(tiny_tokenizer, habit, enable_thinking=False)
     conversation = chat(
         user("Q1"), answer("A1", reasoning="Hm."), user("Q2"), answer("<think>\nHm.\n</think>\n\nA2"), user("Q3"), answer("A3")
     )
     found = list(trained(encode_conversations([conversation], finder, 1000)[0], tokenizer))
     assert [text for _, text in found] == [f"A{number}<|im_end|>" for number in (1, 2, 3)]
-    assert all(before.endswith("<think>\n\n</think>\n\n") for before, _ in found)
+    assert all(before.endswith(f"{begin}\n\n{end}\n\n") for before, _ in found)
     assert finder.notes.total() == 2, "the reasoning isn't used"
 
 
@@ -185,6 +193,17 @@ def test_what_a_template_leaves_out_is_counted(
     conversations = [chat(user("Q"), answer("words")), chat(user("Q"), answer("A"))]
     assert encode_conversations(conversations, finder, 100)[1].total() == 1
     assert "'user: Q | assistant: words'" in caplog.text, "one example is shown"
+
+
+def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
+    conversation = chat(user("Q"), answer("", tool_calls=(call,)), user("Q2"), answer("look_up"), tools=(LOOKUP,))
+    split = HABITS["appends"].template.replace(
+        "<|im_end|>", "<|im_end|>{% for call in m.tool_calls or [] %}{{ call.function.name }}<|im_end|>{% endfor %}"
+    )
+    for template, reason in ((HABITS["appends"].template, "leaves out calls"), (split, "ends answers in their middle")):
+        _, finder = with_habit(tiny_tokenizer, replace(HABITS["appends"], template=TOOLS + template))
+        assert reason in str(finder.texts(conversation, "all"))
 
 
 def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
