@@ -97,7 +97,7 @@ def first_value(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 def _note_unused(record: Mapping[str, Any], used: Collection[str], where: str, notes: set[str]) -> None:
     """Note the keys of a record that have a value, and that aren't used."""
-    notes.update(f"{key!r}{where}" for key in record if key not in used and record[key] not in (None, "", [], {}))
+    notes.update(f"{key!r}{where}: not used" for key in record if key not in used and record[key] not in (None, "", [], {}))
 
 
 def _parse_json(value: Any) -> Any:

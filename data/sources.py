@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tqdm import tqdm
+
 from .config import DataConfig, DataSource, Split
 from .conversations import Conversation
 from .forms import FORMS, ID_KEYS, form_of, has_surrogate
@@ -76,6 +78,8 @@ PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
 PROSE_TASK = "Continue this text."
 OTHER_MARKS = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<start_of_turn>")
 """Marks of turns that chat templates write."""
+SHOWN_FROM = 2.0
+"""Seconds of reading from which a bar shows it."""
 NUM_CHECKED = 32
 """First records whose form a message names."""
 
@@ -97,12 +101,14 @@ def load_conversations(
     chosen: list[set[int]] | None = None
     if config.limit is not None or any(source.weight for source in config.all_sources):
         counts = [0] * len(config.all_sources)
-        for number, _ in _conversations(config, Counter(), Counter(), is_rendered):
+        read = _conversations(config, Counter(), Counter(), is_rendered)
+        for number, _ in tqdm(read, desc="count", unit="text", delay=SHOWN_FROM, disable=None):
             counts[number] += 1
         chosen = draw(config, counts)
     # 2. Read and parse.
     conversations, places = list[Conversation](), Counter[int]()
-    for number, conversation in _conversations(config, dropped, notes, is_rendered):
+    read = _conversations(config, dropped, notes, is_rendered)
+    for number, conversation in tqdm(read, desc="read", unit="text", delay=SHOWN_FROM, disable=None):
         if chosen is None or places[number] in chosen[number]:
             conversations.append(conversation)
         places[number] += 1

@@ -171,6 +171,15 @@ def demo_target_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_cases() -> Path:
+    """Return the folder of users' inputs that once failed, beside a developer's checkout."""
+    directory = REPOSITORY.parent / "shared" / "cases"
+    if not directory.is_dir():
+        pytest.skip(f"no inputs of users in {directory}")
+    return directory
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Return the folder of real data sets beside a developer's checkout.
 

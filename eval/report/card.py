@@ -5,7 +5,10 @@ comes from a file of the run that measured it, and only from runs with exactly t
 without a file are left out, or reported as unknown.
 """
 
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import field as dataclass_field
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,19 @@ from huggingface_hub import ModelCard, ModelCardData
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from ...data.config import HUB_PREFIX
 from ...data.fields import OPTIONS, PositiveInt, problems_of
 from ...data.files import read_dataclass, sha256_file
 from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals
 from ...data.shards import label_store
+from ...data.template_options import DATE
 from ...models.drafters.losses import LossChoice, check_loss, describe_loss
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.package import Certificate, packaged_folder, read_certificate
 from ..records.names import TITLES, title_of
-from ..results.markdown import Markdown, code_span, render
+from ..results.markdown import Markdown, code, code_span, render
 from ..results.rows import is_broken
 from ..results.tables import markdown_table
 from .card_figures import fastest_call, hub_results, measurement, require_rows, unchanged
@@ -45,10 +50,18 @@ STDLIB = "modules of Python's standard library"
 class RunData:
     """Options of a run's data that its card shows."""
 
-    source: str
+    source: str | None
     path: str | None
     max_length: PositiveInt
+    sources: list[dict[str, Any]] = dataclass_field(default_factory=list)
     chat_template: str | None = None
+    template_options: dict[str, Any] = dataclass_field(default_factory=dict)
+
+    @property
+    def arguments(self) -> str:
+        """The options of the chat template, as arguments of a call: `, enable_thinking=False`."""
+        options = {name: value for name, value in self.template_options.items() if name != DATE and name.isidentifier()}
+        return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
 def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
@@ -105,6 +118,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         merged_with=merged_with,
         fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
         has_own_template=run_data is not None and run_data.chat_template is None,
+        template_arguments=code(run_data.arguments if run_data else ""),
         measurements=[measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
@@ -197,11 +211,12 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
     data, drafter, loss = _run_sections(config_path, "" if home == run else home.name)
 
     # 2. Describe the texts. A data set of the Hub is named; a path of the user's machine is not.
-    source = _public(data.path, run)
-    form = STDLIB if data.source == "stdlib" else Markdown("texts in the form {}").format(code_span(data.source))
-    texts = Markdown("Data: {}, cut at {} tokens").format(source or form, data.max_length)
+    named = [_described(one, run) for one in data.sources or [{"source": data.source, "path": data.path}]]
+    texts = Markdown("Data: {}, cut at {} tokens").format(Markdown(", ".join(named)), data.max_length)
     chat = "the target's own" if data.chat_template is None else Path(data.chat_template).name
     lines = [texts, Markdown("Chat template: {}").format(chat)]
+    if data.template_options:
+        lines[1] = Markdown("{} with {}").format(lines[1], code_span(json.dumps(data.template_options, ensure_ascii=False)))
 
     # 3. Describe the labels, the loss and the initial weights.
     if (run / "distill" / MANIFEST_FILE).is_file():
@@ -220,6 +235,14 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
         trained = _public(str(start), run) or "a trained model"
         lines.append(Markdown("Started from: the weights of {}, not from random ones").format(trained))
     return lines
+
+
+def _described(source: Mapping[str, Any], run: Path) -> Markdown:
+    """Describe a source of texts: its name if it is on the Hub, or its form."""
+    path, form = source.get("path"), str(source.get("source"))
+    if isinstance(path, str) and (name := _public(path.removeprefix(HUB_PREFIX), run)):
+        return Markdown("{}").format(name)
+    return Markdown(STDLIB) if form == "stdlib" else Markdown("texts in the form {}").format(code_span(form))
 
 
 def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], LossChoice | None]:

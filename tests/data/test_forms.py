@@ -99,14 +99,14 @@ def test_an_answer_with_weight_zero_is_read_and_not_trained(more: dict[str, Any]
 @pytest.mark.parametrize(
     ("source", "record", "note"),
     [
-        ("messages", messages(ASKED, SAID, score=3), "'score'"),
-        ("messages", messages({**ASKED, "name": "Ann"}, SAID), "'name' of turns"),
+        ("messages", messages(ASKED, SAID, score=3), "'score': not used"),
+        ("messages", messages({**ASKED, "name": "Ann"}, SAID), "'name' of turns: not used"),
         ("messages", messages(SAID, ASKED, SAID), FIRST_ANSWERS),
         ("messages", messages(ASKED, {**SAID, "weight": 0.5}), "weights of turns other than 0: taken as 1"),
         ("messages", messages(SYSTEM, ASKED, SAID, system="B"), "a system prompt beside another one in the turns"),
-        ("alpaca", {"instruction": "Why?", "output": "Because.", "text": "Why? Because."}, "'text'"),
-        ("tokens", {"input_ids": [1, 2], "loss_mask": [0, 1], "text": "ab"}, "'text'"),
-        ("text", {"text": "ab", "url": "http"}, "'url'"),
+        ("alpaca", {"instruction": "Why?", "output": "Because.", "text": "Why? Because."}, "'text': not used"),
+        ("tokens", {"input_ids": [1, 2], "loss_mask": [0, 1], "text": "ab"}, "'text': not used"),
+        ("text", {"text": "ab", "url": "http"}, "'url': not used"),
     ],
 )  # fmt: skip
 def test_a_key_that_is_not_used_is_counted(source: str, record: dict[str, Any], note: str) -> None:

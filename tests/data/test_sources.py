@@ -196,7 +196,8 @@ def test_a_mistyped_path_is_not_requested_from_the_hub(path: str) -> None:
         load(path)
 
 
-def test_split_subset_and_revision_are_passed_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["org/chats", "hf:org/chats"])
+def test_split_subset_and_revision_are_passed_to_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def load_dataset(*args: object, **options: object) -> list[Any]:
@@ -204,7 +205,7 @@ def test_split_subset_and_revision_are_passed_to_the_hub(monkeypatch: pytest.Mon
         return [sharegpt(QUESTION, ANSWER)]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    conversations, _ = load("org/chats", split="train_sft", subset="en", revision="abc")
+    conversations, _ = load(name, split="train_sft", subset="en", revision="abc")
     assert calls == [(("org/chats", "en"), {"split": "train_sft", "revision": "abc"})]
     assert [conversation.id for conversation in conversations] == ["chats:0"]
 

@@ -160,6 +160,8 @@ def test_a_users_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Pat
         {"id": 7, "category": "law", "turns": ["One", "Two", "Three"]},
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
         {"id": "c", "conversations": [{"from": f, "value": v} for f, v in (("human", "A"), ("gpt", "B"), ("human", "C"))]},
+        {"prompt": "What?", "system": "Be brief.", "tools": [{"name": "f"}]},
+        {"messages": [{"role": "developer", "content": "Be kind."}, {"role": "User", "content": "Hey"}]},
     ]
     path = write(tmp_path / "mine.jsonl", records)
     suite = load_suite("our-prompts.v2", path)
@@ -169,7 +171,12 @@ def test_a_users_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Pat
         ("7", "law", ("One", "Two", "Three")),
         ("2", "prompt", ("Hi",)),
         ("c", "prompt", ("A", "C")),
+        ("4", "prompt", ("What?",)),
+        ("5", "prompt", ("Hey",)),
     ]
+    assert [prompt.system for prompt in suite.prompts[3:]] == [None, "Be brief.", "Be kind."]
+    assert [turn.role for turn in suite.prompts[4].messages("What?")] == ["system", "user"]
+    assert suite.prompts[4].tools == [{"type": "function", "function": {"name": "f"}}]
     assert len(load_suite("our-prompts.v2", path, limit=2).prompts) == 2
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from outrider.data.conversations import Conversation, Turn
 from outrider.data.loops import LOOP_TOKENS
 from outrider.distill.regenerate.answers import AnsweredExample
 from outrider.distill.regenerate.dialogues import (
+    AFTER_CALL,
     AFTER_CUT,
     AFTER_DROP,
     EMPTY,
@@ -106,6 +108,19 @@ def test_a_template_that_keeps_thinking_keeps_one_example(tiny_tokenizer: PreTra
     dialogue, _ = play(TWO_TURNS, tiny_tokenizer, ["<think>hm</think>yes", "<think>so</think>no"])
     (example,) = dialogue.examples
     assert learned(example, tiny_tokenizer) == "<think>hm</think>yes<|end|><think>so</think>no<|end|>"
+
+
+def test_a_recorded_result_of_a_function_answers_no_other_call(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    called = Turn(
+        role="assistant", content="", tool_calls=[{"type": "function", "function": {"name": "look_up", "arguments": {}}}]
+    )
+    turns = (*TWO_TURNS.turns[:3], called, Turn(role="tool", content="found"), Turn(role="assistant", content="It is."))
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + THINKING_TEMPLATE
+    dialogue, prompts = play(replace(TWO_TURNS, turns=turns, tools=tools), tokenizer, ["one two", "three"])
+    assert dialogue.dropped == {AFTER_CALL: 1}
+    assert all("look_up" in tokenizer.decode(prompt) for prompt in prompts), "the functions are in every prompt"
 
 
 def test_the_system_prompt_is_in_every_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

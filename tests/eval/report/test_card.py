@@ -506,6 +506,16 @@ def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir, tmp_path, 
     assert ("apply_chat_template" in card) == (template is None)
 
 
+def test_several_sources_and_options_of_the_template_are_named(tiny_drafter_dir, tmp_path):
+    sources = [{"source": "messages", "path": "hf:me/chats"}, {"source": "text", "path": str(tmp_path)}, {"source": "stdlib"}]
+    options = {"enable_thinking": False, "strftime_now": "1 May"}
+    run = write_run(tmp_path, tiny_drafter_dir, source=None, path=None, sources=sources, template_options=options)
+    card = model_card(tiny_drafter_dir, CardOptions(run=run))
+    assert "- Data: me/chats, texts in the form `text`, modules of Python's standard library, cut at" in card
+    assert '- Chat template: the target\'s own with `{"enable_thinking": false, "strftime_now": "1 May"}`' in card
+    assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
+
+
 def test_the_card_of_a_merge_names_all_parts_in_its_command(tiny_drafter_dir: Path) -> None:
     card = model_card(parse_drafter_name(f"{tiny_drafter_dir}+suffix"), CardOptions(repo="user/drafter"))
     assert "# ReDrafter + Suffix for" in card
@@ -553,7 +563,7 @@ def test_texts_of_strangers_are_never_markup(tiny_drafter_dir: Path, evaluation:
     info = json.loads((measured / "run.json").read_text())
     info["environment"] |= {"cpu": NASTY, "packages": {NASTY: NASTY}}
     forge_info(measured, info)
-    run = write_run(tmp_path / "run", tiny_drafter_dir, source=NASTY, chat_template=NASTY)
+    run = write_run(tmp_path / "run", tiny_drafter_dir, source=NASTY, chat_template=NASTY, template_options={NASTY: NASTY})
     page = ModelCard(model_card(drafter, CardOptions(evaluations=[measured], run=run))).text
     tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]
     assert not [token for token in tokens if token.type in ("html_block", "html_inline", "image")]
