@@ -21,8 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ...data.answers import AnswerFinder
 from ...data.config import DataConfig
-from ...data.examples import AnswerFinder, encode_conversations
+from ...data.examples import encode_conversations
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard

@@ -17,10 +17,10 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from ...data.answers import AnswerFinder
 from ...data.chat import require_template
 from ...data.config import DataConfig
 from ...data.conversations import Conversation
-from ...data.examples import AnswerFinder
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX, ShardStore, describe_data

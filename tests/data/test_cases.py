@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.cli.init_facts import EQUAL_PROMPTS, read_data_facts
+from outrider.data.answers import AnswerFinder
 from outrider.data.chat import use_chat_template
 from outrider.data.config import DataConfig
-from outrider.data.examples import AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 from outrider.data.sources import load_conversations
 
 CLAY = "Clay is made of very small grains of weathered rock.<|end|>"

@@ -8,9 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.answers import MAX_TURNS, AnswerFinder
 from outrider.data.chat import encode_prompt, use_chat_template
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.examples import MAX_TURNS, AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 from outrider.data.types import Example
 
 VICUNA = (

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.answers import AnswerFinder
 from outrider.data.chat import ChatTemplate, use_chat_template
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.examples import AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 from outrider.data.types import Example
 
 from .habits import HABITS, TOOLS, Habit

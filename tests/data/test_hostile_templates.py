@@ -11,9 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data import chat
+from outrider.data.answers import AnswerFinder
 from outrider.data.chat import MAX_SECONDS, ChatTemplate, encode_prompt, use_chat_template
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.examples import AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 
 MOST_SECONDS = 10
 BOUND = r"takes more than (1 seconds|10000000 characters|\d+ bytes of memory) for a conversation of 1 turns"

@@ -15,9 +15,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.answers import AnswerFinder
 from outrider.data.config import DataConfig
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.examples import AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
 from outrider.data.shards import label_store, read_shard, verify_shards

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from outrider.data.answers import AnswerFinder
 from outrider.data.chat import encode_prompt
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.examples import AnswerFinder, encode_conversations
+from outrider.data.examples import encode_conversations
 from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.decoding.tree import empty_tree
 from outrider.models.drafters import build_drafter, parse_drafter
