@@ -1,6 +1,6 @@
 """`outrider certify`: prove by tests that decoding is lossless."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,10 @@ class CertifyOptions:
     """Drafters to decode with, as in `outrider eval`."""
     limit: PositiveInt = 10
     """Draw at most this many prompts."""
+    chat_template: str | None = None
+    """A .jinja file or a template's name. null: the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
     num_threads: NumThreads | None = None
     """CPU threads. null: torch's default."""
     output: Path = Path("certificate.json")
@@ -96,13 +100,15 @@ def _certify(
     check_inputs(config, all_parts)
     launch_stages("certify", line, options.target)
     with cpu_threads(options.num_threads):
-        return _decode(config, all_parts, load_chosen_target(options.target), unfinished)
+        target = load_chosen_target(options.target, options.chat_template, options.template_options)
+        return _decode(config, all_parts, target, unfinished)
 
 
 def _decode(
     config: EvalConfig, drafters: "list[DrafterParts]", target: "HFTarget", unfinished: Path
 ) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Run the checks of a loaded target."""
+    from ..data.files import sha256_json
     from ..eval.certify.certificate import decoding_checks, recorded_linears, run_checks
     from ..eval.measure.environment import describe_environment, recorded_stages
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
@@ -125,6 +131,7 @@ def _decode(
         "suites": {suite.name: suite.revision for suite in suites},
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantization": target.identity.quantization,
+        "chat_template_sha256": sha256_json(target.tokenizer.chat_template),
         "form": target.form,
         **recorded_stages(target),
         "drafters": {spec.label: spec.parts.weights for spec in specs.values()},

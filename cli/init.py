@@ -4,6 +4,7 @@ The recipe of each kind of drafter is a file in `templates/`. Its `$names` are f
 """
 
 import json
+import re
 import shlex
 from pathlib import Path
 from string import Template
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .init_facts import DataFacts, TargetFacts
 
 TEMPLATES = Path(__file__).with_name("templates")
+MOST_LEFT_OUT = 10
+"""Most reasons and keys that a line names."""
 SUITE = "held_out"
 """Name of the suite of prompts that are held out of the training data."""
 FIRST_TRY = (
@@ -94,6 +97,8 @@ def init_command(options: InitOptions) -> None:
         print(f"{prompts}: {_count(len(lines), 'prompt')} to evaluate on, from the data; training leaves them out")
     recipe.write_text(text, encoding="utf-8")
     print(f"{recipe}: {drafter} for {target}, on {_count(data_facts.num_records, 'record')} ({data_facts.source})")
+    if data_facts.left_out:
+        print(f"Left out of the data: {'; '.join(data_facts.left_out[:MOST_LEFT_OUT])}")
     command = f"outrider run {shlex.quote(str(recipe))}"
     print(f"\nNext:\n  {command} --plan    # time, memory and disk\n  {command}")
 
@@ -116,7 +121,7 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
     values = {
         "target": target.name_or_path,
         "recipe": shlex.quote(recipe.name),
-        "name": recipe.stem,
+        "name": recipe.stem if re.fullmatch("[A-Za-z_][A-Za-z_0-9-]*", recipe.stem) else _yaml(recipe.stem),
         "first_try": FIRST_TRY,
         "try_output": f"outputs/{recipe.stem}_try",
         "precision": "bf16" if target.has_accelerator else '"no"',

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
@@ -17,8 +17,8 @@ from ..data.conversations import Conversation
 from ..data.forms import FORMS, form_of
 from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path
-from ..data.raw_records import SUFFIXES, line_of_record, load_records
-from ..data.sources import PromptOverlap, has_records
+from ..data.raw_records import SUFFIXES, SURE_SUFFIXES, line_of_record, load_records, local_files
+from ..data.sources import PromptOverlap, describe_drops, has_records
 from ..data.suites import Prompt, PromptSet
 from ..data.template_options import read_template, template_options
 
@@ -81,6 +81,8 @@ class DataFacts:
     out."""
     overlap_words: int
     """Value of data.overlap_words."""
+    left_out: list[str] = field(default_factory=list)
+    """What a run will not use: records by reason, and keys of records."""
 
     @property
     def overlap_reason(self) -> str:
@@ -222,27 +224,29 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     ValueError if the file doesn't exist, or its records have no known form.
     """
     # 1. Check the path. Text files have no prompts.
-    if not path.exists():
+    files = local_files(str(path))
+    if not files:
         raise ValueError(
-            f"data is {path}, and there is no such file; give a local file. To download a "
+            f"data is {path}, and there is no such file; give local files. To download a "
             "data set from the Hub: `hf download ID --repo-type dataset`"
         )
-    if not has_records(str(path)):
+    if not any(file.name.lower().endswith(SURE_SUFFIXES) for file in files) and not has_records(str(path)):
         _require_text(path)
-        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-        return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[], overlap_words=OVERLAP_WORDS)
+        return DataFacts(source="text", path=path.absolute(), num_records=len(files), prompts=[], overlap_words=OVERLAP_WORDS)
 
     # 2. Read the records once, and sample prompts of one or two user turns.
     records = load_records(str(path))
     first = list(islice(records, NUM_CHECKED))
     source, num_records, distinct = _source_of(first, path), 0, set[int]()
+    dropped, notes = Counter[str](), Counter[str]()
     chosen, checked = list[dict[str, Any]](), list[Conversation]()
     random, num_eligible = Random(0), 0
     for record in chain(first, records):
-        num_records += 1
-        conversation = FORMS[source].parse(record, Counter())
+        conversation = FORMS[source].parse(record, notes)
         if isinstance(conversation, str):
+            dropped[conversation] += 1
             continue
+        num_records += 1
         checked += [conversation] if len(checked) < NUM_COMPARED else []
         prompt = _prompt_of(conversation)
         if not prompt["turns"] or len(json.dumps(prompt)) > max_chars:
@@ -255,6 +259,11 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
         elif (slot := random.randrange(num_eligible)) < NUM_PROMPTS:
             chosen[slot] = prompt
 
+    if not num_records:
+        raise ValueError(
+            f"data is {path}, and none of its records can be trained on as {source} ({_place(path)}: "
+            f"{describe_drops(dropped)}); repair the records, or give another file"
+        )
     # 3. Hold out at most a tenth. Training leaves out each conversation that begins with one of these
     # prompts, so others must remain.
     random.shuffle(chosen)
@@ -264,10 +273,11 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
         prompts = []
     return DataFacts(
         source=source,
-        path=path.resolve(),
+        path=path.absolute(),
         num_records=num_records,
         prompts=prompts,
         overlap_words=_overlap_words(prompts, checked),
+        left_out=[f"{count} x {reason}" for reason, count in (dropped + notes).most_common()],
     )
 
 
@@ -317,26 +327,21 @@ def _require_text(path: Path) -> None:
         raise ValueError(f"data is {path}, which holds JSON and not text; rename it to {path.stem}.jsonl")
 
 
-def _source_of(records: list[Any], path: Path) -> str:
-    """Return the value of data.source for the first records of a file.
-
-    Raises ValueError if they have no known form, or if none of them can be trained on.
-    """
+def _place(path: Path) -> str:
+    """Return the place of a file's first record."""
     line = line_of_record(path, 0) if path.is_file() else None
-    location = f"{path}{'' if line is None else f', line {line}'}"
+    return f"{path}{'' if line is None else f', line {line}'}"
+
+
+def _source_of(records: list[Any], path: Path) -> str:
+    """Return the value of data.source for the first records of a file. Raises ValueError if they have no known form."""
     source = form_of(records)
     if source is None:
         record = records[0]
         names = list(record) if isinstance(record, dict) else []
         description = f"the keys {', '.join(names)}" if names else f"no keys: {record!r:.60}"
         raise ValueError(
-            f"data is {path}, whose first record has {description} ({location}); rename the keys to a known form: "
+            f"data is {path}, whose first record has {description} ({_place(path)}); rename the keys to a known form: "
             f"{'; '.join(form.example for form in FORMS.values())}"
-        )
-    reasons = [parsed if isinstance(parsed := FORMS[source].parse(record, Counter()), str) else None for record in records]
-    if all(reasons):
-        raise ValueError(
-            f"data is {path}, and none of its first {len(records)} records can be trained on as {source} "
-            f"({location}: {reasons[0]}); repair the records, or give another file"
         )
     return source

@@ -27,6 +27,8 @@ SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "st
 """The forms of records (see `forms`), and Python's standard library."""
 TRAIN_ON = ("all", "last", "every token")
 HUB_PREFIX = "hf:"
+ONE_SOURCE = ("source", "path", "subset", "file", "revision", "weight")
+"""Options of a single source, which `sources` takes the place of."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -126,10 +128,8 @@ class DataConfig(DataSource):
             problems += self.problems()
             if self.weight is not None:
                 problems.append(f"weight is {self.weight}; it is an option of each of data.sources")
-        elif both := [name for name in ("source", "path") if getattr(self, name) is not None]:
-            problems.append(
-                f"sources and {' and '.join(both)} are set; leave out {'one of them' if not both[1:] else 'the latter'}"
-            )
+        elif both := [name for name in ONE_SOURCE if getattr(self, name) is not None]:
+            problems.append(f"sources and {', '.join(both)} are set; leave out sources, or set {both[0]} to null")
         elif any(one.weight is None for one in self.sources) and any(one.weight for one in self.sources):
             problems.append("sources have weights and none; give a weight to each, or to none")
         if wrong := [name for name in self.template_options if not name.isidentifier()]:

@@ -41,5 +41,5 @@ class Conversation:
     """JSON schemas of the functions that the assistant may call."""
     text: str | None = None
     """A conversation that a chat template has written already."""
-    tokens: tuple[Sequence[int], Sequence[bool]] | None = None
-    """Token ids, and whether each one is trained."""
+    tokens: tuple[Sequence[int], bytes] | None = None
+    """Token ids, and 1 for each one that is trained, else 0."""

@@ -142,7 +142,7 @@ def _of_tokens(
     if min(ids) < 0 or max(ids) >= vocab_size:
         dropped[f"token ids outside the tokenizer's {vocab_size} tokens"] += 1
         return
-    yield from _cut(conversation.id, ids, torch.tensor(trained, dtype=torch.bool), max_length, dropped, lost)
+    yield from _cut(conversation.id, ids, torch.tensor(list(trained), dtype=torch.bool), max_length, dropped, lost)
 
 
 def _cut(

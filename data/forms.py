@@ -5,6 +5,7 @@ value and that it doesn't use, so that nothing is lost in silence.
 """
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from .conversations import Conversation, Role, Turn
+from .fields import MAX_COUNT
 
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -26,13 +28,21 @@ CALL_ROLES = ("function_call", "tool_call")
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")
-TURN_KEYS = (*ROLE_KEYS, *TEXT_KEYS, *REASONING_KEYS, "tool_calls", "function_call", "weight", "train")
-RESULT_KEYS = ("name", "tool_call_id")
-"""Further keys of a turn with a function's result."""
+CALL_KEYS, WEIGHT_KEYS = ("tool_calls", "function_call"), ("weight", "train")
+OFF, ON = ("0", "0.0", "false"), ("1", "1.0", "true")
+"""Values of `weight` and `train`, as texts in small letters."""
+TURN_KEYS = {
+    "system": (),
+    "user": (),
+    "assistant": (*REASONING_KEYS, *CALL_KEYS, *WEIGHT_KEYS),
+    "tool": ("name", "tool_call_id"),
+}
+"""Keys of turns beside role and text, by role."""
 ID_KEYS = ("id", "prompt_id")
 SYSTEM_KEYS = ("system", "system_prompt")
 TOOL_KEYS = ("tools", "functions")
 SHARED_KEYS = (*ID_KEYS, *SYSTEM_KEYS, *TOOL_KEYS)
+TEXT_RECORD_KEYS = ("text", "content")
 MASK_KEYS = ("loss_mask", "assistant_masks", "labels")
 IGNORED_LABEL = -100
 """Value of `labels` at a token that isn't trained."""
@@ -62,10 +72,14 @@ class Form:
 
     def fits(self, record: Any) -> bool:
         """Return whether the record has the keys of this form."""
-        return isinstance(record, dict) and all(any(key in record for key in need.split("|")) for need in self.needs)
+        needs = [need.split("|") for need in self.needs]
+        return isinstance(record, dict) and all(any(record.get(key) is not None for key in keys) for keys in needs)
 
 
 # --- values
+
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def text_of(value: Any) -> str | None:
@@ -90,14 +104,17 @@ def has_surrogate(text: str) -> bool:
     return False
 
 
-def first_value(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return the value of the first of these keys that has one; None without any."""
-    return next((record[key] for key in keys if record.get(key) is not None), None)
+def first_value(record: Mapping[str, Any], keys: Sequence[str], notes: set[str] | None = None) -> Any:
+    """Return the value of the first of these keys that has one; None without any. Notes the others."""
+    filled = [key for key in keys if record.get(key) not in EMPTY]
+    if notes is not None and filled[1:]:
+        notes.update(f"{key!r} beside {filled[0]!r}: not used" for key in filled[1:] if record[key] != record[filled[0]])
+    return record[filled[0]] if filled else None
 
 
 def _note_unused(record: Mapping[str, Any], used: Collection[str], where: str, notes: set[str]) -> None:
     """Note the keys of a record that have a value, and that aren't used."""
-    notes.update(f"{key!r}{where}: not used" for key in record if key not in used and record[key] not in (None, "", [], {}))
+    notes.update(f"{key!r}{where}: not used" for key in record if key not in used and record[key] not in EMPTY)
 
 
 def _parse_json(value: Any) -> Any:
@@ -110,9 +127,9 @@ def _parse_json(value: Any) -> Any:
         return value
 
 
-def tools_of(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+def tools_of(record: Mapping[str, Any], notes: set[str] | None = None) -> Sequence[Mapping[str, Any]] | None:
     """Return the schemas of a record's functions; None if they can't be read."""
-    tools = _parse_json(first_value(record, TOOL_KEYS)) or []
+    tools = _parse_json(first_value(record, TOOL_KEYS, notes)) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
@@ -124,7 +141,6 @@ def _calls_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
     They are a list or a single call, each with its name and arguments, maybe under `function`, or as
     JSON in a text.
     """
-    value = _parse_json(value)
     calls = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         call = _parse_json(call)
@@ -147,37 +163,46 @@ def _parse_turn(turn: Any, notes: set[str]) -> Turn | str:
     if not isinstance(turn, dict):
         return "turn that is not an object"
     # 1. The role and the text.
-    name, text = first_value(turn, ROLE_KEYS), text_of(value := first_value(turn, TEXT_KEYS))
+    name, value = first_value(turn, ROLE_KEYS, notes), first_value(turn, TEXT_KEYS, notes)
     if not isinstance(name, str):
         return "turn without a role ('role' or 'from')"
-    role = ROLES.get(name.strip().lower())
+    name = name.strip().lower()
+    role = ROLES.get(name)
     if role is None:
         return f"unknown role {name!r:.40}"
+    if role == "tool" and isinstance(value, dict):
+        value = json.dumps(value, ensure_ascii=False)
+    # An empty text is one, too.
+    text = text_of(value) if value is not None else "" if any(turn.get(key) == "" for key in TEXT_KEYS) else None
     if MEDIA_KEYS.intersection(key for key, media in turn.items() if media) or (isinstance(value, list) and text is None):
         return "turn with other parts than text"
     # 2. What only answers have.
     calls, reasoning, trained = None, None, True
     if role == "assistant":
-        call = first_value(turn, ("tool_calls", "function_call")) or (text if name.lower() in CALL_ROLES else None)
+        call = _parse_json(first_value(turn, CALL_KEYS, notes) or (text if name in CALL_ROLES else None))
         if call and (calls := _calls_of(call)) is None:
             return "tool calls that can't be read"
-        if name.lower() in CALL_ROLES:
+        if name in CALL_ROLES:
             text = ""
-        reasoning = text_of(first_value(turn, REASONING_KEYS))
-        trained = turn.get("train") is not False and turn.get("weight") != 0
-        if turn.get("weight") not in (None, 0, 1):
-            notes.add("weights of turns other than 0: taken as 1")
+        reasoning = text_of(given := first_value(turn, REASONING_KEYS, notes))
+        if given is not None and reasoning is None:
+            return "reasoning that is no text"
+        weights = {str(turn[key]).strip().lower() for key in WEIGHT_KEYS if turn.get(key) is not None}
+        trained = weights.isdisjoint(OFF)
+        if not weights <= {*OFF, *ON}:
+            notes.add("weights of turns other than 0 and 1: taken as 1")
     if text is None and not calls and reasoning is None:
         return "turn without a text ('content' or 'value')"
-    is_result = role == "tool"
-    _note_unused(turn, (*TURN_KEYS, *RESULT_KEYS) if is_result else TURN_KEYS, " of turns", notes)
+    off = [key for key in WEIGHT_KEYS if str(turn.get(key)).lower() in OFF]  # of turns that nobody trains
+    _note_unused(turn, (*ROLE_KEYS, *TEXT_KEYS, *TURN_KEYS[role], *off), f" of {role} turns", notes)
+    is_result, call_id = role == "tool", turn.get("tool_call_id")
     return Turn(
         role=role,
         content=text or "",
         reasoning=reasoning or None,
         tool_calls=calls or (),
         name=turn["name"] if is_result and isinstance(turn.get("name"), str) else None,
-        tool_call_id=turn["tool_call_id"] if is_result and isinstance(turn.get("tool_call_id"), str) else None,
+        tool_call_id=str(call_id) if is_result and call_id is not None else None,
         trained=trained,
     )
 
@@ -193,36 +218,56 @@ def _checked(turns: list[Turn], record: Mapping[str, Any], used: Collection[str]
     _note_unused(record, used, "", own)
     if media := MEDIA_KEYS.intersection(key for key, value in record.items() if value):
         return f"record with {min(media)!r}, which the target can't see"
-    tools = tools_of(record)
+    tools = tools_of(record, own)
     if tools is None:
         return "'tools' that are no list of functions"
-    system = text_of(first_value(record, SYSTEM_KEYS))
+    system = text_of(given := first_value(record, SYSTEM_KEYS, own))
+    if given is not None and system is None:
+        return "'system' that is no text"
     if system and system.strip():
         if any(turn.role == "system" for turn in turns):
-            own.add("a system prompt beside another one in the turns")
+            own.add("a system prompt beside another one in the turns: not used")
         else:
             turns = [Turn(role="system", content=system), *turns]
-    # 2. Many data sets write an empty system message if there is none.
+    # 2. The turns.
+    texts = [text for turn in turns for text in _texts(turn)]
+    if any(map(has_surrogate, texts)) or (tools and has_surrogate(_json(tools))):
+        return NOT_UNICODE
+    kept = _usable(turns, own)
+    if isinstance(kept, str):
+        return kept
+    notes.update(own)
+    return Conversation(id="", source="", turns=tuple(kept), tools=tools)
+
+
+def _usable(turns: list[Turn], notes: set[str]) -> list[Turn] | str:
+    """Return the turns from the first question on, with the system prompt; or the reason to drop them."""
+    # Many data sets write an empty system message if there is none.
     turns = [turn for turn in turns if turn.role != "system" or turn.content.strip()]
     if not turns:
         return "no turns"
-    if any(has_surrogate(text) for turn in turns for text in (turn.content, turn.reasoning or "")):
-        return NOT_UNICODE
     if not all(turn.content.strip() or turn.tool_calls or turn.role == "tool" for turn in turns):
         return "empty turn"
-    # 3. The first turns of a piece of a long conversation may be answers.
     asked = next((index for index, turn in enumerate(turns) if turn.role == "user"), None)
     if asked is None:
         return "no user turn"
-    if any(turn.role == "assistant" for turn in turns[:asked]):
-        own.add(FIRST_ANSWERS)
+    if any(turn.role == "assistant" for turn in turns[:asked]):  # a piece of a long conversation
+        notes.add(FIRST_ANSWERS)
         turns = [turn for turn in turns[:asked] if turn.role == "system"] + turns[asked:]
-    if not any(turn.role == "assistant" for turn in turns):
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if not answers:
         return "no assistant turn"
-    if not any(turn.trained for turn in turns if turn.role == "assistant"):
-        return "no answer to train ('weight' 0 or 'train' false)"
-    notes.update(own)
-    return Conversation(id="", source="", turns=tuple(turns), tools=tools)
+    return turns if any(turn.trained for turn in answers) else "no answer to train ('weight' 0 or 'train' false)"
+
+
+def _texts(turn: Turn) -> list[str]:
+    """Return all texts of a turn."""
+    calls = [_json(turn.tool_calls)] if turn.tool_calls else []
+    return [turn.content, *calls, *filter(None, (turn.reasoning, turn.name, turn.tool_call_id))]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 # --- records
@@ -286,33 +331,39 @@ def _parse_completion(record: Any, notes: Counter[str]) -> Parsed:
 
 
 def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
-    """Parse token ids with a mask."""
+    """Parse token ids with a mask. Tokens that attention doesn't see are padding, and left out."""
     if not isinstance(record, dict):
         return NO_OBJECT
-    ids, key = record.get("input_ids"), next((key for key in MASK_KEYS if record.get(key) is not None), MASK_KEYS[0])
-    mask = record.get(key)
-    if not (isinstance(ids, list) and isinstance(mask, list) and ids and all(type(value) is int for value in (*ids, *mask))):
-        return "record without the whole numbers 'input_ids' and 'loss_mask'"
-    if len(ids) != len(mask):
+    key = next((key for key in MASK_KEYS if record.get(key) is not None), MASK_KEYS[0])
+    ids, mask, seen = record.get("input_ids") or [], record.get(key) or [], record.get("attention_mask")
+    columns = [ids, mask] if seen is None else [ids, mask, seen]
+    if not ids or not all(isinstance(column, list) and all(isinstance(n, int) for n in column) for column in columns):
+        return f"record without the whole numbers 'input_ids' and {key!r}"
+    if any(len(column) != len(ids) for column in columns):
         return f"'input_ids' and {key!r} of different lengths"
-    trained = [value != IGNORED_LABEL for value in mask] if key == "labels" else [value == 1 for value in mask]
+    if min(ids) < 0 or max(ids) >= MAX_COUNT:
+        return "'input_ids' that are no token ids"
+    rows = list(zip(*(columns if seen is not None else [*columns, [1] * len(ids)]), strict=True))
+    if key == "labels" and any(label not in (IGNORED_LABEL, id) for id, label, _ in rows):
+        return "'labels' with other tokens than 'input_ids'"
     if key != "labels" and not set(mask) <= {0, 1}:
         return f"{key!r} with other values than 0 and 1"
     own = set[str]()
     _note_unused(record, ("input_ids", key, "attention_mask", *ID_KEYS), "", own)
     notes.update(own)
-    return Conversation(id="", source="", tokens=(ids, trained))
+    trained = bytes(label != IGNORED_LABEL if key == "labels" else bool(label) for _, label, is_seen in rows if is_seen)
+    return Conversation(id="", source="", tokens=(array("i", (id for id, _, is_seen in rows if is_seen)), trained))
 
 
 def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
     """Parse a text, which is cut into pieces later, unless a chat template has written it."""
-    text = first_value(record, ("text", "content")) if isinstance(record, dict) else None
+    text = first_value(record, TEXT_RECORD_KEYS) if isinstance(record, dict) else None
     if not isinstance(text, str):
         return "record without a text 'text' or 'content'"
     if has_surrogate(text):
         return NOT_UNICODE
     own = set[str]()
-    _note_unused(record, ("text", "content", *ID_KEYS), "", own)
+    _note_unused(record, (*TEXT_RECORD_KEYS, *ID_KEYS), "", own)
     notes.update(own)
     return Conversation(id="", source="", text=text)
 

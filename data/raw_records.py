@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,12 +17,16 @@ from .config import HUB_PREFIX
 from .hub import use_hub, why_offline
 from .paths import looks_like_path
 
-SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".gz", ".parquet")
+SURE_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
+"""Suffixes of files that hold records and nothing else."""
 MAX_LINE_CHARS = 1 << 26
 """Longest line with one record. A line with an array of records may be longer."""
 
-BEGINS_WITH_DATA = re.compile(r'\s*\{\s*("data"\s*:|$)')
-"""First line of a file with one object, which is written over several lines or has its records under `data`."""
+MOST_NAMES = 5
+"""Most files that a message names."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -63,9 +68,13 @@ def record_files(path: str) -> list[Path]:
     """Return a file, or those files of a folder or pattern that have records. Raises ValueError without any."""
     if Path(path).is_file():
         return [Path(path)]
-    found = [file for file in local_files(path) if file.name.endswith(SUFFIXES)]
+    files = local_files(path)
+    found = [file for file in files if file.name.lower().endswith(SUFFIXES)]
     if not found:
         raise ValueError(f"{path} has no file of records ({', '.join(SUFFIXES)})")
+    if others := sorted({file.name for file in files} - {file.name for file in found}):
+        more = f" and {len(others) - MOST_NAMES} others" if len(others) > MOST_NAMES else ""
+        logger.warning("%s: left out, since they are no files of records: %s%s", path, ", ".join(others[:MOST_NAMES]), more)
     return found
 
 
@@ -74,7 +83,7 @@ def is_local(path: str) -> bool:
 
     Raises ValueError if it can be neither.
     """
-    if path.startswith(HUB_PREFIX):
+    if path.startswith(HUB_PREFIX) and HUB_ID.fullmatch(path.removeprefix(HUB_PREFIX)):
         return False
     if Path(path).exists() or (has_magic(path) and glob(path, recursive=True)):  # noqa: PTH207
         return True
@@ -91,10 +100,10 @@ def read_records(path: Path) -> Iterator[Any]:
     JSON is one record per line, one array of records, or one object with such an array under `data`,
     whatever the file's suffix. Raises ValueError with the line if the file is empty or malformed.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
     num_records = 0
-    for record in _parquet_records(path) if path.suffix == ".parquet" else _json_records(path):
+    for record in _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path):
         num_records += 1
         yield record
     if num_records == 0:
@@ -107,20 +116,26 @@ def _json_records(path: Path) -> Iterator[Any]:
         for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
             if first and line.lstrip().startswith("["):
                 yield from _parse_json(line + file.read(), path, line_number)
-            elif first and BEGINS_WITH_DATA.match(line):
-                try:
-                    value = json.loads(line)
-                except ValueError:  # an object of several lines
-                    value = _parse_json(line + file.read(), path, line_number)
-                yield from value["data"] if isinstance(value.get("data"), list) else [value]
+            elif first and line.strip() == "{":  # an object of several lines
+                yield from _unpacked(_parse_json(line + file.read(), path, line_number))
             elif len(line) > MAX_LINE_CHARS:
                 raise ValueError(
                     f"{path}, line {line_number}: it has more than {MAX_LINE_CHARS} characters. Write one JSON object per "
                     "line, or one array of objects"
                 )
             elif line.strip():
-                yield _parse_json(line.rstrip(), path, line_number)
+                yield from _unpacked(_parse_json(line.rstrip(), path, line_number))
             first = first and not line.strip()
+
+
+def _unpacked(value: Any) -> list[Any]:
+    """Return the records of an object that has a list of them under `data`; another value alone."""
+    records = value.get("data") if isinstance(value, dict) else None
+    if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
+        others = [other for key, other in value.items() if key != "data"]
+        if not any(isinstance(other, list | dict) for other in others):
+            return records
+    return [value]
 
 
 def line_of_record(path: Path, index: int) -> int | None:
@@ -128,14 +143,14 @@ def line_of_record(path: Path, index: int) -> int | None:
 
     Records in arrays and Parquet files have no line.
     """
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return None
     with _opened(path) as file:
         filled = (number for number, line in enumerate(file, 1) if line.strip())
         line = next(islice(filled, index, None), None)
         file.seek(0)
         start = next(filter(None, map(str.strip, file)), "")
-    return None if start.startswith("[") or BEGINS_WITH_DATA.match(start) else line
+    return None if start.startswith("[") or start == "{" or '"data"' in start else line
 
 
 def _parse_json(text: str, path: Path, line_number: int) -> Any:
@@ -157,7 +172,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
     """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged."""
     # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow.
     encoding = "utf-8-sig"
-    with gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding) as file:
+    with gzip.open(path, "rt", encoding=encoding) if path.suffix.lower() == ".gz" else path.open(encoding=encoding) as file:
         try:
             yield file
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -169,7 +184,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 def _first_wrong_line(path: Path) -> int:
     """Return the line of a file, plain or gzip, that isn't UTF-8, counted from 1."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
         line = 0
         with suppress(UnicodeDecodeError):
             for line, content in enumerate(file, 1):  # noqa: B007 - the line of the error
@@ -184,7 +199,7 @@ def _parquet_records(path: Path) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_without_nulls, batch.to_pylist())
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not a complete Parquet file ({error}). Download or export it again") from error
 
@@ -213,7 +228,14 @@ def _hub_records(name: str, split: str, subset: str | None, revision: str | None
         raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
     if len(data) == 0:
         raise ValueError(f"split {split!r} of the data set {name!r} holds no record")
-    return iter(data)
+    return map(_without_nulls, data)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that Arrow adds to an object, since another record's object has them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _no_hub(what: str, error: Exception) -> str:

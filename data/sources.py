@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .config import DataConfig, DataSource, Split
 from .conversations import Conversation
 from .forms import FORMS, ID_KEYS, form_of, has_surrogate
-from .raw_records import SUFFIXES, is_local, load_records, local_files
+from .raw_records import SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
 
@@ -80,6 +80,10 @@ OTHER_MARKS = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<start_of_turn>")
 """Marks of turns that chat templates write."""
 SHOWN_FROM = 2.0
 """Seconds of reading from which a bar shows it."""
+KEPT = 50_000
+"""Conversations that are held until it is known which ones are drawn."""
+MOST_NOTES = 20
+"""Most kinds of notes, and of reasons, that a message names."""
 NUM_CHECKED = 32
 """First records whose form a message names."""
 
@@ -96,28 +100,32 @@ def load_conversations(
     `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run. Keys of
     records that aren't used are logged. Raises ValueError if the data can't be read, or if nothing is left.
     """
-    # 1. Count the valid conversations of each source, if some of them are drawn. Memory holds what is used.
+    # 1. Read and parse. If some conversations are drawn, memory holds at most KEPT of the others.
     dropped, notes = Counter[str](), Counter[str]()
-    chosen: list[set[int]] | None = None
-    if config.limit is not None or any(source.weight for source in config.all_sources):
-        counts = [0] * len(config.all_sources)
-        read = _conversations(config, Counter(), Counter(), is_rendered)
-        for number, _ in tqdm(read, desc="count", unit="text", delay=SHOWN_FROM, disable=None):
-            counts[number] += 1
-        chosen = draw(config, counts)
-    # 2. Read and parse.
-    conversations, places = list[Conversation](), Counter[int]()
+    is_drawn = config.limit is not None or any(source.weight for source in config.all_sources)
+    counts, kept = [0] * len(config.all_sources), list[tuple[int, Conversation]]()
     read = _conversations(config, dropped, notes, is_rendered)
     for number, conversation in tqdm(read, desc="read", unit="text", delay=SHOWN_FROM, disable=None):
-        if chosen is None or places[number] in chosen[number]:
-            conversations.append(conversation)
-        places[number] += 1
-    if not conversations:
+        counts[number] += 1
+        if not is_drawn or sum(counts) <= KEPT:
+            kept.append((number, conversation))
+    if not any(counts):
         raise ValueError(_no_conversation(config, dropped))
-    for note, count in notes.most_common():
-        logger.warning("%d records with %s", count, note)
+    _log_notes(config, counts, notes)
+    # 2. Draw, and read again what memory doesn't hold.
+    conversations = [conversation for _, conversation in kept]
+    if is_drawn:
+        chosen, places = draw(config, counts), Counter[int]()
+        again = kept if sum(counts) <= KEPT else _conversations(config, Counter(), Counter(), is_rendered)
+        conversations = []
+        for number, conversation in tqdm(again, desc="draw", unit="text", delay=SHOWN_FROM, disable=None):
+            if places[number] in chosen[number]:
+                conversations.append(conversation)
+            places[number] += 1
     # 3. Decontaminate.
     if overlap is not None:
+        if num_tokens := sum(conversation.tokens is not None for conversation in conversations):
+            logger.warning("%d rows of tokens can't be compared with the evaluation's prompts (data.overlap_words)", num_tokens)
         conversations = without_overlap(conversations, overlap, dropped)
         if not conversations:
             raise ValueError(
@@ -143,12 +151,28 @@ def draw(config: DataConfig, counts: Sequence[int]) -> list[set[int]]:
             {index - start for index in drawn if start <= index < start + count}
             for start, count in zip(starts, counts, strict=True)
         ]
+    if empty := [source.path or source.source for source, count in zip(config.all_sources, counts, strict=True) if not count]:
+        raise ValueError(f"data.sources: {', '.join(map(str, empty))} has no usable conversation, so there is no mixture")
     shares = [(weight or 0.0) / sum(weight or 0.0 for weight in weights) for weight in weights]
     largest = min(count / share for count, share in zip(counts, shares, strict=True))
-    size = min(config.limit or largest, largest)
-    return [
-        set(random.sample(range(count), min(count, round(size * share)))) for count, share in zip(counts, shares, strict=True)
-    ]
+    size = int(min(config.limit or largest, largest) + 1e-9)
+    # The rest of the division goes to the largest remainders.
+    parts = [int(size * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda number: parts[number] - size * shares[number])
+    for number in by_remainder[: size - sum(parts)]:
+        parts[number] += 1
+    return [set(random.sample(range(count), min(count, part))) for count, part in zip(counts, parts, strict=True)]
+
+
+def _log_notes(config: DataConfig, counts: Sequence[int], notes: Counter[str]) -> None:
+    """Log what is read of each source, and what of the records isn't used."""
+    if config.sources:
+        rows = [f"{count} of {source.path or source.source}" for source, count in zip(config.all_sources, counts, strict=True)]
+        logger.info("usable conversations: %s", ", ".join(rows))
+    for note, count in notes.most_common(MOST_NOTES):
+        logger.warning("%d records with %s", count, note)
+    if len(notes) > MOST_NOTES:
+        logger.warning("and %d further notes, such as: %s", len(notes) - MOST_NOTES, notes.most_common()[-1][0])
 
 
 def _described(config: DataConfig) -> str:
@@ -179,7 +203,9 @@ def require_data(config: DataConfig) -> None:
 
 def describe_drops(dropped: Counter[str]) -> str:
     """Describe the counts of dropped records, most frequent first."""
-    return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
+    shown = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common(MOST_NOTES)) or "nothing"
+    rest = sum(count for _, count in dropped.most_common()[MOST_NOTES:])
+    return f"{shown}, {rest} x other reasons" if rest else shown
 
 
 def _conversations(
@@ -268,6 +294,16 @@ def _pieces(text: str, cuts: Cuts, id: str, path: str, task: str, dropped: Count
 
 
 def has_records(path: str) -> bool:
-    """Whether a path is files of records, and not texts or source code."""
-    files = local_files(path) if is_local(path) else []
-    return all(file.name.endswith(SUFFIXES) for file in files) and not (is_local(path) and not files)
+    """Whether a path is files of records, and not texts or source code.
+
+    Raises ValueError for a folder of both: JSON among source code is text, but conversations beside a
+    README are not.
+    """
+    if not is_local(path):
+        return True
+    names = [file.name.lower() for file in local_files(path)]
+    if names and all(name.endswith(SUFFIXES) for name in names):
+        return True
+    if sure := [name for name in names if name.endswith(SURE_SUFFIXES)]:
+        raise ValueError(f"{path} has texts, and records such as {sure[0]}; give one of them by a pattern: {path}/*.jsonl")
+    return False

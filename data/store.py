@@ -39,6 +39,7 @@ TARGET_PARTS = {
     "target.tokenizer_sha256": "its tokenizer",
 }
 """What the digests of a target are of."""
+TEMPLATE_OPTIONS = ("data.chat_template", "data.template_options")
 FILE_CONTENT, TEMPLATE, SUITES, PYTHON = "content of data.path", "chat template", "eval.suites", "Python"
 REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
@@ -243,7 +244,9 @@ def describe_data(data: DataConfig, chat_template: object, overlap: PromptOverla
 
 def _data_files(source: DataSource) -> list[Path]:
     """Return the local files of a source; none for a folder of texts, whose files may be very many."""
-    if source.path is None or not is_local(source.path) or not (Path(source.path).is_file() or has_records(source.path)):
+    if source.path is None or not is_local(source.path):
+        return []
+    if source.source == "text" and not Path(source.path).is_file() and not has_records(source.path):
         return []
     return local_files(source.path)
 
@@ -258,7 +261,7 @@ def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
     changes = [
         _describe_fact(name, before, now)
         for name in before
-        if name in now and before[name] != now[name] and name != "data.chat_template"  # the template itself is compared
+        if name in now and before[name] != now[name] and name not in TEMPLATE_OPTIONS  # the template itself is compared
     ]
     return "; ".join(changes) or "the conversations (or the target's answers to them) changed, though no option of the data did"
 
@@ -286,6 +289,8 @@ def describe_template_change(before: Mapping[str, Any] | None, now: Mapping[str,
     """
     old, new = ((facts or {}).get("data.chat_template") for facts in (before, now))
     words = ["the one of the target's tokenizer" if name is None else repr(name) for name in (old, new)]
+    if before is not None and (options := before.get("data.template_options")) != now.get("data.template_options"):
+        return f"data.template_options was {_quoted(options)} and is {_quoted(now.get('data.template_options'))}"
     if before is None:
         return f"data.chat_template changed (it is {words[1]}; what it was wasn't recorded)"
     if old != new:

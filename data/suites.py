@@ -15,7 +15,19 @@ from typing import Any
 import yaml
 
 from .conversations import Turn
-from .forms import ROLE_KEYS, ROLES, SYSTEM_KEYS, TEXT_KEYS, first_value, has_surrogate, text_of, tools_of
+from .forms import (
+    EMPTY,
+    MEDIA_KEYS,
+    ROLE_KEYS,
+    ROLES,
+    SYSTEM_KEYS,
+    TEXT_KEYS,
+    TOOL_KEYS,
+    first_value,
+    has_surrogate,
+    text_of,
+    tools_of,
+)
 from .raw_records import is_local, line_of_record, load_records
 from .stdlib import Cuts, code_conversations
 
@@ -131,6 +143,10 @@ def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
     return _prompt(index, "math", [record.get("question")]) if _all_texts([record.get("answer")]) else None
 
 
+OWN_ID_KEYS, OWN_TURNS = ("id", "question_id", "prompt_id"), ("prompt", "turns", "messages", "conversations")
+OWN_KEYS = frozenset({*OWN_ID_KEYS, *OWN_TURNS, *SYSTEM_KEYS, *TOOL_KEYS, "category"})
+MOST_KEYS = 10
+"""Most unused keys that a message names."""
 OWN_FORMS = (
     '{"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [{"role": ..., "content": ...}]} or '
     '{"conversations": [{"from": ..., "value": ...}]}, each with an id (a text or a whole number), a category, a system prompt '
@@ -140,14 +156,16 @@ OWN_FORMS = (
 
 def _parse_own(record: Any, index: int) -> Prompt | None:
     """Parse a user's prompt or conversation in `OWN_FORMS`; the user's turns are the prompt."""
-    id = next((record[key] for key in ("id", "question_id", "prompt_id") if record.get(key) is not None), index)
+    id = next((record[key] for key in OWN_ID_KEYS if record.get(key) is not None), index)
     own = _own_turns(record)
-    if own is None or (tools := tools_of(record)) is None:
+    if own is None or (tools := tools_of(record)) is None or any(record.get(key) for key in MEDIA_KEYS):
         return None
     system, turns = own
-    system = text_of(first_value(record, SYSTEM_KEYS)) if system is None else system
+    if system is None and (given := first_value(record, SYSTEM_KEYS)) is not None and (system := text_of(given)) is None:
+        return None
     prompt = _prompt(id, record.get("category") or "prompt", turns)
-    return None if prompt is None else replace(prompt, system=system, tools=tools)
+    # As in the training, an empty system prompt is none.
+    return None if prompt is None else replace(prompt, system=system if system and system.strip() else None, tools=tools)
 
 
 def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
@@ -155,7 +173,7 @@ def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
 
     Answers between them are left out: they are the target's.
     """
-    present = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
+    present = [key for key in OWN_TURNS if key in record]
     if "prompt" in present and "messages" in present:
         present.remove("prompt")  # UltraChat has the first message twice
     if len(present) != 1:
@@ -170,7 +188,7 @@ def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
         return None, list(turns)
     if not all(isinstance(turn, dict) for turn in turns):
         return None
-    roles = [ROLES.get(str(first_value(turn, ROLE_KEYS)).lower()) for turn in turns]
+    roles = [ROLES.get(str(first_value(turn, ROLE_KEYS)).strip().lower()) for turn in turns]
     texts = [text_of(first_value(turn, TEXT_KEYS)) for turn in turns]
     system = texts[0] if roles[:1] == ["system"] else None
     start = int(roles[:1] == ["system"])
@@ -205,15 +223,20 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     suite = SUITES.get(name)
     parse = PARSERS.get(name, _parse_own)
     location, records = _records(name, path, revision)
-    prompts = []
+    prompts, unused = list[Prompt](), Counter[str]()
     for index, record in enumerate(records):
         prompt = parse(record, index) if isinstance(record, dict) else None
         if prompt is None:
             remedy = "Give the suite's published file" if suite else _remedy(record, index, path)
             raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {record!r:.100}. {remedy}")
-        if any(map(has_surrogate, (prompt.id, prompt.category, prompt.system or "", *prompt.turns))):
+        tools = json.dumps(prompt.tools, ensure_ascii=False)
+        if any(map(has_surrogate, (prompt.id, prompt.category, prompt.system or "", tools, *prompt.turns))):
             raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
         prompts.append(prompt)
+        unused.update(key for key in record if suite is None and key not in OWN_KEYS and record[key] not in EMPTY)
+    if unused:
+        keys = ", ".join(f"{key!r} of {count} records" for key, count in unused.most_common(MOST_KEYS))
+        logger.warning("%s: not used: %s", location, keys)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
         raise ValueError(f"{location} holds two prompts with the id {repeated[0]!r}; ids must differ. Remove one of them")

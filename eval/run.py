@@ -56,7 +56,7 @@ CSV_FILE = "table.csv"
 ANSWERS_DIR = "answers"
 DIGESTS = {
     "suites.": "the prompts of {name} (its file, its limit in eval.suites, or eval.seed, which draws them)",
-    "chat_template": "the chat template (data.chat_template, or the one of the target's tokenizer)",
+    "chat_template": "the chat template (data.chat_template and data.template_options, or the target's)",
     "target.weights_sha256": "the target's weights (target.name_or_path)",
     "target.config_sha256": "the target's config.json",
     "target.tokenizer_sha256": "the target's tokenizer",

@@ -33,6 +33,7 @@ EMPTY = "empty answer"
 LOOP = "answer that ends in a loop"
 AFTER_CUT = "after a cut answer"
 AFTER_DROP = "after a dropped answer"
+NOT_TRAINED = "answer that is read, not trained (weight 0)"
 AFTER_CALL = "behind a function's result, which belongs to another answer's call"
 
 
@@ -57,7 +58,7 @@ class Dialogue:
         self._stop_ids = frozenset(stop_ids)
         self._seed = seed
         self._questions, self._tools = questions(conversation.turns), conversation.tools
-        self._known_answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
+        self._recorded = [turn for turn in conversation.turns if turn.role == "assistant"]
         self._turn = 0
         self._messages: list[Turn] = []
         self._tokens: list[int] = []  # of the unfinished example
@@ -88,7 +89,7 @@ class Dialogue:
             self._end(NO_ROOM)
             return None
         self._prompt = prompt.tolist()
-        known_answer = self._known_answers[self._turn] if self._turn < len(self._known_answers) else None
+        known_answer = self._recorded[self._turn].content if self._turn < len(self._recorded) else None
         return Request(
             id=f"{self.id}#{self._turn}",
             prompt_ids=prompt,
@@ -116,7 +117,10 @@ class Dialogue:
         # 2. Continue the example, or begin the next one.
         if self._prompt[: len(self._tokens)] != self._tokens:
             self._close()
-        self._spans.append(AnswerSpan(start=len(self._prompt), num_tokens=len(tokens), cut=cut))
+        if self._turn < len(self._recorded) and not self._recorded[self._turn].trained:
+            self.dropped[NOT_TRAINED] += 1
+        else:
+            self._spans.append(AnswerSpan(start=len(self._prompt), num_tokens=len(tokens), cut=cut))
         self._tokens = self._prompt + tokens
         self._messages.append(Turn(role="assistant", content=text))
         self._turn += 1

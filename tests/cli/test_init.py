@@ -254,8 +254,8 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
 @pytest.mark.parametrize(
     ("name", "record", "message"),
     [
-        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: record without a list 'messages'"),
-        ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: no assistant turn"),
+        ("a.jsonl", {"messages": "hi"}, r"a\.jsonl, line 2: 2 x record without a list 'messages'"),
+        ("a.jsonl", {"messages": [{"role": "user", "content": "hi"}]}, r"a\.jsonl, line 2: 2 x no assistant turn"),
         ("a.jsonl", {"text": 1}, r"a\.jsonl, line 2: .*text"),
         ("a.txt", ALPACA, r"rename it to a\.jsonl"),
         ("a.bin", "\0", r"a\.bin, which is not UTF-8 text"),

@@ -16,7 +16,10 @@ TEXT = DataSource(source="text", path="a")
         ({"source": "text", "path": "a", "prompt_chars": [10, 9]}, "give the shortest prompt first"),
         ({}, "source is missing; give the form of the records"),
         ({"source": "text", "path": "a", "weight": 2.0}, "weight is 2.0; it is an option of each of data.sources"),
-        ({"source": "stdlib", "split": "eval", "sources": [TEXT]}, "sources and source are set"),
+        (
+            {"source": "stdlib", "split": "eval", "sources": [TEXT]},
+            "sources and source are set; leave out sources, or set source to null",
+        ),
         ({"sources": [DataSource(source="text", path="a", weight=1.0), TEXT]}, "a weight to each"),
         ({"source": "text", "path": "a", "template_options": {"a-b": 1}}, "template_options has 'a-b'"),
     ],

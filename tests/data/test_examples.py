@@ -170,9 +170,7 @@ def test_a_text_that_the_template_has_written_is_read_as_it_is(tiny_tokenizer: P
 
 def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     finder = AnswerFinder(tiny_tokenizer, [3])
-    given = [
-        Conversation(id=str(id), source="test", tokens=([5, id, 3], [False, True, True])) for id in (7, len(tiny_tokenizer))
-    ]
+    given = [Conversation(id=str(id), source="test", tokens=([5, id, 3], b"\0\1\1")) for id in (7, len(tiny_tokenizer))]
     examples, dropped = encode_conversations(given, finder, 1000)
     assert [(example.id, example.input_ids.tolist(), example.loss_mask.tolist()) for example in examples] == [
         ("7", [5, 7, 3], [False, True, True])

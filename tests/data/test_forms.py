@@ -100,10 +100,10 @@ def test_an_answer_with_weight_zero_is_read_and_not_trained(more: dict[str, Any]
     ("source", "record", "note"),
     [
         ("messages", messages(ASKED, SAID, score=3), "'score': not used"),
-        ("messages", messages({**ASKED, "name": "Ann"}, SAID), "'name' of turns: not used"),
+        ("messages", messages({**ASKED, "name": "Ann"}, SAID), "'name' of user turns: not used"),
         ("messages", messages(SAID, ASKED, SAID), FIRST_ANSWERS),
-        ("messages", messages(ASKED, {**SAID, "weight": 0.5}), "weights of turns other than 0: taken as 1"),
-        ("messages", messages(SYSTEM, ASKED, SAID, system="B"), "a system prompt beside another one in the turns"),
+        ("messages", messages(ASKED, {**SAID, "weight": 0.5}), "weights of turns other than 0 and 1: taken as 1"),
+        ("messages", messages(SYSTEM, ASKED, SAID, system="B"), "a system prompt beside another one in the turns: not used"),
         ("alpaca", {"instruction": "Why?", "output": "Because.", "text": "Why? Because."}, "'text': not used"),
         ("tokens", {"input_ids": [1, 2], "loss_mask": [0, 1], "text": "ab"}, "'text': not used"),
         ("text", {"text": "ab", "url": "http"}, "'url': not used"),
@@ -143,7 +143,8 @@ def test_a_record_whose_text_would_be_wrong_is_dropped(source: str, record: dict
 def test_a_mask_may_be_labels() -> None:
     parsed, _ = parse("tokens", {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1]})
     assert isinstance(parsed, Conversation)
-    assert parsed.tokens == ([5, 6, 7], [False, True, True])
+    assert parsed.tokens is not None
+    assert [list(column) for column in parsed.tokens] == [[5, 6, 7], [0, 1, 1]]
 
 
 def mutated(value: Any, random: Random) -> Any:
