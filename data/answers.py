@@ -126,7 +126,7 @@ class AnswerFinder:
         for part in (own if is_call else "", reasoning or ""):
             if not part.strip():
                 continue
-            place = text.rfind(part.strip(), shared, first) if is_call or self.template.keeps_reasoning else -1
+            place = text.rfind(part.strip(), shared, first)
             behind = text.rfind(part.strip(), end) if is_call else -1
             if behind >= 0:
                 end = behind + len(part.strip())

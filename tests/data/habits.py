@@ -29,6 +29,8 @@ class Habit:
     written: Callable[[str | None, str], str]
     rewrites: bool = False
     """Whether earlier turns are written in another way than the last one."""
+    opens: str = ""
+    """What the prompt ends with, and only answers with reasoning go on."""
     strips: bool = False
     has_system: bool = True
     call: Callable[[str | None, str, str], str] | None = None
@@ -72,22 +74,25 @@ HABITS = {
         rewrites=True,
         call=lambda reasoning, text, call: f"{inline(reasoning or '', text)}<call>{call}</call><|im_end|>",
     ),
-    # The prompt opens the reasoning, and every finished turn lacks it. Calls begin with a mark, too.
+    # The prompt opens the reasoning, and every finished turn lacks it. Calls begin with a mark, too, before any text.
     "opens reasoning": Habit(
         template=(
             "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
-            "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1].lstrip('\n') }}"
-            "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}{{ eos_token }}"
-            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+            "{% elif m.role == 'assistant' %}<|Assistant|>"
+            "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+            "{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n"
+            "{{ '\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}{% endif %}"
         ),
         ends=("</s>",),
-        written=lambda reasoning, answer: f"{inline(reasoning, answer).removeprefix('<think>').removeprefix(chr(10))}</s>",
+        written=lambda reasoning, answer: f"{inline(reasoning, answer).removeprefix('<think>' + chr(10))}</s>",
+        opens="<think>\n",
         rewrites=True,
         call=lambda reasoning, text, call: (
-            f"{inline(reasoning, text).removeprefix('<think>' + chr(10))}<call>{call}</call></s>"
+            f"{inline(reasoning, '').removeprefix('<think>' + chr(10))}<call>{call}</call>{text}</s>"
         ),
     ),
-    # No token ends an answer: the next turn does.
+    # No token ends an answer: the next turn does. The prompt has words that the text lacks.
     "next turn ends": Habit(
         template=(
             LAST_QUESTION + "[gMASK]{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
@@ -95,18 +100,19 @@ HABITS = {
             + TAKE_APART
             + "{% if loop.index0 > ns.last and r %}<think>{{ r }}</think>{% else %}<think></think>{% endif %}{{ '\\n' + c }}"
             "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
-            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\nSteps:\n{% endif %}"
         ),
         ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
         written=lambda reasoning, answer: f"<think>{reasoning or ''}</think>\n{answer}<|user|>",
+        opens="Steps:\n",
         rewrites=True,
         call=lambda reasoning, text, call: f"<think>{reasoning or ''}</think>\n{text}<call>{call}</call><|observation|>",
     ),
-    # The whole conversation ends with a further token.
+    # A short conversation ends with a further token.
     "ends twice": Habit(
         template=(
             "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+            "{% if add_generation_prompt %}<|assistant|>\n{% elif messages | length < 4 %}{{ eos_token }}{% endif %}"
         ),
         ends=("</s>", "<|end|>"),
         written=lambda reasoning, answer: f"{inline(reasoning, answer)}<|end|>",

@@ -87,8 +87,8 @@ def require(conversation: Conversation, habit: Habit, tokenizer: PreTrainedToken
             reasoning = before.removeprefix("<think>\n").removesuffix("\n") if mark else turn.reasoning
             text = habit.written(reasoning, after if mark else turn.content)
         prompt = ChatTemplate(tokenizer).prompt(conversation.turns[:index], conversation.tools)
-        if habit is HABITS["opens reasoning"] and reasoning is None:
-            prompt = prompt.removesuffix("<think>\n")  # where the block has no place
+        if reasoning is None:
+            prompt = prompt.removesuffix(habit.opens)  # where the block has no place
         expected += [(prompt, text)] if turn.trained else []
     found = list(trained(examples, tokenizer))
     assert [text for _, text in found] == [text for _, text in expected]
@@ -130,19 +130,26 @@ def test_what_the_target_writes_is_trained_and_nothing_else(name: str, tiny_toke
     assert finder.has_ends
 
 
-@pytest.mark.parametrize(("begin", "end"), [("<think>", "</think>"), ("<|begin|>", "<|close_block|>")])
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("forgets reasoning", "<think>", "</think>"),
+        ("forgets reasoning", "<|begin|>", "<|close_block|>"),
+        ("opens reasoning", "<think>", "</think>"),
+    ],
+)
 def test_a_prompt_without_thinking_has_answers_without_reasoning(
-    begin: str, end: str, tiny_tokenizer: PreTrainedTokenizerFast
+    name: str, begin: str, end: str, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    template = HABITS["forgets reasoning"].template.replace("<think>\n", f"{begin}\n").replace("\n</think>", f"\n{end}")
-    habit = replace(HABITS["forgets reasoning"], template=template)
+    template = HABITS[name].template.replace("<think>\n", f"{begin}\n").replace("\n</think>", f"\n{end}")
+    habit = replace(HABITS[name], template=template)
     tokenizer, finder = with_habit(tiny_tokenizer, habit, enable_thinking=False)
     conversation = chat(
         user("Q1"), answer("A1", reasoning="Hm."), user("Q2"), answer("<think>\nHm.\n</think>\n\nA2"), user("Q3"), answer("A3")
     )
     found = list(trained(encode_conversations([conversation], finder, 1000)[0], tokenizer))
-    assert [text for _, text in found] == [f"A{number}<|im_end|>" for number in (1, 2, 3)]
-    assert all(before.endswith(f"{begin}\n\n{end}\n\n") for before, _ in found)
+    assert [text for _, text in found] == [f"A{number}{habit.ends[0]}" for number in (1, 2, 3)]
+    assert all(before.endswith(f"{begin}\n\n{end}\n\n") and "|>\n\nA" not in before for before, _ in found)
     assert finder.notes.total() == 2, "the reasoning isn't used"
 
 
@@ -196,11 +203,16 @@ def test_what_a_template_leaves_out_is_counted(
 
 def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     call = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": {}}}
-    conversation = chat(user("Q"), answer("", tool_calls=(call,)), user("Q2"), answer("look_up"), tools=(LOOKUP,))
+    other = {**call, "function": {"name": "other", "arguments": {}}}
+    conversation = chat(user("Q"), answer("", tool_calls=(other, call)), user("Q2"), answer("look_up"), tools=(LOOKUP,))
     split = HABITS["appends"].template.replace(
         "<|im_end|>", "<|im_end|>{% for call in m.tool_calls or [] %}{{ call.function.name }}<|im_end|>{% endfor %}"
     )
-    for template, reason in ((HABITS["appends"].template, "leaves out calls"), (split, "ends answers in their middle")):
+    one = HABITS["appends"].template.replace(
+        "<|im_end|>", "{% for call in (m.tool_calls or [])[-1:] %}{{ call.function.name }}{% endfor %}<|im_end|>"
+    )
+    reasons = ("leaves out calls", "leaves out calls", "ends answers in their middle")
+    for template, reason in zip((HABITS["appends"].template, one, split), reasons, strict=True):
         _, finder = with_habit(tiny_tokenizer, replace(HABITS["appends"], template=TOOLS + template))
         assert reason in str(finder.texts(conversation, "all"))
 
