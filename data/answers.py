@@ -84,6 +84,7 @@ class AnswerFinder:
         if answers[-1] >= MAX_TURNS:
             return f"more than {MAX_TURNS} turns"
         texts, end = list[Text](), 0
+        last = max((index for index in answers if turns[index].trained), default=-1)
         for index in answers:
             try:
                 found = self._answer(turns[: index + 1], tools)
@@ -97,7 +98,7 @@ class AnswerFinder:
             if not texts or not found.text.startswith(texts[-1].text[:end]):
                 texts.append(Text(""))
             texts[-1].text, end = found.text, found.spans[-1][1]
-            if turns[index].trained and (train_on != "last" or index == answers[-1]):
+            if turns[index].trained and (train_on != "last" or index == last):
                 texts[-1].spans += found.spans
         self._note_missing(conversation, texts[-1].text)
         if train_on == "every token":

@@ -58,7 +58,9 @@ def use_chat_template(
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
     if options:
-        tokenizer.chat_template = with_options(require_template(tokenizer), options)
+        own = require_template(tokenizer) if tokenizer.chat_template is None else tokenizer.chat_template
+        named = with_options(own if isinstance(own, dict) else {"": own}, options)
+        tokenizer.chat_template = named if isinstance(own, dict) else named[""]
 
 
 class RejectedPromptError(ValueError):

@@ -50,7 +50,7 @@ def encode_conversations(
         written = list[tuple[str, Text]]()
         for conversation in conversations[start : start + BATCH_SIZE]:
             if conversation.tokens is not None:
-                examples += _of_tokens(conversation, len(tokenizer), max_length, dropped, lost)
+                examples += _of_tokens(conversation, len(tokenizer), train_on, max_length, dropped, lost)
                 continue
             texts = finder.texts(conversation, train_on)
             if isinstance(texts, str):
@@ -134,15 +134,21 @@ def _tensor(offsets: Sequence[Span]) -> Int[torch.Tensor, "seq 2"]:
 
 
 def _of_tokens(
-    conversation: Conversation, vocab_size: int, max_length: int, dropped: Counter[str], lost: list[int]
+    conversation: Conversation, vocab_size: int, train_on: str, max_length: int, dropped: Counter[str], lost: list[int]
 ) -> Iterator[Example]:
     """Yield the example of a record that has tokens."""
     assert conversation.tokens is not None
     ids, trained = conversation.tokens
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if max(ids) >= vocab_size:
         dropped[f"token ids outside the tokenizer's {vocab_size} tokens"] += 1
         return
-    yield from _cut(conversation.id, ids, torch.tensor(list(trained), dtype=torch.bool), max_length, dropped, lost)
+    mask = torch.tensor(list(trained), dtype=torch.bool)
+    if train_on == "every token":
+        mask[:] = True
+    elif train_on == "last":  # what is behind the last token that isn't trained before a trained one
+        end = trained.rfind(1) + 1
+        mask[: trained.rfind(0, 0, end) + 1] = False
+    yield from _cut(conversation.id, ids, mask, max_length, dropped, lost)
 
 
 def _cut(

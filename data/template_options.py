@@ -34,34 +34,45 @@ def read_template(name: str) -> str:
 
 
 def template_options(template: str) -> set[str]:
-    """Return the names of the variables that a template reads besides those of every template."""
+    """Return the names of the variables that a template reads besides those of every template.
+
+    Raises ValueError for a text that is no template.
+    """
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     # jinja has no such block by itself, and its content matters here.
     text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
     try:
         names = meta.find_undeclared_variables(environment.parse(text))
-    except TemplateError:
-        return set()
+    except (TemplateError, RecursionError) as error:
+        raise ValueError(f"the chat template, which begins {template[:60]!r}, can't be read ({error}); correct it") from error
     return names - GIVEN - FUNCTIONS
 
 
-def _setting(name: str, value: Any) -> str:
-    """Return the text that gives a template's variable its value."""
-    if name == DATE:
-        return f"{{%- macro {DATE}(format='') -%}}{{{{ {json.dumps(str(value))} }}}}{{%- endmacro -%}}"
-    literal = re.sub(r'("(?:[^"\\]|\\.)*")|\bnull\b', lambda match: match[1] or "none", json.dumps(value))
-    return f"{{%- set {name} = {literal} -%}}"
+def with_options(templates: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, str]:
+    """Return a tokenizer's templates, in each of which the variables that it reads have these values.
 
-
-def with_options(template: str, options: Mapping[str, Any]) -> str:
-    """Return a template in which these variables have values.
-
-    Raises ValueError if the template doesn't read one of them.
+    Raises ValueError for an option that none of them reads, or whose value has no text in jinja.
     """
-    known = template_options(template)
-    if unknown := [name for name in options if name not in known]:
+    known = {name: template_options(template) for name, template in templates.items()}
+    every = set[str]().union(*known.values())
+    if unknown := [option for option in options if option not in every]:
         raise ValueError(
             f"data.template_options has {', '.join(map(repr, unknown))}, which the chat template doesn't read; it reads "
-            f"{', '.join(sorted(known)) or 'no option'}"
+            f"{', '.join(sorted(every)) or 'no option'}"
         )
-    return "".join(_setting(name, value) for name, value in options.items()) + template
+    return {
+        name: "".join(_setting(option, value) for option, value in options.items() if option in known[name]) + template
+        for name, template in templates.items()
+    }
+
+
+def _setting(name: str, value: Any) -> str:
+    """Return the text that gives a template's variable its value. jinja drops the line break behind a block."""
+    try:
+        literal = json.dumps(str(value) if name == DATE else value, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"data.template_options.{name} is {value!r}, which has no text in a template ({error})") from error
+    if name == DATE:
+        return f"{{%- macro {DATE}(format='') -%}}{{{{ {literal} }}}}{{%- endmacro %}}\n"
+    literal = re.sub(r'("(?:[^"\\]|\\.)*")|\bnull\b', lambda match: match[1] or "none", literal)
+    return f"{{%- set {name} = {literal} %}}\n"

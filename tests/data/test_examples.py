@@ -161,6 +161,10 @@ def test_the_recipe_says_which_answers_are_trained(
     conversation = chat(user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"))
     examples, _ = encode_conversations([conversation], finder, 1000, train_on=train_on)
     assert [text for _, text in trained(examples, tokenizer)] == [f"{text}<|im_end|>" for text in expected]
+    unweighted = chat(user("Q1"), answer("A1"), user("Q2"), answer("A2", trained=False))
+    assert [text for _, text in trained(encode_conversations([unweighted], finder, 1000, train_on="last")[0], tokenizer)] == [
+        "A1<|im_end|>"
+    ]
     (example,), _ = encode_conversations([conversation], finder, 1000, train_on="every token")
     assert example.loss_mask.all()
 
@@ -183,6 +187,10 @@ def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedToke
         ("7", [5, 7, 3], [False, True, True])
     ]
     assert dropped.total() == 1
+    turns = [Conversation(id="a", source="test", tokens=([5, 7, 3, 5, 7, 3, 5], b"\0\1\1\0\1\1\0"))]
+    for train_on, expected in (("last", [4, 5]), ("every token", [*range(7)])):
+        (example,), _ = encode_conversations(turns, finder, 1000, train_on=train_on)
+        assert example.loss_mask.nonzero().flatten().tolist() == expected
 
 
 def test_what_a_template_leaves_out_is_counted(
@@ -228,6 +236,19 @@ def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(tiny
         tokenizer.chat_template = template
         use_chat_template(tokenizer, None, {"effort": value, "strftime_now": "1 May"})
         assert ChatTemplate(tokenizer).prompt((user("Hi"),)) == f"{text}1 MayHi"
+    # The text of the template stays as it is, and the others of a tokenizer are kept.
+    for own in ("\n  BEGIN{{ x }}", "  {% if x %}1{% endif %}", "{{ x }}"):
+        tokenizer.chat_template = {"default": own, "tool_use": "{% for tool in tools %}TOOL{% endfor %}" + own}
+        use_chat_template(tokenizer, None, {"x": "\U0001f600"})
+        with_option = ChatTemplate(tokenizer).prompt((user("Hi"),))
+        assert ChatTemplate(tokenizer).prompt((user("Hi"),), [LOOKUP]).startswith("TOOL")
+        tokenizer.chat_template = own.replace("{{ x }}", "\U0001f600").replace("{% if x %}", "{% if 1 %}")
+        assert ChatTemplate(tokenizer).prompt((user("Hi"),)) == with_option
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match="'efort', which the chat template doesn't read; it reads effort, strftime_now"):
         use_chat_template(tokenizer, None, {"efort": 1})
+    with pytest.raises(ValueError, match=r"data.template_options.effort is inf, which has no text"):
+        use_chat_template(tokenizer, None, {"effort": float("inf")})
+    tokenizer.chat_template = "{% for m in messages %}"
+    with pytest.raises(ValueError, match="can't be read"):
+        use_chat_template(tokenizer, None, {"effort": 1})

@@ -6,7 +6,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from outrider.data.config import DataConfig, DataSource
 from outrider.data.conversations import Conversation
@@ -119,6 +121,16 @@ def test_a_key_that_is_not_used_is_counted(source: str, record: dict[str, Any], 
 @pytest.mark.parametrize(
     ("source", "record", "reason"),
     [
+        ("messages", messages(ASKED, SAID, system=["Be brief."]), "'system' that is no text"),
+        ("messages", messages(ASKED, {**SAID, "reasoning": {"text": "Hm."}}), "reasoning that is no text"),
+        (
+            "messages",
+            messages(ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}),
+            "surrogate",
+        ),
+        ("messages", messages(ASKED, {**SAID, "train": 0}), "no answer to train"),
+        ("messages", messages(ASKED, {**SAID, "weight": "0"}), "no answer to train"),
+        ("tokens", {"input_ids": [1, 2], "labels": [-100, 1]}, "'labels' with other tokens"),
         ("messages", messages(ASKED, SAID, images=["a.png"]), "record with 'images'"),
         ("messages", messages({"role": "user", "content": [{"type": "image"}]}, SAID), "other parts than text"),
         ("messages", messages(ASKED, {**SAID, "tool_calls": [{"name": 3}]}), "tool calls that can't be read"),
@@ -138,6 +150,36 @@ def test_a_record_whose_text_would_be_wrong_is_dropped(source: str, record: dict
     assert isinstance(parsed, str)
     assert reason in parsed
     assert not notes, "it is counted once, as dropped"
+
+
+@pytest.mark.parametrize(
+    ("record", "note"),
+    [
+        (messages(ASKED, SAID, system="", system_prompt="Be brief."), None),
+        (messages(ASKED, {**SAID, "reasoning_content": "", "thinking": "Hm."}), None),
+        (messages({"role": "user", "content": "", "value": "Why?"}, SAID), None),
+        (messages(ASKED, {**SAID, "reasoning": "Hm.", "thinking": "So."}), "'thinking' beside 'reasoning': not used"),
+        (messages({**ASKED, "reasoning": "Hm."}, SAID), "'reasoning' of user turns: not used"),
+        (messages({**ASKED, "weight": 0}, SAID), None),
+        (messages(ASKED, {**SAID, "tool_calls": "null", "function_call": {}}), None),
+    ],
+)
+def test_of_two_keys_the_filled_one_counts(record: dict[str, Any], note: str | None) -> None:
+    parsed, notes = parse("messages", record)
+    assert shown(parsed)[-2:] == PAIR
+    assert notes == ({} if note is None else {note: 1})
+    assert isinstance(parsed, Conversation)
+    beside = [turn.reasoning or turn.content for turn in parsed.turns if turn.role == "system" or turn.reasoning]
+    assert beside in ([], ["Be brief."], ["Hm."])
+
+
+def test_nulls_that_arrow_adds_are_no_values(tmp_path: Path) -> None:
+    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": "x"}}]]
+    records = [messages(ASKED, {"role": "assistant", "content": "", "tool_calls": call}) for call in calls]
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    conversations, _ = load_conversations(DataConfig(source="messages", path=str(tmp_path / "a.parquet")))
+    found = [conversation.turns[1].tool_calls[0]["function"] for conversation in conversations]
+    assert found == [call[0] for call in calls]
 
 
 def test_a_mask_may_be_labels() -> None:
@@ -185,7 +227,7 @@ def write(path: Path, count: int, word: str) -> str:
     return str(path)
 
 
-def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path) -> None:
+def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (1, 2):
         write(tmp_path / "chats" / f"{number}.jsonl", 3, f"file {number}")
     for path in (str(tmp_path / "chats"), str(tmp_path / "chats" / "*.jsonl")):
@@ -197,6 +239,14 @@ def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path) 
     conversations, _ = load_conversations(several)
     assert len(conversations) == 8
     assert len({conversation.id for conversation in conversations}) == 8
+    (tmp_path / "chats" / "README.md").write_text("# Chats")
+    (tmp_path / "chats" / "3.NDJSON").write_text(json.dumps(messages(ASKED, SAID)))
+    caplog.clear()
+    conversations, _ = load_conversations(DataConfig(source="messages", path=str(tmp_path / "chats")))
+    assert len(conversations) == 7
+    assert "left out, since they are no files of records: README.md" in caplog.text
+    with pytest.raises(ValueError, match=r"has texts, and records such as 1\.jsonl; give one of them by a pattern"):
+        load_conversations(DataConfig(source="text", path=str(tmp_path / "chats")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no file of records"):
         load_conversations(DataConfig(source="messages", path=str(tmp_path / "empty")))
@@ -210,6 +260,8 @@ def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path) 
         ((1.0, 1.0), None, (40, 40)),
         ((3.0, 1.0), None, (100, 33)),
         ((3.0, 1.0), 40, (30, 10)),
+        ((1.0, 1.0), 1, (1, 0)),
+        ((5.0, 1.0), 10, (8, 2)),
     ],
 )
 def test_a_mixture_has_its_proportions_and_repeats_nothing(
@@ -222,3 +274,9 @@ def test_a_mixture_has_its_proportions_and_repeats_nothing(
     assert drawn == draw(DataConfig(sources=sources, limit=limit), [100, 40])
     if limit is not None:
         assert drawn != draw(DataConfig(sources=sources, limit=limit, seed=1), [100, 40])
+
+
+def test_a_mixture_without_one_of_its_sources_is_an_error() -> None:
+    sources = [DataSource(source="messages", path=path, weight=1.0) for path in ("a", "b")]
+    with pytest.raises(ValueError, match=r"data.sources: b has no usable conversation"):
+        draw(DataConfig(sources=sources), [100, 0])
