@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,7 +14,7 @@ from sphinx.pycode import ModuleAnalyzer
 from outrider.cli import describe
 from outrider.cli.commands import COMMANDS
 from outrider.cli.help import described, usage
-from outrider.data.forms import FORMS
+from outrider.data.forms import FORMS, ROLES, TURN_KEYS
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -78,11 +79,21 @@ def groups() -> str:
 
 
 def forms() -> str:
-    """Return a table of the forms of records, with the keys that are read."""
-    rows = [(f"`{name}`", f"`{form.example}`", ", ".join(f"`{key}`" for key in form.uses)) for name, form in FORMS.items()]
-    return "\n".join(
-        table(("`data.source`", "a record", "further keys"), [*rows, ("`stdlib`", "none: Python's own library", "")])
-    )
+    """Return a table of the forms of records, and one of the roles of turns, with the keys that are read."""
+    rows = [
+        (f"`{name}`", f"`{form.example}`", _keys(need.replace("|", " or ") for need in form.needs), _keys(form.uses))
+        for name, form in FORMS.items()
+    ]
+    rows.append(("`stdlib`", "none: Python's own library", "", ""))
+    roles = [
+        (f"`{role}`", _keys(name for name in ROLES if ROLES[name] == role), _keys(keys)) for role, keys in TURN_KEYS.items()
+    ]
+    records = table(("`data.source`", "a record", "needed", "further keys"), rows)
+    return "\n".join([*records, "", *table(("role", "its names", "keys beside role and text"), roles)])
+
+
+def _keys(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def launch_files() -> str:
