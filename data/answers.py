@@ -13,6 +13,7 @@ Then the conversation is several texts, as in the regeneration (see `distill.reg
     <user> question 1 <assistant> answer 1 <end> <user> question 2 <assistant> [<think> ... </think> answer 2 <end>]
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +42,7 @@ MIN_SHARED_CHARS = 8
 """Fewest characters by which the end of a prompt is found in a text: more than the end of one mark."""
 CHANGED = "the chat template changes the answers, so that they cannot be found in its text"
 WITHOUT_CALLS = "the chat template leaves out calls of functions"
+STOPPED = "an answer has a stop token of the target in its text"
 SPLIT = "the chat template ends answers in their middle"
 THINKING_IS_OFF = "reasoning of answers, which the prompt turns off: not used"
 QUESTION, ANSWER, NEXT = "\ue000", "\ue001", "\ue002"
@@ -83,6 +85,9 @@ class AnswerFinder:
             return "no assistant turn"
         if answers[-1] >= MAX_TURNS:
             return f"more than {MAX_TURNS} turns"
+        words = [f"{turn.reasoning}{turn.content}{json.dumps(turn.tool_calls, ensure_ascii=False)}" for turn in turns]
+        if any(stop in words[index] for index in answers for stop in self.stops):
+            return STOPPED
         texts, end = list[Text](), 0
         last = max((index for index in answers if turns[index].trained), default=-1)
         for index in answers:
@@ -139,7 +144,7 @@ class AnswerFinder:
         start = self._behind_prompt(text, prompt, shared, first)
         before = prompt if start is not None or reasoning or is_closed else text[:shared]
         start = shared if start is None else start
-        if any(stop in text[start:end] and stop not in f"{own}{reasoning}" for stop in self.stops):
+        if any(stop in text[start:end] for stop in self.stops):
             return SPLIT
         # 4. What the template leaves out of each answer, the last one's too, stands before the rest.
         if lost:

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from outrider.data.files import read_json, replacing_directory, write_json
 from outrider.models.drafters.calibration import CALIBRATION_FILE
 from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS, default_feature_layers
+from outrider.models.drafters.saved.build import shape_digest
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from outrider.models.drafters.small_models import PER_LAYER
 from outrider.models.llm.loading import TOKENIZER_PATTERNS
@@ -296,7 +297,7 @@ def fitted_drafter(folder: Path, original: dict[str, Any]) -> DrafterFile:
         options["layer"] = {"intermediate_size": original["intermediate_size"], **form}
     if options.get("feature_layers", ()) is None:
         options["feature_layers"] = default_feature_layers(original["num_hidden_layers"])
-    return replace(saved, drafter=options)
+    return replace(saved, drafter=options, shape_sha256=shape_digest(saved.kind, options, saved.target))
 
 
 def copy_drafter(folder: Path, output: Path, original: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data.answers import AnswerFinder
+from outrider.data.answers import STOPPED, AnswerFinder
 from outrider.data.chat import ChatTemplate, use_chat_template
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.examples import encode_conversations
@@ -177,6 +177,22 @@ def test_a_text_that_the_template_has_written_is_read_as_it_is(tiny_tokenizer: P
         assert not finder.is_rendered("Some prose about an assistant and a user.")
         examples, _ = encode_conversations([Conversation(id="c", source="test", text=text)], finder, 1000)
         assert [text for _, text in trained(examples, tokenizer)] == [HABITS[name].written(None, text) for text in ("A1", "A2")]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        answer("A<|im_end|>B"),
+        answer("A", reasoning="<|im_end|>"),
+        answer("", tool_calls=[{"function": {"name": "<|im_end|>"}}]),
+    ],
+)
+def test_an_answer_that_the_target_would_have_ended_earlier_is_dropped(
+    turn: Turn, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    _, finder = with_habit(tiny_tokenizer, HABITS["appends"])
+    examples, dropped = encode_conversations([chat(user("Q"), answer("A")), chat(user("Q"), turn)], finder, 1000)
+    assert (len(examples), dropped) == (1, {STOPPED: 1})
 
 
 def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
