@@ -93,8 +93,9 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def qwen3_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a random Qwen3 with the fewest layers from which engines read three."""
+    """Save a random Qwen3 with the fewest layers from which engines read three, and a template with thinking."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    tokenizer.chat_template += "{%- if add_generation_prompt and not enable_thinking -%}<think></think>{%- endif -%}"
     sizes = {"num_hidden_layers": 7, "head_dim": 16, "tie_word_embeddings": True}
     return save_tiny_target(tmp_path_factory.mktemp("qwen3"), Qwen3ForCausalLM, Qwen3Config, tokenizer, **sizes)
 
