@@ -139,7 +139,7 @@ def _of_tokens(
     """Yield the example of a record that has tokens."""
     assert conversation.tokens is not None
     ids, trained = conversation.tokens
-    if max(ids) >= vocab_size:
+    if max(ids, default=0) >= vocab_size:
         dropped[f"token ids outside the tokenizer's {vocab_size} tokens"] += 1
         return
     mask = torch.tensor(list(trained), dtype=torch.bool)

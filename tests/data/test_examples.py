@@ -203,6 +203,8 @@ def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedToke
         ("7", [5, 7, 3], [False, True, True])
     ]
     assert dropped.total() == 1
+    padding = Conversation(id="p", source="test", tokens=([], b""))  # attention sees none of its tokens
+    assert encode_conversations([given[0], padding], finder, 1000)[1] == {"no token of the assistant": 1}
     turns = [Conversation(id="a", source="test", tokens=([5, 7, 3, 5, 7, 3, 5], b"\0\1\1\0\1\1\0"))]
     for train_on, expected in (("last", [4, 5]), ("every token", [*range(7)])):
         (example,), _ = encode_conversations(turns, finder, 1000, train_on=train_on)
