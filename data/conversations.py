@@ -43,3 +43,25 @@ class Conversation:
     """A conversation that a chat template has written already."""
     tokens: tuple[Sequence[int], bytes] | None = None
     """Token ids, and 1 for each one that is trained, else 0."""
+
+
+def text_of(value: Any) -> str | None:
+    """Return a text, or the texts of a list of parts of type text; None for anything else."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(_is_text_part(part) for part in value):
+        return "".join(part["text"] for part in value)
+    return None
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half a surrogate pair: JSON allows it, but it isn't valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

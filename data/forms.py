@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .conversations import Conversation, Role, Turn
+from .conversations import Conversation, Role, Turn, has_surrogate, text_of
 from .fields import MAX_COUNT
 
 ROLES: dict[str, Role] = {
@@ -80,28 +80,6 @@ class Form:
 
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-
-
-def text_of(value: Any) -> str | None:
-    """Return a text, or the texts of a list of parts of type text; None for anything else."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(_is_text_part(part) for part in value):
-        return "".join(part["text"] for part in value)
-    return None
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def has_surrogate(text: str) -> bool:
-    """Return whether a text has half a surrogate pair: JSON allows it, but it isn't valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def first_value(record: Mapping[str, Any], keys: Sequence[str], notes: set[str] | None = None) -> Any:

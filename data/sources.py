@@ -13,8 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import DataConfig, DataSource, Split
-from .conversations import Conversation
-from .forms import FORMS, ID_KEYS, form_of, has_surrogate
+from .conversations import Conversation, has_surrogate
+from .forms import FORMS, ID_KEYS, form_of
 from .raw_records import SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from .conversations import Turn
+from .conversations import Turn, has_surrogate, text_of
 from .forms import (
     EMPTY,
     MEDIA_KEYS,
@@ -24,8 +24,6 @@ from .forms import (
     TEXT_KEYS,
     TOOL_KEYS,
     first_value,
-    has_surrogate,
-    text_of,
     tools_of,
 )
 from .raw_records import is_local, line_of_record, load_records
