@@ -22,6 +22,7 @@ COMMANDS = {
     "options": Command(START, "List the options of recipes.", "reference:options_command"),
     "run": Command(TRAIN, "Run a recipe (outrider run demo train.steps=20) or your own file.", "compose:run_command"),
     "data verify": Command(TRAIN, "Read a folder of distilled data, and print each problem.", "data:verify_command"),
+    "chat": Command(EVALUATE, "Talk with a target and a drafter in the terminal.", "chat:chat_command"),
     "eval": Command(EVALUATE, "Measure the speedup of drafters against plain decoding.", "eval:eval_command"),
     "certify": Command(EVALUATE, "Certify that decoding is lossless.", "certify:certify_command"),
     "tune": Command(EVALUATE, "Find a drafter's fastest settings on this machine.", "tune:tune_command"),

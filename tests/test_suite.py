@@ -25,6 +25,7 @@ RULES = {
 }
 COMMANDS = {
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
+    "chat": "tests/cli/test_chat.py::test_a_pipe_gets_exactly_the_texts_of_generate",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_options_reach_the_stage_and_the_table_is_printed",
     "export": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
