@@ -156,12 +156,9 @@ class ChatModel:
     def statistics(self, answer: Answer) -> str:
         """Return the counts and the speed of an answer on one line."""
         count = len(answer.token_ids)
-        speed = (
-            f", {(count - 1) / answer.num_steps:.2f} per step, {answer.tokens_per_second:.1f} tokens/s"
-            if answer.num_steps
-            else ""
-        )
-        texts = [f"{count} tokens{speed}"]
+        texts = [f"{count} token{'s' * (count != 1)}"]
+        if answer.num_steps:
+            texts[0] += f", {(count - 1) / answer.num_steps:.2f} per step, {answer.tokens_per_second:.1f} tokens/s"
         counts = Counter(answer.sources)
         if self.sources and counts:
             texts.append(", ".join(f"{self.name_of(source)} {counts[source] / count:.0%}" for source in sorted(counts)[::-1]))
