@@ -1,13 +1,16 @@
 # The environment lies in VENV. TORCH_INDEX chooses torch's wheels, for example:
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cu130
 # EXTRAS are installed beside what is needed: make install EXTRAS=deepspeed,quantization
-# OUTPUT is where the demo's results go, in place of outputs/demo. THREADS is its number of threads, in place of two.
+# OUTPUT is where the demo's results go, in place of outputs/demo. THREADS is its number of threads, and the chat's, in
+# place of two. TARGET and DRAFTER are the chat's.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 EXTRAS ?=
 OUTPUT ?=
 THREADS ?=
+TARGET ?=
+DRAFTER ?=
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
@@ -22,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist
 # Each start of Python would compile all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo offload pipeline test test-slow test-long test-all lint format docs package benchmarks clean
+.PHONY: help install demo chat offload pipeline test test-slow test-long test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,6 +36,10 @@ install: $(STAMP) ## Make .venv and install outrider with its pinned dependencie
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
 	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))$(if $(THREADS), THREADS=$(THREADS))" $(LAUNCH) \
 		train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT)) $(if $(THREADS),num_threads=$(THREADS))
+
+chat: $(STAMP) ## Chat in the terminal, with drafts in colour: TARGET=DIR_OR_ID DRAFTER=NAME (the demo's target, suffix+recycling)
+	OUTRIDER_COMMAND="make chat" $(BIN)/outrider chat --target $(or $(TARGET),models/demo_target) \
+		--drafter $(or $(DRAFTER),suffix+recycling) --num-threads $(or $(THREADS),2)
 
 offload: $(STAMP) ## Draft for a target that is larger than its memory budget (minutes on two cores)
 	$(BIN)/outrider run offload_demo

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ..data.chat import encode_prompt
@@ -105,11 +106,11 @@ class ChatModel:
         """Answer a conversation; return the answer and its text. With `stops`, Ctrl-C only ends the answer."""
         answer = Answer(prompt=self.prompt(turns), seed=self.seed + len(turns))
         most = min(self.max_new_tokens, self.context - len(answer.prompt))
-        stream, shown = DecodeStream(skip_special_tokens=True), ""
+        stream, shown = TextStream(self.target.tokenizer.backend_tokenizer), ""
 
         def show(token: int, source: int) -> None:
             nonlocal shown
-            if piece := stream.step(self.target.tokenizer.backend_tokenizer, token):
+            if piece := stream.add(token):
                 shown += piece
                 write(piece, source)
 
@@ -185,6 +186,24 @@ class ChatModel:
             return f"{speeds}; the answer is identical"
         same = [one == other for one, other in zip(plain.token_ids, answer.token_ids, strict=False)]
         return f"{speeds}; the answer is NOT identical from token {[*same, False].index(False) + 1} on"
+
+
+class TextStream:
+    """Text of tokens as they come. A character that is divided among tokens comes with its last one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes."""
+        try:
+            return self.stream.step(self.tokenizer, token) or ""
+        except Exception as error:
+            # Bytes that are no UTF-8 may change the text before them. tokenizers has no narrower error.
+            if "Invalid prefix" not in str(error):
+                raise
+            self.stream = DecodeStream(skip_special_tokens=True)
+            return self.stream.step(self.tokenizer, token) or ""
 
 
 def _sources_of(step: Step) -> list[int]:

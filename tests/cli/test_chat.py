@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 
 from outrider.cli import chat_answers
 from outrider.cli.errors import StartsAgain
@@ -111,6 +112,16 @@ def test_drafts_have_colours_and_split_characters_are_whole(
     assert "\x1b[2J" not in output, "an answer can't change the terminal"
     share = round(100 / len(ids))
     assert f"recycling {share}%, suffix {share}%, target {round(200 / len(ids))}%" in errors
+
+
+def test_text_is_streamed_from_single_bytes_even_if_they_are_no_text() -> None:
+    vocab = {"<unk>": 0, "a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    stream = chat_answers.TextStream(tokenizer)
+    characters = [3 + byte for byte in "é🙂".encode()]
+    assert [stream.add(token) for token in (1, 2, *characters, 1)] == ["a", " b", "", "é", "", "", "", "🙂", "a"]
+    assert [stream.add(token) for token in (3 + ord("&"), 3 + 0xFF, 3 + 0xC3, 2)] == ["&", "", "", " b"]
 
 
 @pytest.mark.parametrize(
