@@ -37,15 +37,16 @@ TYPES = (torch.float32, torch.bfloat16)
 """Types with fast kernels on some CPUs."""
 MIN_ELEMENTS = 1 << 15
 """Smaller matrices stay as they are: their product takes a few microseconds in any way."""
-NUM_SHAPES = 4
-"""Shapes that are timed: those with the most weights. The others stay as they are."""
+NUM_SHAPES = 8
+"""Shapes that are timed: those with the most weights. The others stay as they are. A target has about
+five and a drafter three: with fewer, a large drafter would decide whether the target's head is packed."""
 TIMED_ROWS = (1, 8)
 """Rows of plain decoding, and those that stand for all draft trees."""
 PACKED_FROM = (1, 2)
 """Fewest rows that a packed copy may multiply: those of plain decoding, or of the smallest tree."""
 MOST_PACKED_ROWS = 64
 """More rows, as of prompts, are multiplied by the weights as they are stored."""
-MIN_GAIN = 1.2
+MIN_GAIN = 1.1
 """Smallest ratio that decides for another way than rows first; a smaller one may be chance."""
 MAX_MEMORY_SHARE = 0.5
 """Largest share of the free memory that packed copies may take."""

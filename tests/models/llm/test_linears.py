@@ -66,9 +66,9 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         (Times((1.1, 8), (1, 8), NEVER), Choice()),  # too little
         (Times((1, 8), NEVER, (2, 4)), Choice(packed_from=2)),
         (Times((1, 8), NEVER, (0.5, 4)), Choice(packed_from=1)),
-        (Times((1, 8), NEVER, (0.5, 7)), Choice()),  # no second copy for plain decoding alone
-        (Times((1.3, 8), (1, 5), (0.9, 4)), Choice(columns_first=True, packed_from=2)),
-        (Times((1.3, 8), (1, 4.5), (0.5, 4)), Choice(columns_first=True)),
+        (Times((1, 8), NEVER, (0.5, 7.5)), Choice()),  # no second copy for plain decoding alone
+        (Times((1.3, 8), (1, 5), (0.95, 4)), Choice(columns_first=True, packed_from=2)),
+        (Times((1.3, 8), (1, 4.3), (0.5, 4)), Choice(columns_first=True)),
     ],
 )
 def test_the_fastest_way_is_chosen(measured: Times, expected: Choice):
