@@ -5,11 +5,11 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from glob import glob, has_magic
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +40,8 @@ def load_records(
     data can't be found or read, or hold no record. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
-        return chain.from_iterable(read_records(file) for file in record_files(path))
+        files = record_files(path)
+        return read_records(files[0]) if len(files) == 1 else _records_of_several(files)
     use_hub()
     path = path.removeprefix(HUB_PREFIX)
     if file is not None:
@@ -94,6 +95,23 @@ def is_local(path: str) -> bool:
     return False
 
 
+def _records_of_several(files: Sequence[Path]) -> Iterator[Any]:
+    """Read the records of all files. Empty files are named at the end; raises ValueError if all are empty."""
+    empty = []
+    for file in files:
+        num_records = 0
+        for record in _records_in(file):
+            num_records += 1
+            yield record
+        if not num_records:
+            empty.append(str(file))
+    if len(empty) == len(files):
+        raise ValueError(f"none of {len(files)} files holds a record, such as {empty[0]}. Check that they are complete")
+    if empty:
+        more = f" and {len(empty) - MOST_NAMES} others" if len(empty) > MOST_NAMES else ""
+        logger.warning("files without a record: %s%s", ", ".join(empty[:MOST_NAMES]), more)
+
+
 def read_records(path: Path) -> Iterator[Any]:
     """Read the records of a .json, .jsonl (both also as .gz) or .parquet file, in order.
 
@@ -103,11 +121,15 @@ def read_records(path: Path) -> Iterator[Any]:
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
     num_records = 0
-    for record in _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path):
+    for record in _records_in(path):
         num_records += 1
         yield record
     if num_records == 0:
         raise ValueError(f"{path} holds no record. Check that its download or export was finished")
+
+
+def _records_in(path: Path) -> Iterator[Any]:
+    return _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path)
 
 
 def _json_records(path: Path) -> Iterator[Any]:

@@ -254,7 +254,8 @@ def _records(source: DataSource, path: str) -> Iterable[Any]:
     try:
         return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:
-        raise ValueError(f"data.path is {path!r}: {error}. Check the name, or give a local file (data.path=FILE)") from error
+        option, local = ("data.path is", "data.path=") if isinstance(source, DataConfig) else ("data.sources has", "path: ")
+        raise ValueError(f"{option} {path!r}: {error}. Check the name, or give a local file ({local}FILE)") from error
 
 
 def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:

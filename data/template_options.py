@@ -24,9 +24,9 @@ def read_template(name: str) -> str:
     """Return the text of a .jinja file or of a built-in template. Raises ValueError if there is none."""
     path = TEMPLATES / f"{name}.jinja" if name in built_in_templates() else Path(name)
     if not path.is_file():
-        raise ValueError(
-            f"data.chat_template is {name!r}; give the path of a .jinja file, or one of {', '.join(built_in_templates())}"
-        )
+        hint = "; to turn thinking off, set data.template_options={enable_thinking: false}" if "think" in name else ""
+        known = ", ".join(built_in_templates())
+        raise ValueError(f"data.chat_template is {name!r}; give the path of a .jinja file, or one of {known}{hint}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -53,6 +53,7 @@ class RunData:
     source: str | None
     path: str | None
     max_length: PositiveInt
+    train_on: str = "all"
     sources: list[dict[str, Any]] = dataclass_field(default_factory=list)
     chat_template: str | None = None
     template_options: dict[str, Any] = dataclass_field(default_factory=dict)
@@ -215,6 +216,9 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
     texts = Markdown("Data: {}, cut at {} tokens").format(Markdown(", ".join(named)), data.max_length)
     chat = "the target's own" if data.chat_template is None else Path(data.chat_template).name
     lines = [texts, Markdown("Chat template: {}").format(chat)]
+    if data.train_on != "all":
+        trained = "the last answer of each text" if data.train_on == "last" else data.train_on
+        lines.append(Markdown("Trained on: {}").format(trained))
     if data.template_options:
         lines[1] = Markdown("{} with {}").format(lines[1], code_span(json.dumps(data.template_options, ensure_ascii=False)))
 

@@ -207,6 +207,8 @@ def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
     assert tokenizer.chat_template == CHATML
     with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .*vicuna_v1.1"):
         use_chat_template(tokenizer, "vicuna")
+    with pytest.raises(ValueError, match=r"to turn thinking off, set data.template_options=\{enable_thinking: false\}"):
+        use_chat_template(tokenizer, "qwen3_no_thinking")
 
 
 def test_a_template_without_assistant_tokens_is_an_error(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -245,8 +245,16 @@ def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path, 
     conversations, _ = load_conversations(DataConfig(source="messages", path=str(tmp_path / "chats")))
     assert len(conversations) == 7
     assert "left out, since they are no files of records: README.md" in caplog.text
-    with pytest.raises(ValueError, match=r"has texts, and records such as 1\.jsonl; give one of them by a pattern"):
+    (tmp_path / "chats" / "0.jsonl").touch()
+    assert len(load_conversations(DataConfig(source="messages", path=str(tmp_path / "chats")))[0]) == 7
+    assert f"files without a record: {tmp_path / 'chats' / '0.jsonl'}" in caplog.text
+    with pytest.raises(ValueError, match=r"has texts, and records such as 0\.jsonl; give one of them by a pattern"):
         load_conversations(DataConfig(source="text", path=str(tmp_path / "chats")))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "blank").mkdir(exist_ok=True)
+        (tmp_path / "blank" / name).touch()
+    with pytest.raises(ValueError, match="none of 2 files holds a record"):
+        load_conversations(DataConfig(source="messages", path=str(tmp_path / "blank")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no file of records"):
         load_conversations(DataConfig(source="messages", path=str(tmp_path / "empty")))

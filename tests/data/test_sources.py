@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from outrider.data import hub
-from outrider.data.config import DataConfig
+from outrider.data.config import DataConfig, DataSource
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.raw_records import read_records
 from outrider.data.sources import PromptOverlap, load_conversations, without_overlap
@@ -223,6 +223,8 @@ def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
         load("org/none")
     with pytest.raises(ValueError, match=r"data.path is 'org/none': the file 'a.json' .*HF_HUB_OFFLINE is set"):
         load("org/none", file="a.json")
+    with pytest.raises(ValueError, match=r"data.sources has 'org/none': .*path: FILE"):
+        load_conversations(DataConfig(sources=[DataSource(source="sharegpt", path="org/none")]))
 
 
 LINES = "".join(f"line {index} of a text\n" for index in range(600))

@@ -508,12 +508,13 @@ def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir, tmp_path, 
 
 def test_several_sources_and_options_of_the_template_are_named(tiny_drafter_dir, tmp_path):
     sources = [{"source": "messages", "path": "hf:me/chats"}, {"source": "text", "path": str(tmp_path)}, {"source": "stdlib"}]
-    options = {"enable_thinking": False, "strftime_now": "1 May"}
-    run = write_run(tmp_path, tiny_drafter_dir, source=None, path=None, sources=sources, template_options=options)
+    options = {"template_options": {"enable_thinking": False, "strftime_now": "1 May"}, "train_on": "last"}
+    run = write_run(tmp_path, tiny_drafter_dir, source=None, path=None, sources=sources, **options)
     card = model_card(tiny_drafter_dir, CardOptions(run=run))
     assert "- Data: me/chats, texts in the form `text`, modules of Python's standard library, cut at" in card
     assert '- Chat template: the target\'s own with `{"enable_thinking": false, "strftime_now": "1 May"}`' in card
     assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
+    assert "- Trained on: the last answer of each text\n" in card
 
 
 def test_the_card_of_a_merge_names_all_parts_in_its_command(tiny_drafter_dir: Path) -> None:
