@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .conversations import Turn
 from .paths import built_in_templates
-from .template_options import read_template, with_options
+from .template_options import DATE, read_template, with_options
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,12 @@ def use_chat_template(
         own = require_template(tokenizer) if tokenizer.chat_template is None else tokenizer.chat_template
         named = with_options(own if isinstance(own, dict) else {"": own}, options)
         tokenizer.chat_template = named if isinstance(own, dict) else named[""]
+    if DATE in str(tokenizer.chat_template) and not any("date" in name or name == DATE for name in options or ()):
+        logger.warning(
+            "the chat template may write today's date, so prompts of another day differ: data.template_options={%s: "
+            '"26 Jul 2026"} fixes it',
+            DATE,
+        )
 
 
 class RejectedPromptError(ValueError):

@@ -243,7 +243,9 @@ def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: 
         assert reason in str(finder.texts(conversation, "all"))
 
 
-def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(
+    tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     template = "{{ effort | tojson }}{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     for value, text in (
@@ -254,6 +256,10 @@ def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(tiny
         tokenizer.chat_template = template
         use_chat_template(tokenizer, None, {"effort": value, "strftime_now": "1 May"})
         assert ChatTemplate(tokenizer).prompt((user("Hi"),)) == f"{text}1 MayHi"
+    assert "today's date" not in caplog.text
+    tokenizer.chat_template = template
+    use_chat_template(tokenizer, None, {"effort": 1})
+    assert "may write today's date" in caplog.text
     # The text of the template stays as it is, and the others of a tokenizer are kept.
     for own in ("\n  BEGIN{{ x }}", "  {% if x %}1{% endif %}", "{{ x }}"):
         tokenizer.chat_template = {"default": own, "tool_use": "{% for tool in tools %}TOOL{% endfor %}" + own}
