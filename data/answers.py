@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -107,7 +108,9 @@ class AnswerFinder:
                 texts[-1].spans += found.spans
         self._note_missing(conversation, texts[-1].text)
         if train_on == "every token":
-            return [Text(text.text, [(0, len(text.text))]) for text in texts]
+            # What a text shares with the one before is trained there.
+            starts = [0, *(shared_length(before.text, text.text) for before, text in pairwise(texts))]
+            return [Text(text.text, [(start, len(text.text))]) for start, text in zip(starts, texts, strict=True)]
         return [text for text in texts if text.spans]
 
     def _answer(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Text | str:

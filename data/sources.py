@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from glob import has_magic
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -239,13 +240,14 @@ def _parsed(
 ) -> Iterator[Conversation]:
     """Parse the records of a source."""
     assert source.source is not None  # DataSource has checked it
-    parse = FORMS[source.source].parse
+    parse, place = FORMS[source.source].parse, Path(path)
+    name = place.name if place.exists() or not has_magic(path) else place.parent.name or "data"  # of a pattern, its folder's
     for index, record in enumerate(_records(source, path)):
         conversation = parse(record, notes)
         if isinstance(conversation, str):
             dropped[conversation] += 1
         else:
-            yield replace(conversation, id=_unique_id(record, f"{Path(path).name}:{index}", seen), source=path)
+            yield replace(conversation, id=_unique_id(record, f"{name}:{index}", seen), source=path)
 
 
 def _records(source: DataSource, path: str) -> Iterable[Any]:

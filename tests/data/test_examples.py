@@ -167,6 +167,11 @@ def test_the_recipe_says_which_answers_are_trained(
     ]
     (example,), _ = encode_conversations([conversation], finder, 1000, train_on="every token")
     assert example.loss_mask.all()
+    # A template that rewrites gives a text for each answer; what both texts have is trained once.
+    tokenizer, finder = with_habit(tiny_tokenizer, HABITS["forgets reasoning"])
+    examples, _ = encode_conversations([conversation], finder, 1000, train_on="every token")
+    texts = [text for _, text in trained(examples, tokenizer)]
+    assert [("Q1" in text, "Q2" in text, "A2" in text) for text in texts] == [(True, False, False), (False, True, True)]
 
 
 def test_a_text_that_the_template_has_written_is_read_as_it_is(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -233,6 +233,7 @@ def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path, 
     for path in (str(tmp_path / "chats"), str(tmp_path / "chats" / "*.jsonl")):
         conversations, _ = load_conversations(DataConfig(source="messages", path=path))
         assert [conversation.turns[0].content for conversation in conversations[2:4]] == ["file 1 2?", "file 2 0?"]
+        assert conversations[0].id == "chats:0"
     (tmp_path / "one.json").write_text(json.dumps({"data": [messages(ASKED, SAID)] * 2}, indent=1))
     other = DataSource(source="messages", path=str(tmp_path / "one.json"))
     several = DataConfig(sources=[DataSource(source="messages", path=str(tmp_path / "chats")), other])
