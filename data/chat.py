@@ -206,6 +206,8 @@ class ChatTemplate:
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], **options: bool) -> tuple[str, list[Span]]:
         messages = [self._message(turn) for turn in turns]
+        if any(turn.tool_calls for turn in turns) and self._names_functions_in_ids:
+            _name_functions_in_ids(messages)
         text, spans = self._render_messages(messages, tools, **options)
         return text, spans
 
@@ -266,9 +268,15 @@ class ChatTemplate:
         """Whether calls have arguments as JSON in a text, and no content instead of an empty one."""
         for form in ((False, False), (False, True), (True, False), (True, True)):
             text = self._try([{"role": "assistant", **_calls_in(form, PROBED_CALLS, "")}])
-            if "CALLED" in text and "ARGUMENT" in text:
+            if "ARGUMENT" in text and ("CALLED" in text or PROBED_CALLS[0]["id"] in text):
                 return form
         return False, False
+
+    @cached_property
+    def _names_functions_in_ids(self) -> bool:
+        """Whether the template writes a call's id and not its function's name, which the id has then (Kimi K2)."""
+        text = self._try([{"role": "assistant", **_calls_in(self._form_of_calls, PROBED_CALLS, "")}])
+        return "CALLED" not in text and PROBED_CALLS[0]["id"] in text
 
     def _try(self, answer: list[dict[str, Any]]) -> str:
         """Return the text of a question and an answer; empty if the template rejects them."""
@@ -278,6 +286,22 @@ class ChatTemplate:
             raise
         except TEMPLATE_ERRORS:
             return ""
+
+
+def _name_functions_in_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Give all calls ids such as functions.NAME:0, counted over the conversation, and each result that of its call.
+
+    A result without an id belongs to the first call that has none.
+    """
+    ids, waiting, number = dict[str, str](), list[str](), 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = call["id"] = f"functions.{call['function']['name']}:{number}"
+            waiting, number = [*waiting, call["id"]], number + 1
+        if message["role"] == "tool":
+            id = ids.get(message.get("tool_call_id", ""), waiting[0] if waiting else None)
+            message |= {} if id is None else {"tool_call_id": id}
+            waiting = [other for other in waiting if other != id]
 
 
 def reasoning_of(turn: Turn) -> tuple[str | None, str]:

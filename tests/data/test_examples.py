@@ -248,6 +248,34 @@ def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: 
         assert reason in str(finder.texts(conversation, "all"))
 
 
+def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_names(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ 'Return of ' + m.tool_call_id + ': ' if m.role == 'tool' }}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<call>{{ call.id }}<args>{{ call.function.arguments | tojson }}</call>{% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer, finder = with_habit(tiny_tokenizer, Habit(template=template, ends=("<|end|>",), written=lambda *_: ""))
+
+    def calls(*names: str) -> Turn:
+        functions = [{"name": name, "arguments": {"x": 1}} for name in names]
+        return answer("", tool_calls=[{"id": f"call0000{at}", "function": one} for at, one in enumerate(functions)])
+
+    def result(**more: Any) -> Turn:
+        return Turn(role="tool", content="found", **more)
+
+    first = (user("Q1"), calls("find", "add"), result(tool_call_id="call00001"), result())
+    conversation = chat(*first, calls("find"), result(), answer("A"))
+    (example,), dropped = encode_conversations([conversation], finder, 1000)
+    assert not dropped
+    texts = [text for _, text in trained([example], tokenizer)]
+    one = '<call>functions.{}<args>{{"x": 1}}</call>'.format
+    assert texts == [f"{one('find:0')}{one('add:1')}<|end|>", f"{one('find:2')}<|end|>", "A<|end|>"]
+    results = re.findall(r"Return of (\S+): found", tokenizer.decode(example.input_ids))
+    assert results == ["functions.add:1", "functions.find:0", "functions.find:2"]
+
+
 def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(
     tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
