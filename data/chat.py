@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names under which chat templates look for the reasoning of a message."""
-PROBED_CALLS = [{"type": "function", "id": "call00000", "function": {"name": "CALLED", "arguments": {"x": "ARGUMENT"}}}]
+PROBED_ID = "call00000"
+PROBED_CALLS = [{"type": "function", "id": PROBED_ID, "function": {"name": "CALLED", "arguments": {"x": "ARGUMENT"}}}]
 THINK, THOUGHT = "<think>", "</think>"
 """Begin and end of reasoning, as models of many families write it."""
 
@@ -268,7 +269,7 @@ class ChatTemplate:
         """Whether calls have arguments as JSON in a text, and no content instead of an empty one."""
         for form in ((False, False), (False, True), (True, False), (True, True)):
             text = self._try([{"role": "assistant", **_calls_in(form, PROBED_CALLS, "")}])
-            if "ARGUMENT" in text and ("CALLED" in text or PROBED_CALLS[0]["id"] in text):
+            if "ARGUMENT" in text and ("CALLED" in text or PROBED_ID in text):
                 return form
         return False, False
 
@@ -276,7 +277,7 @@ class ChatTemplate:
     def _names_functions_in_ids(self) -> bool:
         """Whether the template writes a call's id and not its function's name, which the id has then (Kimi K2)."""
         text = self._try([{"role": "assistant", **_calls_in(self._form_of_calls, PROBED_CALLS, "")}])
-        return "CALLED" not in text and PROBED_CALLS[0]["id"] in text
+        return "CALLED" not in text and PROBED_ID in text
 
     def _try(self, answer: list[dict[str, Any]]) -> str:
         """Return the text of a question and an answer; empty if the template rejects them."""
