@@ -132,11 +132,12 @@ class AnswerFinder:
         first, end = places
         shared, is_call = min(shared, first), bool(answer.tool_calls)
         lost = ""
-        for part in (own if is_call else "", reasoning or ""):
+        without = replace(answer, content="", reasoning=reasoning), replace(answer, content=own, reasoning=None)
+        for part, rest in zip((own if is_call else "", reasoning or ""), without, strict=True):
             if not part.strip():
                 continue
             place = text.rfind(part.strip(), shared, first)
-            behind = text.rfind(part.strip(), end) if is_call else -1
+            behind = self._behind_call(part.strip(), text, end, (*turns[:-1], rest), tools) if is_call else -1
             if behind >= 0:
                 end = behind + len(part.strip())
             elif place >= 0:
@@ -163,6 +164,17 @@ class AnswerFinder:
         if marks and text[marks[-1][1] : end] in self.stops:
             marks[-1] = marks[-1][0], end
         return Text(text, [mark for mark in marks if mark[0] < mark[1]] or [(end, end)])
+
+    def _behind_call(self, part: str, text: str, end: int, others: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Return the index of a part of an answer behind its calls and before a stop token; -1 if it isn't there.
+
+        An argument may have the same words. Then the text is the same for `others`, turns without this part.
+        """
+        stop, has_stop = self._first_stop(text[end:])
+        place = text.rfind(part, end, end + stop if has_stop else len(text))
+        if place >= 0 and part in json.dumps(others[-1].tool_calls, ensure_ascii=False):
+            return -1 if self.template.text(others, tools) == text else place
+        return place
 
     def _places(
         self, text: str, start: int, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], own: str

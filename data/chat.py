@@ -292,17 +292,19 @@ class ChatTemplate:
 def _name_functions_in_ids(messages: Sequence[dict[str, Any]]) -> None:
     """Give all calls ids such as functions.NAME:0, counted over the conversation, and each result that of its call.
 
-    A result without an id belongs to the first call that has none.
+    A result belongs to the first call without a result that has its id, else its name, else any.
     """
-    ids, waiting, number = dict[str, str](), list[str](), 0
+    waiting, number = list[tuple[str, str, str]](), 0
     for message in messages:
         for call in message.get("tool_calls", ()):
-            ids[call["id"]] = call["id"] = f"functions.{call['function']['name']}:{number}"
-            waiting, number = [*waiting, call["id"]], number + 1
-        if message["role"] == "tool":
-            id = ids.get(message.get("tool_call_id", ""), waiting[0] if waiting else None)
-            message |= {} if id is None else {"tool_call_id": id}
-            waiting = [other for other in waiting if other != id]
+            name, given = call["function"]["name"], call["id"]
+            call["id"] = f"functions.{name}:{number}"
+            waiting, number = [*waiting, (given, name, call["id"])], number + 1
+        if message["role"] == "tool" and waiting:
+            own = message.get("tool_call_id"), message.get("name")
+            found = min(waiting, key=lambda one: (one[0] != own[0], one[1] != own[1]))
+            waiting.remove(found)
+            message["tool_call_id"] = found[2]
 
 
 def reasoning_of(turn: Turn) -> tuple[str | None, str]:
@@ -311,12 +313,14 @@ def reasoning_of(turn: Turn) -> tuple[str | None, str]:
     The reasoning is in a field of its own, or stands before `</think>` at the answer's begin. Where the
     prompt ends with `<think>`, answers lack it.
     """
-    if turn.role != "assistant" or turn.reasoning is not None:
+    if turn.role != "assistant":
         return turn.reasoning, turn.content
     before, mark, after = turn.content.partition(THOUGHT)
     if mark and (before.lstrip().startswith(THINK) or THINK not in before):
-        return before.strip().removeprefix(THINK).strip("\n"), after.lstrip("\n")
-    return None, turn.content
+        inside = before.strip().removeprefix(THINK).strip("\n")
+        if turn.reasoning is None or inside.strip() == turn.reasoning.strip():  # some exports have it twice
+            return inside if turn.reasoning is None else turn.reasoning, after.lstrip("\n")
+    return turn.reasoning, turn.content
 
 
 def without_reasoning(turn: Turn) -> Turn:

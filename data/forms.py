@@ -108,6 +108,7 @@ def _parse_json(value: Any) -> Any:
 def tools_of(record: Mapping[str, Any], notes: set[str] | None = None) -> Sequence[Mapping[str, Any]] | None:
     """Return the schemas of a record's functions; None if they can't be read."""
     tools = _parse_json(first_value(record, TOOL_KEYS, notes)) or []
+    tools = [_parse_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
@@ -126,7 +127,8 @@ def _calls_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return None
         arguments = _parse_json(function.get("arguments", function.get("parameters")))
-        if not isinstance(arguments, dict | None):
+        arguments = None if isinstance(arguments, str) and not arguments.strip() else arguments
+        if arguments and not isinstance(arguments, dict):
             return None
         # Some templates want an id of nine letters and digits.
         id = call["id"] if isinstance(call.get("id"), str) else f"call{number:05d}"
@@ -148,8 +150,8 @@ def _parse_turn(turn: Any, notes: set[str]) -> Turn | str:
     role = ROLES.get(name)
     if role is None:
         return f"unknown role {name!r:.40}"
-    if role == "tool" and isinstance(value, dict):
-        value = json.dumps(value, ensure_ascii=False)
+    if role == "tool" and text_of(value) is None and not _has_parts(value) and any(key in turn for key in TEXT_KEYS):
+        value = "" if value is None else json.dumps(value, ensure_ascii=False)
     # An empty text is one, too.
     text = text_of(value) if value is not None else "" if any(turn.get(key) == "" for key in TEXT_KEYS) else None
     if MEDIA_KEYS.intersection(key for key, media in turn.items() if media) or (isinstance(value, list) and text is None):
@@ -183,6 +185,10 @@ def _parse_turn(turn: Any, notes: set[str]) -> Turn | str:
         tool_call_id=str(call_id) if is_result and call_id is not None else None,
         trained=trained,
     )
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, dict) and "type" in part for part in value)
 
 
 def _parse_turns(turns: Any, notes: set[str]) -> list[Turn] | str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import HUB_PREFIX
+from .forms import FORMS
 from .hub import use_hub, why_offline
 from .paths import looks_like_path
 
@@ -155,7 +156,8 @@ def _unpacked(value: Any) -> list[Any]:
     records = value.get("data") if isinstance(value, dict) else None
     if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
         others = [other for key, other in value.items() if key != "data"]
-        if not any(isinstance(other, list | dict) for other in others):
+        is_record = any(form.fits(value) for form in FORMS.values())  # which has a key `data`
+        if not is_record and not any(isinstance(other, list | dict) for other in others):
             return records
     return [value]
 

@@ -248,6 +248,33 @@ def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: 
         assert reason in str(finder.texts(conversation, "all"))
 
 
+@pytest.mark.parametrize(
+    ("name", "turn", "expected"),
+    [
+        # The text is a part of the stop token.
+        (
+            "forgets reasoning",
+            answer("end", tool_calls=[{"id": "call00000", "function": {"name": "f", "arguments": {"x": 1}}}]),
+            '<think>\n\n</think>\n\nend<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>',
+        ),
+        # The template leaves the text out, and an argument has it, too.
+        (
+            "dates",
+            answer("Paris", tool_calls=[{"id": "call00000", "function": {"name": "f", "arguments": {"x": "Paris"}}}]),
+            HABITS["dates"].call(None, "Paris", '{"name": "f", "arguments": {"x": "Paris"}}'),
+        ),
+        # The reasoning is in a field and in the text.
+        ("forgets reasoning", answer("<think>\nHm.\n</think>\n\nA", reasoning="Hm."), "<think>\nHm.\n</think>\n\nA<|im_end|>"),
+    ],
+)
+def test_an_answer_that_says_something_twice_is_trained_once(
+    name: str, turn: Turn, expected: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer, finder = with_habit(tiny_tokenizer, HABITS[name])
+    (example,), _ = encode_conversations([chat(user("Q"), turn)], finder, 1000)
+    assert [text for _, text in trained([example], tokenizer)] == [expected]
+
+
 def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_names(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -269,6 +296,10 @@ def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_na
     conversation = chat(*first, calls("find"), result(), answer("A"))
     (example,), dropped = encode_conversations([conversation], finder, 1000)
     assert not dropped
+    named = [Turn(role="tool", content=f"of {name}", name=name) for name in ("add", "find")]
+    (other,), _ = encode_conversations([chat(user("Q"), calls("find", "add"), *named, answer("A"))], finder, 1000)
+    assert "functions.add:1: of add" in (text := tokenizer.decode(other.input_ids))
+    assert "functions.find:0: of find" in text
     texts = [text for _, text in trained([example], tokenizer)]
     one = '<call>functions.{}<args>{{"x": 1}}</call>'.format
     assert texts == [f"{one('find:0')}{one('add:1')}<|end|>", f"{one('find:2')}<|end|>", "A<|end|>"]

@@ -227,6 +227,22 @@ def write(path: Path, count: int, word: str) -> str:
     return str(path)
 
 
+def test_spellings_of_calls_results_and_tools_that_say_nothing_more(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}
+    nothing, rows = ({"role": "tool", "content": content} for content in (None, [{"a": 1}]))
+    record = {**messages(ASKED, call, nothing, call, rows, SAID), "tools": ['{"name": "f", "parameters": {}}']}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    ((conversation,), dropped) = load_conversations(DataConfig(source="messages", path=str(tmp_path / "a.jsonl")))
+    assert not dropped
+    assert [turn.content for turn in conversation.turns[2::2]] == ["", '[{"a": 1}]']
+    assert conversation.turns[1].tool_calls[0]["function"] == {"name": "f", "arguments": {}}
+    assert conversation.tools[0]["function"]["name"] == "f"
+    # A key `data` of a record isn't the records of a file.
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "q", "completion": "a", "data": [{"k": 1}]}))
+    ((conversation,), _) = load_conversations(DataConfig(source="completion", path=str(tmp_path / "b.jsonl")))
+    assert [turn.content for turn in conversation.turns] == ["q", "a"]
+
+
 def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (1, 2):
         write(tmp_path / "chats" / f"{number}.jsonl", 3, f"file {number}")
