@@ -128,7 +128,7 @@ def _calls_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
             return None
         arguments = _parse_json(function.get("arguments", function.get("parameters")))
         arguments = None if isinstance(arguments, str) and not arguments.strip() else arguments
-        if arguments and not isinstance(arguments, dict):
+        if not isinstance(arguments, dict | None):
             return None
         # Some templates want an id of nine letters and digits.
         id = call["id"] if isinstance(call.get("id"), str) else f"call{number:05d}"
