@@ -160,10 +160,10 @@ class RunConfig:
                 f"data.train_on is {self.data.train_on!r}, and distill.engine regenerates: all answers of the target are "
                 "trained; leave data.train_on out"
             )
-        if "distill" in self.stages and self.distill.engine is None and any(one.source == SELF for one in self.data.all_sources):
+        writes = any(source.source == SELF for source in self.data.all_sources)
+        if writes and self.distill.engine is None and "distill" in self.stages:
             problems.append(
-                f"data.source is {SELF}, whose conversations the target writes, and distill.engine is null; set distill.engine to "
-                "decoder"
+                f"data.source is {SELF}, and distill.engine is null; set distill.engine=decoder, which the target writes with"
             )
         self._drafter_runs: list[DrafterRun] = []
         for name, variant in (self.variants or {"": Variant()}).items():

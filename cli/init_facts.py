@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..data.conversations import Conversation, NO_ANSWER, is_unanswered
+from ..data.conversations import NO_ANSWER, Conversation, is_unanswered
 from ..data.forms import FORMS, form_of
 from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path

@@ -67,9 +67,7 @@ class PlannedTexts:
 class Planner:
     """The plan of one run. All processes measure; the first one prints."""
 
-    def __init__(
-        self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, scratch: Path
-    ) -> None:
+    def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, scratch: Path) -> None:
         self.config, self.target, self.folder, self.accelerator, self.scratch = config, target, folder, accelerator, scratch
         self.num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
         self.seconds, self.num_bytes = 0.0, 0

@@ -26,7 +26,7 @@ TEACHER_TEMPERATURE = (
 SELF = "self"
 SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "stdlib", SELF)
 """The forms of records (see `forms`), Python's standard library, and questions of the target's own."""
-MAX_TURNS = 32
+MAX_TURNS, QUESTION_TEMPERATURE = 32, 0.8
 TRAIN_ON = ("all", "last", "every token")
 HUB_PREFIX = "hf:"
 ONE_SOURCE = ("source", "path", "subset", "file", "revision", "weight", "count")
@@ -76,7 +76,7 @@ class DataSource:
     prefix: str = ""
     """For `self`: the beginning of each question, which chooses its language or its subject."""
 
-    question_temperature: Annotated[float, Field(gt=0, le=2)] = 0.8
+    question_temperature: Annotated[float, Field(gt=0, le=2)] = QUESTION_TEMPERATURE
     """For `self`: temperature at which questions are sampled. A higher one gives more different ones, of
     which fewer make sense."""
 
@@ -88,10 +88,12 @@ class DataSource:
         if self.source is None:
             return ["source is missing; give the form of the records"]
         if self.source == SELF:
-            problems = [] if self.count else ["count is missing; give the number of conversations that the target begins"]
-            return problems + [f"path is {self.path!r}, but the source self reads no file; leave it out"] * bool(self.path)
-        if self.count is not None:
-            return [f"count is {self.count}, which only the source self has; to use fewer records set limit"]
+            problems = [f"path is {self.path!r}, but the source {SELF} reads no file; leave it out"] if self.path else []
+            missing = "count is missing; give the number of conversations that the target begins"
+            return problems if self.count else [*problems, missing]
+        default = {"count": None, "turns": 1, "prefix": "", "question_temperature": QUESTION_TEMPERATURE}
+        if idle := [name for name, value in default.items() if getattr(self, name) != value]:
+            return [f"{', '.join(idle)}: set for the source {SELF} only; leave out, or set source={SELF}"]
         if self.source != "stdlib":
             missing = f"path is missing; the source {self.source} needs a local file or a data set id of the Hub"
             return [missing] if self.path is None else []

@@ -10,11 +10,13 @@ MIN_WORDS = 3
 """Fewest words of a question."""
 REPEATING_FROM, LEAST_DISTINCT = 24, 0.35
 """A question of so many words may not repeat them so often that fewer than this share are different."""
-LEAST_IN_ONE_SCRIPT = 0.85
+LEAST_IN_ONE_SCRIPT = 0.7
 """Share of the letters that must belong to one script."""
 RUN_WORDS, LARGEST_SHARED, MOST_PLACES = 3, 0.7, 256
 """A near-duplicate shares more than this part of its runs of three words with one earlier question. Of
 a run that very many questions have, such as `can you explain`, the first ones are compared."""
+NO_TEXT = ("Cc", "Co", "Cn")
+"""Unicode categories of control characters, and of characters that mean nothing."""
 EAST_ASIAN = frozenset({"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "KATAKANA-HIRAGANA", "BOPOMOFO"})
 """Scripts that one text mixes."""
 
@@ -26,7 +28,7 @@ def fault_of(question: str, prefix: str = "") -> str | None:
         return f"question of fewer than {MIN_WORDS} words"
     if OTHER_MARKS.search(question):
         return "question with a chat template's mark"
-    if any(unicodedata.category(char) in ("Cc", "Co", "Cn") and char not in "\n\t" for char in question) or "\ufffd" in question:
+    if "\ufffd" in question or any(unicodedata.category(char) in NO_TEXT for char in question if char not in "\n\t"):
         return "question with characters that are no text"
     if len(words) >= REPEATING_FROM and len(set(words)) < LEAST_DISTINCT * len(words):
         return "question that repeats itself"

@@ -103,8 +103,9 @@ def load_conversations(
 ) -> tuple[list[Conversation], Counter[str]]:
     """Load the valid conversations of the data, and count dropped records by reason.
 
-    They keep the data's order. Those without an answer are dropped, unless `unanswered` ones are wanted. `config.limit` samples that many by `config.seed`; those with an
-    `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run. Keys of
+    They keep the data's order. Those without an answer are dropped, unless `unanswered` ones are wanted.
+    `config.limit` samples that many by `config.seed`; those with an `overlap` with the evaluation are
+    then dropped. Ids are unique, and the same in every run. Keys of
     records that aren't used are logged. Raises ValueError if the data can't be read, or if nothing is left.
     """
     # 1. Read and parse. If some conversations are drawn, memory holds at most KEPT of the others.

@@ -70,7 +70,7 @@ class Opening:
         if not first.strip() or not behind.strip():
             side = "before" if not first.strip() else "behind"
             raise ValueError(
-                f"data.source is {SELF}, and {self._template} writes nothing {side} a user's question, so the target can't tell "
+                f"data.source is {SELF}, and {self._template} writes nothing {side} a user's question, so the target can't see "
                 f"where it {'begins' if side == 'before' else 'ends'}; set data.chat_template to another, or give data"
             )
         added = {str(token) for token in target.tokenizer.added_tokens_decoder.values() if token.special}
@@ -138,9 +138,11 @@ class Writer:
                 text = self._opening.text(self._messages, self._prefix)
                 prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         except (RejectedPromptError, *TEMPLATE_ERRORS) as error:
-            return self._end(f"rejected by the chat template ({error})")
+            self._end(f"rejected by the chat template ({error})")
+            return None
         if self._limits.room(len(prompt)) < 1:
-            return self._end("no room for another turn")
+            self._end("no room for another turn")
+            return None
         return Request(id=f"{self.id}#{self._turn}", prompt_ids=prompt, seed=answer_seed(self._seed, self.id, self._turn))
 
     def take(self, answer: Answer) -> None:
@@ -190,8 +192,12 @@ class SelfSource:
         # Greedy answers of a run stay as they are; its drafter would slow sampling down.
         self.asking = replace(
             config,
-            **{"temperature": source.question_temperature, "top_k": None, "top_p": None, "max_new_tokens": QUESTION_TOKENS},
-            **{"drafter": None, "drafter_settings": {}},
+            temperature=source.question_temperature,
+            top_k=None,
+            top_p=None,
+            max_new_tokens=QUESTION_TOKENS,
+            drafter=None,
+            drafter_settings={},
         )
         first = self.opening.text([], source.prefix)
         more = [source.turns, config.temperature, config.top_k, config.top_p, config.max_new_tokens] if source.turns > 1 else []
@@ -211,7 +217,8 @@ class SelfSource:
         if self.source.turns == 1:
             return questions
         limits = answer_limits(self.config, self.data, self.target)
-        return InTwoWays(questions, stack.enter_context(open_engine(replace(self.config, drafter=None), self.target, limits)))
+        plain = replace(self.config, drafter=None, drafter_settings={})
+        return InTwoWays(questions, stack.enter_context(open_engine(plain, self.target, limits)))
 
     def messages(self, example: AnsweredExample) -> list[dict[str, str]]:
         """Return the turns of a conversation that was written."""
@@ -229,7 +236,9 @@ class SelfSource:
 
     def records(self, examples: Sequence[AnsweredExample], dropped: Counter[str]) -> list[dict[str, Any]]:
         """Return the conversations as records, without near-duplicates of an earlier first question."""
-        records = [{"id": example.id.rpartition("#")[0], "messages": self.messages(example)} for example in examples]
+        records: list[dict[str, Any]] = [
+            {"id": example.id.rpartition("#")[0], "messages": self.messages(example)} for example in examples
+        ]
         repeated = near_duplicates(record["messages"][0]["content"] for record in records)
         dropped[REPEATED] += sum(repeated)
         return [record for record, again in zip(records, repeated, strict=True) if not again]
@@ -280,26 +289,24 @@ def sample_conversations(
     def path_of(number: int, source: DataSource) -> Path:
         # 1. Sources that are written.
         written, folder = SelfSource(config, data, source, number, target), output_dir / str(number)
-        plan, store, path = plan_shards(written.items, config.shard_examples), answer_store(folder), folder.with_suffix(".jsonl")
+        plan, store = plan_shards(written.items, config.shard_examples), answer_store(folder)
         missing = store.missing(plan) if store.is_begun else written.items
-        if not missing and path.exists():
+        if not missing and (path := folder.with_suffix(".jsonl")).exists():
             return path
         # 2. A sample of the others.
         sample = written.items[: config.decode_batch_size or NUM_SAMPLED]
         target.choose_linears()
         with ExitStack() as stack, tqdm(disable=True) as progress:
             engine, started = written.open(stack), time.perf_counter()
-            examples, _ = answer_conversations(list(map(written.begin, sample)), engine, progress)
+            examples, counts = answer_conversations(list(map(written.begin, sample)), engine, progress)
             seconds = (time.perf_counter() - started) * len(missing) / len(sample)
         target.plain_linears()
-        kept = written.records(examples, Counter())
-        if not kept:
-            raise ValueError(f"data.source is {SELF}, and none of {len(sample)} conversations that the target began can be used")
-        planned.append(
-            PlannedQuestions(num_missing=len(missing), num_sampled=len(sample), num_kept=len(kept), seconds=seconds)
-        )
+        dropped = Counter(counts.dropped)
+        if not (kept := written.records(examples, dropped)):
+            raise _useless(len(sample), dropped)
+        planned.append(PlannedQuestions(num_missing=len(missing), num_sampled=len(sample), num_kept=len(kept), seconds=seconds))
         repeated = [kept[index % len(kept)] for index in range(max(1, len(written.items) * len(kept) // len(sample)))]
-        path = scratch / path.name
+        path = scratch / f"{number}.jsonl"
         path.write_text("".join(json.dumps({**record, "id": f"{index}"}) + "\n" for index, record in enumerate(repeated)))
         return path
 
@@ -314,11 +321,10 @@ def with_files(data: DataConfig, path_of: Callable[[int, DataSource], Path]) -> 
         else source
         for number, source in enumerate(data.all_sources)
     ]
-    if data.sources:
-        return replace(data, sources=sources)
-    fresh = DataSource(source="messages", path=sources[0].path)
-    own = {name: getattr(fresh, name) for name in ("source", "path", "count", "turns", "prefix", "question_temperature")}
-    return replace(data, **own) if data.source == SELF else data
+    if data.sources or data.source != SELF:
+        return replace(data, sources=sources) if data.sources else data
+    names = ("source", "path", "count", "turns", "prefix", "question_temperature")
+    return replace(data, **{name: getattr(sources[0], name) for name in names})
 
 
 def _write(written: SelfSource, folder: Path, accelerator: Accelerator) -> None:
@@ -355,16 +361,20 @@ def _write_records(written: SelfSource, folder: Path, path: Path) -> None:
     records = written.records([example for entry in shards for example in read_answers(folder, entry)], dropped)
     begun = len(written.items)
     if not records:
-        raise ValueError(
-            f"data.source is {SELF}, and none of {begun} conversations that the target began can be used: "
-            f"{describe_drops(dropped)}. Lower data.question_temperature, or give data of another source; a base model, "
-            "without instruction tuning, can't ask"
-        )
+        raise _useless(begun, dropped)
     atomic_write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     statistics = {"num_begun": begun, "num_kept": len(records), "dropped": dict(dropped.most_common())}
     write_json(folder / STATS_FILE, statistics | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
-    logger.info("%d of %d conversations that the target began are used | dropped: %s", len(records), begun, describe_drops(dropped))
+    logger.info("%d of %d begun conversations are used | dropped: %s", len(records), begun, describe_drops(+dropped))
     for record in records[:NUM_SHOWN]:
         logger.info("  such as: %.160s", record["messages"][0]["content"].replace("\n", " "))
     if len(records) < FEW_KEPT * begun:
         logger.warning("that is a small part of them: lower data.question_temperature, or check data.chat_template")
+
+
+def _useless(begun: int, dropped: Counter[str]) -> ValueError:
+    return ValueError(
+        f"data.source is {SELF}, and none of {begun} conversations that the target began can be used: "
+        f"{describe_drops(+dropped)}. Lower data.question_temperature, or give data of another source: a base model, which "
+        "isn't trained on instructions, can't ask"
+    )
