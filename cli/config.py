@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from ..data.config import TEACHER_TEMPERATURE, DataConfig
+from ..data.config import SELF, TEACHER_TEMPERATURE, DataConfig
 from ..data.fields import MAX_COUNT, OPTIONS, Distinct, NumThreads, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig, stage_problems
@@ -159,6 +159,11 @@ class RunConfig:
             problems.append(
                 f"data.train_on is {self.data.train_on!r}, and distill.engine regenerates: all answers of the target are "
                 "trained; leave data.train_on out"
+            )
+        writes = any(source.source == SELF for source in self.data.all_sources)
+        if writes and self.distill.engine is None and "distill" in self.stages:
+            problems.append(
+                f"data.source is {SELF}, and distill.engine is null; set distill.engine=decoder, which the target writes with"
             )
         self._drafter_runs: list[DrafterRun] = []
         for name, variant in (self.variants or {"": Variant()}).items():

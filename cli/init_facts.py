@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..data.conversations import Conversation
+from ..data.conversations import NO_ANSWER, Conversation, is_unanswered
 from ..data.forms import FORMS, form_of
 from ..data.hub import use_hub, why_offline
 from ..data.paths import built_in_templates, looks_like_path
@@ -248,8 +248,8 @@ def read_data_facts(path: Path, max_chars: int) -> DataFacts:
     random, num_eligible = Random(0), 0
     for record in chain(first, records):
         conversation = FORMS[source].parse(record, notes)
-        if isinstance(conversation, str):
-            dropped[conversation] += 1
+        if isinstance(conversation, str) or is_unanswered(conversation):
+            dropped[conversation if isinstance(conversation, str) else NO_ANSWER] += 1
             continue
         num_records += 1
         checked += [conversation] if len(checked) < NUM_COMPARED else []

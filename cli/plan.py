@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from ..data.chat import encode_prompt
+from ..data.config import SELF, DataConfig
 from ..data.conversations import Conversation
 from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
@@ -28,6 +29,7 @@ from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
 from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
 from ..distill.regenerate.run import count_turns, load_questions, missing_conversations
+from ..distill.regenerate.self_written import sample_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.objective import max_chunk
@@ -65,8 +67,8 @@ class PlannedTexts:
 class Planner:
     """The plan of one run. All processes measure; the first one prints."""
 
-    def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-        self.config, self.target, self.folder, self.accelerator = config, target, folder, accelerator
+    def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, scratch: Path) -> None:
+        self.config, self.target, self.folder, self.accelerator, self.scratch = config, target, folder, accelerator, scratch
         self.num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
         self.seconds, self.num_bytes = 0.0, 0
         self.console = Console(highlight=False, quiet=not accelerator.is_main_process)
@@ -101,13 +103,14 @@ class Planner:
     def _labels(self, overlap: PromptOverlap | None, *, only_sample: bool) -> PlannedTexts:
         """Plan the answers and labels that are missing. Labels parts of some texts for the training, too."""
         # 1. The texts. Regenerated ones have the prompts of the data, and answers of a sampled length.
-        data, options, target = self.config.data, self.config.distill, self.target
-        texts, _ = load_examples(data, target, overlap)
+        options, target = self.config.distill, self.target
+        data = self._questions(only_sample=only_sample)
+        texts, _ = load_examples(data, target, overlap, unanswered=options.engine is not None)
         num_tokens, num_positions = count(texts)
         missing, is_regenerated = texts, options.engine is not None
         if is_regenerated:
             conversations, _ = load_questions(data, target, overlap)
-            answers = count_turns(conversations) * self._answer_tokens(conversations, texts, only_sample=only_sample)
+            answers = count_turns(conversations) * self._answer_tokens(conversations, texts, data, only_sample=only_sample)
             num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
         elif not only_sample:  # raises ValueError if the folder is another run's
             missing = missing_examples(options, data, target, texts, self.folder / "distill")
@@ -141,9 +144,23 @@ class Planner:
         )
         return sample
 
-    def _answer_tokens(self, conversations: Sequence[Conversation], texts: Sequence[Example], *, only_sample: bool) -> float:
+    def _questions(self, *, only_sample: bool) -> DataConfig:
+        """Plan the conversations that the target begins. Returns the data with a sample of them."""
+        config = self.config
+        if any(source.source == SELF for source in config.data.all_sources):
+            self._say("questions: the target begins some conversations ...")
+        data, planned = sample_conversations(config.distill, config.data, self.target, self.folder / "questions", self.scratch)
+        for one in planned if not only_sample else ():
+            kept = f"{one.num_kept} of {one.num_sampled} that were tried can be used"
+            seconds = one.seconds / self.num_workers
+            self._add("questions", seconds=seconds, lines=[f"{one.num_missing:,} conversations that the target begins; {kept}"])
+        return data
+
+    def _answer_tokens(
+        self, conversations: Sequence[Conversation], texts: Sequence[Example], data: DataConfig, *, only_sample: bool
+    ) -> float:
         """Plan the answers that are missing. Returns the mean length of an answer."""
-        options, data = self.config.distill, self.config.data
+        options = self.config.distill
         missing = missing_conversations(options, data, self.target, list(conversations), self.folder / "answers")
         size, limit = options.decode_batch_size or DEFAULT_BATCH_SIZE, min(options.max_new_tokens, data.max_length)
         self._say("answers: the target answers some prompts by plain decoding ...")

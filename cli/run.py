@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..distill.label.features import require_features
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
+from ..distill.regenerate.self_written import write_conversations
 from ..eval.measure.methods import Settings
 from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
@@ -242,9 +244,10 @@ def training_labels(config: RunConfig) -> DistillConfig | Manifest:
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     overlap, examples = prompt_overlap(config), None
+    data = write_conversations(config.distill, config.data, target, folder / "questions", accelerator)
     if config.distill.engine is not None:
-        examples = regenerate(config.distill, config.data, target, folder / "answers", accelerator, overlap=overlap)
-    distill(config.distill, config.data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
+        examples = regenerate(config.distill, data, target, folder / "answers", accelerator, overlap=overlap)
+    distill(config.distill, data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
     accelerator.wait_for_everyone()
 
 
@@ -260,7 +263,8 @@ def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accele
             log.warning("the plan has no evaluation, and no decontamination by its prompts: %s", error)
     if suites is not None:
         require_room(config.eval, suites, target.tokenizer, context_length)
-    Planner(config, target, folder, accelerator).print(overlap, suites)
+    with TemporaryDirectory() as scratch:
+        Planner(config, target, folder, accelerator, Path(scratch)).print(overlap, suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:

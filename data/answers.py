@@ -35,7 +35,7 @@ from .chat import (
     reasoning_of,
     without_reasoning,
 )
-from .conversations import Conversation, Turn
+from .conversations import NO_ANSWER, Conversation, Turn
 
 MAX_TURNS = 1000
 """Most turns of a conversation: a template renders the text before each answer again."""
@@ -83,7 +83,7 @@ class AnswerFinder:
         turns, tools = conversation.turns, conversation.tools
         answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
         if not answers:
-            return "no assistant turn"
+            return NO_ANSWER
         if answers[-1] >= MAX_TURNS:
             return f"more than {MAX_TURNS} turns"
         words = [f"{turn.reasoning}{turn.content}{json.dumps(turn.tool_calls, ensure_ascii=False)}" for turn in turns]

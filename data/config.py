@@ -23,11 +23,13 @@ TEACHER_TEMPERATURE = (
 """Error of a loss whose two sources have different temperatures."""
 
 
-SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "stdlib")
-"""The forms of records (see `forms`), and Python's standard library."""
+SELF = "self"
+SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "stdlib", SELF)
+"""The forms of records (see `forms`), Python's standard library, and questions of the target's own."""
+MAX_TURNS, QUESTION_TEMPERATURE = 32, 0.8
 TRAIN_ON = ("all", "last", "every token")
 HUB_PREFIX = "hf:"
-ONE_SOURCE = ("source", "path", "subset", "file", "revision", "weight")
+ONE_SOURCE = ("source", "path", "subset", "file", "revision", "weight", "count")
 """Options of a single source, which `sources` takes the place of."""
 
 
@@ -39,7 +41,8 @@ class DataSource:
     """Form of the records. One of `messages` ([{role, content}], as in UltraChat), `sharegpt`
     (conversations: [{from, value}]), `alpaca` (instruction, input, output), `completion` (prompt,
     completion), `tokens` (input_ids, loss_mask), `text` (text or source code files, or texts that a chat
-    template has written) and `stdlib` (Python's standard library; needs no path)."""
+    template has written), `stdlib` (Python's standard library; needs no path) and `self` (questions that
+    the target writes itself, `count` of them; needs no path, but distill.engine)."""
 
     path: str | None = None
     """A local file, a folder of files, a pattern such as chats/*.jsonl, or a data set id of the Hub
@@ -64,6 +67,19 @@ class DataSource:
     """In `data.sources`: this source's part of the mixture, in proportion to the other weights. None
     takes everything."""
 
+    count: PositiveInt | None = None
+    """For `self`: conversations that the target begins. Those that fail a filter are left out."""
+
+    turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 1
+    """For `self`: questions of each conversation."""
+
+    prefix: str = ""
+    """For `self`: the beginning of each question, which chooses its language or its subject."""
+
+    question_temperature: Annotated[float, Field(gt=0, le=2)] = QUESTION_TEMPERATURE
+    """For `self`: temperature at which questions are sampled. A higher one gives more different ones, of
+    which fewer make sense."""
+
     def __post_init__(self) -> None:
         raise_problems(self.problems())
 
@@ -71,6 +87,13 @@ class DataSource:
         """Return a line for each rule that the options break together."""
         if self.source is None:
             return ["source is missing; give the form of the records"]
+        if self.source == SELF:
+            problems = [f"path is {self.path!r}, but the source {SELF} reads no file; leave it out"] if self.path else []
+            missing = "count is missing; give the number of conversations that the target begins"
+            return problems if self.count else [*problems, missing]
+        default = {"count": None, "turns": 1, "prefix": "", "question_temperature": QUESTION_TEMPERATURE}
+        if idle := [name for name, value in default.items() if getattr(self, name) != value]:
+            return [f"{', '.join(idle)}: set for the source {SELF} only; leave out, or set source={SELF}"]
         if self.source != "stdlib":
             missing = f"path is missing; the source {self.source} needs a local file or a data set id of the Hub"
             return [missing] if self.path is None else []

@@ -45,6 +45,14 @@ class Conversation:
     """Token ids, and 1 for each one that is trained, else 0."""
 
 
+NO_ANSWER = "no assistant turn"
+
+
+def is_unanswered(conversation: Conversation) -> bool:
+    """Return whether a conversation only asks: only a target that answers it can use it."""
+    return bool(conversation.turns) and all(turn.role != "assistant" for turn in conversation.turns)
+
+
 def text_of(value: Any) -> str | None:
     """Return a text, or the texts of a list of parts of type text; None for anything else."""
     if isinstance(value, str):

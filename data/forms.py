@@ -239,9 +239,9 @@ def _usable(turns: list[Turn], notes: set[str]) -> list[Turn] | str:
         notes.add(FIRST_ANSWERS)
         turns = [turn for turn in turns[:asked] if turn.role == "system"] + turns[asked:]
     answers = [turn for turn in turns if turn.role == "assistant"]
-    if not answers:
-        return "no assistant turn"
-    return turns if any(turn.trained for turn in answers) else "no answer to train ('weight' 0 or 'train' false)"
+    if answers and not any(turn.trained for turn in answers):
+        return "no answer to train ('weight' 0 or 'train' false)"
+    return turns
 
 
 def _texts(turn: Turn) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .config import DataConfig, DataSource, Split
-from .conversations import Conversation, has_surrogate
+from .conversations import NO_ANSWER, Conversation, has_surrogate, is_unanswered
 from .forms import FORMS, ID_KEYS, form_of
 from .raw_records import SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
@@ -45,23 +45,25 @@ class PromptOverlap:
             self.suites[suite.name] = suite.revision
             for prompt in suite.prompts:
                 for turn in prompt.turns:
-                    for words in self._pieces(turn):
+                    for words in word_runs(turn, num_words):
                         self._suites.setdefault(words, suite.name)
 
     def suite_of(self, conversation: Conversation) -> str | None:
         """Return the suite that a prompt of the conversation overlaps with, or None."""
         texts = [turn.content for turn in conversation.turns if turn.role != "assistant"]
         for text in [*texts, *filter(None, [conversation.text])]:
-            for words in self._pieces(text):
+            for words in word_runs(text, self.num_words):
                 if words in self._suites:
                     return self._suites[words]
         return None
 
-    def _pieces(self, text: str) -> Iterator[Words]:
-        words = WORD.findall(text.lower())
-        if words:
-            for start in range(max(1, len(words) - self.num_words + 1)):
-                yield tuple(words[start : start + self.num_words])
+
+def word_runs(text: str, num_words: int) -> Iterator[Words]:
+    """Yield the runs of `num_words` words, without case and punctuation; of a shorter text all its words."""
+    words = WORD.findall(text.lower())
+    if words:
+        for start in range(max(1, len(words) - num_words + 1)):
+            yield tuple(words[start : start + num_words])
 
 
 def without_overlap(conversations: Sequence[Conversation], overlap: PromptOverlap, dropped: Counter[str]) -> list[Conversation]:
@@ -93,19 +95,24 @@ IsRendered = Callable[[str], bool]
 
 
 def load_conversations(
-    config: DataConfig, overlap: PromptOverlap | None = None, is_rendered: IsRendered | None = None
+    config: DataConfig,
+    overlap: PromptOverlap | None = None,
+    is_rendered: IsRendered | None = None,
+    *,
+    unanswered: bool = False,
 ) -> tuple[list[Conversation], Counter[str]]:
     """Load the valid conversations of the data, and count dropped records by reason.
 
-    They keep the data's order. `config.limit` samples that many by `config.seed`; those with an
-    `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run. Keys of
+    They keep the data's order. Those without an answer are dropped, unless `unanswered` ones are wanted.
+    `config.limit` samples that many by `config.seed`; those with an `overlap` with the evaluation are
+    then dropped. Ids are unique, and the same in every run. Keys of
     records that aren't used are logged. Raises ValueError if the data can't be read, or if nothing is left.
     """
     # 1. Read and parse. If some conversations are drawn, memory holds at most KEPT of the others.
     dropped, notes = Counter[str](), Counter[str]()
     is_drawn = config.limit is not None or any(source.weight for source in config.all_sources)
     counts, kept = [0] * len(config.all_sources), list[tuple[int, Conversation]]()
-    read = _conversations(config, dropped, notes, is_rendered)
+    read = _conversations(config, dropped, notes, is_rendered, unanswered)
     for number, conversation in tqdm(read, desc="read", unit="text", delay=SHOWN_FROM, disable=None):
         counts[number] += 1
         if not is_drawn or sum(counts) <= KEPT:
@@ -117,7 +124,7 @@ def load_conversations(
     conversations = [conversation for _, conversation in kept]
     if is_drawn:
         chosen, places = draw(config, counts), Counter[int]()
-        again = kept if sum(counts) <= KEPT else _conversations(config, Counter(), Counter(), is_rendered)
+        again = kept if sum(counts) <= KEPT else _conversations(config, Counter(), Counter(), is_rendered, unanswered)
         conversations = []
         for number, conversation in tqdm(again, desc="draw", unit="text", delay=SHOWN_FROM, disable=None):
             if places[number] in chosen[number]:
@@ -210,7 +217,7 @@ def describe_drops(dropped: Counter[str]) -> str:
 
 
 def _conversations(
-    config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None
+    config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None, unanswered: bool
 ) -> Iterator[tuple[int, Conversation]]:
     """Yield the conversations of all sources, each with the number of its source."""
     cuts = Cuts(seed=config.seed, prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]))
@@ -226,6 +233,9 @@ def _conversations(
             yield from ((number, conversation) for conversation in _files_of_text(source.path, cuts, dropped))
             continue
         for conversation in _parsed(source, source.path, dropped, notes, seen):
+            if not unanswered and is_unanswered(conversation):
+                dropped[NO_ANSWER] += 1
+                continue
             if conversation.text is None or (is_rendered is not None and is_rendered(conversation.text)):
                 yield number, conversation
                 continue

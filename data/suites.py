@@ -72,13 +72,13 @@ class Suite:
 
     num_prompts: int
     hub_id: str | None = None
-    """None if it isn't on the Hub."""
+    """None if it isn't on the Hub. Then it ships with outrider as `file`, or is at `download`."""
     download: str | None = None
-    """URL of its file in that case."""
+    """URL of its file."""
     subset: str | None = None
     split: str = "train"
     file: str | None = None
-    """One file of the data set, in place of a split."""
+    """One file of the data set, in place of a split; or the file beside this module."""
     revision: str | None = None
     """The data set's commit; None if none is known to be the right one."""
 
@@ -103,7 +103,7 @@ def load_suite(name: str, path: str | None = None, limit: int | None = None, see
     if limit is not None and limit < 1:
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
     suite = SUITES.get(name)
-    on_hub = suite is not None if path is None else name != "stdlib" and not is_local(path)
+    on_hub = suite is not None and suite.hub_id is not None if path is None else name != "stdlib" and not is_local(path)
     # 2. Read the prompts, and sample.
     hub_id, revision = (suite.hub_id, suite.revision) if suite and path is None else (path, None)
     prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
@@ -262,6 +262,8 @@ def _records(name: str, path: str | None, revision: str | None) -> tuple[str, It
     if path is not None:
         return path, load_records(path, revision=revision)
     suite = SUITES[name]
+    if suite.hub_id is None and suite.file is not None:
+        return suite.file, load_records(str(SUITES_FILE.with_name(suite.file)))
     if suite.hub_id is None:
         raise ValueError(f"{name} isn't on the Hub: download {suite.download}")
     return suite.hub_id, load_records(suite.hub_id, split=suite.split, subset=suite.subset, file=suite.file, revision=revision)

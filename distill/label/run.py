@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.answers import AnswerFinder
 from ...data.config import DataConfig
+from ...data.conversations import is_unanswered
 from ...data.examples import encode_conversations
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
@@ -144,14 +145,19 @@ def missing_examples(
 
 
 def load_examples(
-    data: DataConfig, target: HFTarget, overlap: PromptOverlap | None = None
+    data: DataConfig, target: HFTarget, overlap: PromptOverlap | None = None, *, unanswered: bool = False
 ) -> tuple[list[Example], Counter[str]]:
     """Load the examples of `data` in a fixed order, and count dropped records by reason.
 
-    Also logs the counts. Raises ValueError if no example is left.
+    With `unanswered`, a conversation that only asks is repeated as its own answer: for a plan, which
+    needs texts before there are answers. Also logs the counts. Raises ValueError if no example is left.
     """
     finder = AnswerFinder(target.tokenizer, target.stop_ids)
-    conversations, unread = load_conversations(data, overlap, finder.is_rendered)
+    conversations, unread = load_conversations(data, overlap, finder.is_rendered, unanswered=unanswered)
+    conversations = [
+        replace(one, turns=(*one.turns, replace(one.turns[-1], role="assistant"))) if is_unanswered(one) else one
+        for one in conversations
+    ]
     examples, unfit = encode_conversations(conversations, finder, data.max_length, train_on=data.train_on)
     logger.info(
         "%d conversations | %d examples, %d tokens | dropped: %s",

@@ -132,7 +132,8 @@ def conversations_sha256(conversations: Iterable[Conversation]) -> str:
     digest = hashlib.sha256()
     for conversation in conversations:
         tools = [list(conversation.tools)] if conversation.tools else []
-        digest.update(json.dumps([conversation.id, list(map(_facts, conversation.turns)), *tools]).encode() + b"\n")
+        texts = [conversation.text] if conversation.text is not None else []  # of a conversation that the target begins
+        digest.update(json.dumps([conversation.id, list(map(_facts, conversation.turns)), *tools, *texts]).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ earlier answers are read but not trained:
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,8 +37,27 @@ NOT_TRAINED = "answer that is read, not trained (weight 0)"
 AFTER_CALL = "behind a function's result, which belongs to another answer's call"
 
 
+class InTurns(Protocol):
+    """A conversation in progress, whose turns the target writes one after the other."""
+
+    examples: list[AnsweredExample]
+    dropped: Counter[str]
+    """Turns that weren't written, by reason."""
+    num_turns: int
+
+    @property
+    def num_done(self) -> int:
+        """Number of written and dropped turns."""
+
+    def next_request(self) -> Request | None:
+        """Return the next request for the target; None if the conversation has ended."""
+
+    def take(self, answer: Answer) -> None:
+        """Add the answer to the last request."""
+
+
 class Dialogue:
-    """A conversation in progress. `dropped` counts the turns without an answer, by reason."""
+    """A conversation whose questions are known (see `InTurns`)."""
 
     def __init__(
         self,

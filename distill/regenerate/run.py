@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from .answers import (
     read_answers,
     write_answers,
 )
-from .dialogues import Dialogue, questions
+from .dialogues import Dialogue, InTurns, questions
 from .engine import Engine, Limits
 from .engines.registry import open_engine
 
@@ -87,9 +87,17 @@ def regenerate(
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
     store, data_facts = answer_store(output_dir), describe_data(data, target.tokenizer.chat_template, overlap)
-    manifest, drafter = _begin_answers(config, data, target, plan, store, accelerator, data_facts)
+    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
     # 2. Answer them, shard by shard. With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
+
+    def begin(conversation: Conversation) -> Dialogue:
+        return Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=config.seed)
+
+    def make(shards: Mapping[int, Sequence[Conversation]], progress: tqdm) -> None:
+        with open_engine(config, target, limits, drafter) as engine:
+            answer_shards(shards, begin, engine, str(config.engine), output_dir, progress, worker)
+
     manifest = run_shards(
         store,
         manifest,
@@ -97,7 +105,7 @@ def regenerate(
         accelerator,
         worker,
         num_units=count_turns,
-        make=lambda shards, progress: _answer_shards(config, shards, target, drafter, limits, output_dir, progress, worker),
+        make=make,
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
         data_facts=data_facts,
@@ -108,7 +116,7 @@ def regenerate(
     if not examples:
         raise ValueError(
             f"none of the target's answers to {len(conversations)} conversations can be used; dropped turns: "
-            f"{describe_drops(_total(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
+            f"{describe_drops(total_counts(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
 
@@ -118,7 +126,7 @@ def load_questions(
 ) -> tuple[list[Conversation], Counter[str]]:
     """Load the conversations that have turns, and count dropped records by reason."""
     finder = AnswerFinder(target.tokenizer, target.stop_ids)
-    conversations, unread = load_conversations(data, overlap, finder.is_rendered)
+    conversations, unread = load_conversations(data, overlap, finder.is_rendered, unanswered=True)
     asked = [conversation for conversation in conversations if conversation.turns]
     if num_others := len(conversations) - len(asked):
         unread["texts or tokens that are written already, so nothing can be asked again"] += num_others
@@ -141,7 +149,7 @@ def missing_conversations(
     return store.missing(plan)
 
 
-def _begin_answers(
+def begin_answers(
     config: DistillConfig,
     data: DataConfig,
     target: HFTarget,
@@ -222,23 +230,13 @@ def describe_answers(
 
 
 def answer_conversations(
-    conversations: Sequence[Conversation],
-    target: HFTarget,
-    engine: Engine,
-    *,
-    limits: Limits,
-    seed: int,
-    progress: tqdm,
+    dialogues: Sequence[InTurns], engine: Engine, progress: tqdm
 ) -> tuple[list[AnsweredExample], AnswerCounts]:
     """Answer the first turns of all conversations, then the second turns, and so on.
 
     `progress` counts turns.
     """
     # 1. In each round, answer the next turn of all unfinished dialogues.
-    dialogues = [
-        Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=seed)
-        for conversation in conversations
-    ]
     num_shown = 0
     while waiting := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
         for answer in engine.answer([request for _, request in waiting.values()]):
@@ -266,33 +264,28 @@ def answer_conversations(
     return examples, counts
 
 
-def _answer_shards(
-    config: DistillConfig,
+def answer_shards(
     shards: Mapping[int, Sequence[Conversation]],
-    target: HFTarget,
-    drafter: LoadedDrafter | None,
-    limits: Limits,
+    begin: Callable[[Conversation], InTurns],
+    engine: Engine,
+    name: str,
     output_dir: Path,
     progress: tqdm,
     worker: Worker,
 ) -> None:
-    """Answer and write these shards. `progress` counts turns."""
-    with open_engine(config, target, limits, drafter) as engine:
-        for index, conversations in shards.items():
-            # 1. Answer the conversations.
-            started = time.perf_counter()
-            examples, counts = answer_conversations(
-                conversations, target, engine, limits=limits, seed=config.seed, progress=progress
-            )
-            seconds = time.perf_counter() - started
-            progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
-            # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
-            if not worker.speaks:
-                continue
-            assert config.engine is not None
-            stats = AnsweringStats(engine=config.engine, seconds=seconds)
-            write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
-            write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
+    """Answer and write these shards. `progress` counts turns, `name` is the engine's."""
+    for index, conversations in shards.items():
+        # 1. Answer the conversations.
+        started = time.perf_counter()
+        examples, counts = answer_conversations(list(map(begin, conversations)), engine, progress)
+        seconds = time.perf_counter() - started
+        progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+        # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
+        if not worker.speaks:
+            continue
+        stats = AnsweringStats(engine=name, seconds=seconds)
+        write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
+        write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
 def count_turns(conversations: Sequence[Conversation]) -> int:
@@ -310,7 +303,7 @@ def _write_statistics(
 ) -> None:
     """Write the statistics of all shards, and warn if many answers are cut."""
     # 1. Sum over the shards. Shards without statistics have answers, but no seconds.
-    num, dropped = _total(shards)
+    num, dropped = total_counts(shards)
     stats = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
     seconds = {index: shard_stats.seconds for index, shard_stats in stats.items()}
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
@@ -349,7 +342,8 @@ def _write_statistics(
         )
 
 
-def _total(shards: Sequence[AnswersEntry]) -> tuple[dict[str, int], Counter[str]]:
+def total_counts(shards: Sequence[AnswersEntry]) -> tuple[dict[str, int], Counter[str]]:
+    """Sum the counts of shards, and their dropped turns by reason."""
     names = ("num_turns", "num_answers", "num_cut", "num_tokens")
     num = {name: sum(getattr(entry.counts, name) for entry in shards) for name in names}
     return num, sum((Counter(entry.counts.dropped) for entry in shards), Counter[str]())

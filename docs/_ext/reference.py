@@ -84,7 +84,7 @@ def forms() -> str:
         (f"`{name}`", f"`{form.example}`", _keys(need.replace("|", " or ") for need in form.needs), _keys(form.uses))
         for name, form in FORMS.items()
     ]
-    rows.append(("`stdlib`", "none: Python's own library", "", ""))
+    rows += [("`stdlib`", "none: Python's own library", "", ""), ("`self`", "none: the target writes the questions", "", "")]
     roles = [
         (f"`{role}`", _keys(name for name in ROLES if ROLES[name] == role), _keys(keys)) for role, keys in TURN_KEYS.items()
     ]

@@ -21,6 +21,9 @@ TEXT = DataSource(source="text", path="a")
             "sources and source are set; leave out sources, or set source to null",
         ),
         ({"sources": [DataSource(source="text", path="a", weight=1.0), TEXT]}, "a weight to each"),
+        ({"source": "self"}, "count is missing"),
+        ({"source": "self", "count": 9, "path": "a"}, "reads no file"),
+        ({"source": "text", "path": "a", "turns": 2}, "turns: set for the source self only"),
         ({"source": "text", "path": "a", "template_options": {"a-b": 1}}, "template_options has 'a-b'"),
     ],
 )
@@ -32,7 +35,7 @@ def test_values_that_cannot_work_together_are_refused(values: dict[str, object],
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"limit": 0, "max_length": 1, "seed": -1, "overlap_words": 0, "prompt_chars": [0]}
     assert problems(DataConfig, source="csv", **values) == [
-        'source="csv": must be one of messages, sharegpt, alpaca, completion, tokens, text, stdlib',
+        'source="csv": must be one of messages, sharegpt, alpaca, completion, tokens, text, stdlib, self',
         "limit=0: must be above 0",
         "max_length=1: must be at least 2",
         "seed=-1: must be at least 0",

@@ -28,6 +28,15 @@ def test_alpaca_eval_has_all_prompts(shared_data: Path) -> None:
     assert len({prompt.id for prompt in suite.prompts}) == 805
 
 
+def test_the_shipped_suite_has_ten_prompts_a_language() -> None:
+    suite = load_suite("languages")
+    assert Counter(prompt.category for prompt in suite.prompts) == dict.fromkeys(
+        ["german", "french", "spanish", "chinese", "hindi"], SUITES["languages"].num_prompts // 5
+    )
+    assert len({prompt.turns for prompt in suite.prompts}) == 50
+    assert suite.source is None
+
+
 def question(index: int, **change: object) -> dict[str, object]:
     return {"question_id": index, "category": "writing", "turns": [f"Question {index}", "And now?"], **change}
 
@@ -151,7 +160,7 @@ def test_published_suites_are_read_at_their_pinned_commit(monkeypatch: pytest.Mo
     assert pinned.source == f"openai/gsm8k@{commit}"
     custom = load_suite("mine", "user/prompts")
     assert (custom.source, requests[-1]["path"], requests[-1]["revision"]) == ("user/prompts", "user/prompts", None)
-    assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench"}
+    assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench", "languages"}
 
 
 def test_a_users_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -> None:

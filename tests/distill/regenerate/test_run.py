@@ -25,6 +25,7 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import GREEDY_AGREEMENT, SUSPICIOUS_AGREEMENT, distill
 from outrider.distill.regenerate import run as module
 from outrider.distill.regenerate.answers import answer_store, read_answers
+from outrider.distill.regenerate.dialogues import Dialogue
 from outrider.distill.regenerate.engine import Answer, Limits, Request
 from outrider.distill.regenerate.run import answer_conversations, answer_limits, regenerate
 from outrider.models.llm import linears
@@ -347,7 +348,11 @@ def test_a_request_without_an_answer_is_an_error(target: HFTarget, data: DataCon
     conversations, _ = load_conversations(data)
     limits = Limits(max_new_tokens=9, max_tokens=99)
     with tqdm(disable=True) as progress, pytest.raises(RuntimeError, match="Forgetful left 4 requests unanswered"):
-        answer_conversations(conversations, target, Forgetful(), limits=limits, seed=0, progress=progress)
+        answer_conversations(
+            [Dialogue(one, target.tokenizer, limits=limits, stop_ids=STOPS, seed=0) for one in conversations],
+            Forgetful(),
+            progress,
+        )
 
 
 def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(
