@@ -97,7 +97,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def _start_from(self, target_head: nn.Linear) -> None:
         """Copy the target's head, and pass h through to it unchanged.
 
-        Of a reduced vocabulary the rows are copied when its tokens are chosen. At first the drafter then tends to predict the token that the target has just chosen.
+        Of a reduced vocabulary the rows are copied when its tokens are chosen. At first the drafter
+        then tends to predict the token that the target has just chosen.
         """
         assert isinstance(self.head, nn.Linear)
         if self.head.in_features != target_head.in_features:
