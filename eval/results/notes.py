@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
 from ..records.names import BASELINE, OOM, title_of
 from .figures import NOISY_SHARE, SLOW
 from .lossless import LOSSY
@@ -67,12 +66,7 @@ def headline(rows: Sequence[Row]) -> str:
     if not valid:
         return f"No setting has a valid speedup.{_without_speed(drafted)}"
     best = max(valid, key=lambda row: row["speedup"] or 0.0)
-    facts = [
-        _verdict(best) + _beside(best, valid),
-        _by_unit(best),
-        f"{_number(best['tokens_per_step'])} tokens per step",
-        _answers(best),
-    ]
+    facts = [_verdict(best), _by_unit(best), f"{_number(best['tokens_per_step'])} tokens per step", _answers(best)]
     return f"{'; '.join(facts)} ({group_name(best)}).{_without_speed(drafted)}"
 
 
@@ -94,24 +88,6 @@ def _verdict(row: Row) -> str:
     if (row["speedup"] or 0.0) > 1:
         return f"Fastest: {speed} by {name}{doubt}"
     return f"Not faster than plain decoding: {speed} by {name} at best{doubt}"
-
-
-def _beside(best: Row, rows: Sequence[Row]) -> str:
-    """Describe the same merge with or without the trained drafter, which shows what training adds."""
-    parts = _parts(best)
-    for row in rows:
-        (differing, *others) = parts ^ _parts(row) or {""}
-        if group_name(row) != group_name(best) or others or not differing or differing in TRAINING_FREE_NAMES:
-            continue
-        if len(parts & _parts(row)) > 1:  # the rest is a merge itself
-            word = "with" if differing in _parts(row) else "without"
-            return f" ({_number(row['speedup'])}x {word} {title_of(differing)})"
-    return ""
-
-
-def _parts(row: Row) -> set[str]:
-    """Return the kinds of drafters that a row's method merges."""
-    return {*row["method"].partition(" ")[0].split(SEPARATOR)}
 
 
 def _by_unit(row: Row) -> str:

@@ -97,17 +97,6 @@ def test_the_headline_of_one_group(rows: list[Row], text: str) -> None:
     assert "\n" not in shown
 
 
-def test_the_headline_has_what_the_trained_drafter_adds_to_a_merge() -> None:
-    free = make_row("Suffix + Recycling", method="suffix+recycling expected", speedup=1.9)
-    merged = make_row("ReDrafter + Suffix + Recycling", method="redrafter+suffix+recycling expected", speedup=2.1)
-    others = [make_row("Recycling", method="recycling"), make_row("Suffix", method="suffix"), make_row(method="redrafter b=4")]
-    assert " by ReDrafter + Suffix + Recycling (1.90x without ReDrafter);" in headline([*others, free, merged])
-    merged["speedup"] = 1.7
-    assert " by Suffix + Recycling (1.70x with ReDrafter);" in headline([*others, free, merged])
-    free["batch_size"] = 4
-    assert "ReDrafter);" not in headline([*others, free, merged])
-
-
 def test_of_several_groups_the_fastest_row_is_named_with_its_group() -> None:
     """A method without a speed in one group may be the fastest: no row of the table is above the claim."""
     elsewhere: dict[str, Any] = {"suite": "gsm8k", "temperature": 1.0}
