@@ -48,8 +48,8 @@ class SuiteConfig:
     """A set of prompts."""
 
     name: str
-    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, languages or stdlib; any other name stands for a
-    file of your own prompts."""
+    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, languages, manual or stdlib; any other
+    name stands for a file of your own prompts."""
     path: str | None = None
     """A local file of the suite; None reads it from the Hub, at the commit that the suite is pinned to
     (or, for stdlib, from the running Python)."""
