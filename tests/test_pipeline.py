@@ -77,7 +77,7 @@ def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     result = subprocess.run(
         [sys.executable, REPOSITORY / "train.py", "conf=demo", *overrides],
         cwd=elsewhere,
-        env=os.environ,
+        env={**os.environ, "OUTRIDER_COMMAND": "make demo"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -146,6 +146,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     ]
     command = "outrider" if shutil.which("outrider") else str(Path(sys.executable).with_name("outrider"))
     assert last[4] == f"  {command} init my.yaml --target DIR_OR_ID --data FILE"
+    assert last[-1] == "  make chat"
     assert printed.count("the first example, with what is trained on between [[ and ]]") == 1
     assert "ReDrafter" in printed
 
