@@ -189,6 +189,7 @@ def test_mistakes_are_found_before_the_weights_are_read(tiny_target_dir: Path, t
     shutil.copytree(tiny_target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
     (tmp_path / "target" / "model.safetensors").touch()
     write_drafter_config(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").touch()
     for options, words in (
         (["--drafter", f"{tmp_path / 'other'}+suffix", "--chat-template", "vicuna_v1.1"], "doesn't fit target: hidden_size"),
         ([], "has no chat template"),

@@ -95,9 +95,9 @@ WRONG: dict[str, Any] = {"speedup": None, "lossless": False, "lossless_label": "
                 make_row("Suffix + Recycling, 40 nodes, paced", speedup=1.5, speedup_ci95=(1.3, 1.8)),
                 make_row("ReDrafter + Suffix + Recycling, 40 nodes, paced"),
             ],
-            "Fastest: 1.70x [1.11, 1.34] by Suffix (10 nodes); median 1.25x, faster on 27 of 30 prompts; 1.90 tokens per step; all "
-            "answers identical (stdlib, greedy). What ReDrafter adds to Suffix + Recycling: 1.22x [1.11, 1.34] with it, 1.50x "
-            "[1.30, 1.80] without it.",
+            "Fastest: 1.70x [1.11, 1.34] by Suffix (10 nodes); median 1.25x, faster on 27 of 30 prompts; 1.90 tokens per step; "
+            "all answers identical (stdlib, greedy). What ReDrafter adds to Suffix + Recycling: 1.22x [1.11, 1.34] with it, "
+            "1.50x [1.30, 1.80] without it.",
             id="a merge with and without its trained drafter",
         ),
     ],
