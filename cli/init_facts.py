@@ -98,6 +98,11 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     Raises ValueError if the target doesn't exist, or has no chat template.
     """
     # 1. Read its config.json. A multimodal model has the sizes in text_config.
+    name = target
+    if target.endswith(".gguf") or (Path(target).is_dir() and not Path(target, "config.json").is_file()):
+        from ..models.llm.gguf_files import folder_of  # imports torch
+
+        target = folder_of(target)
     if looks_like_path(target) and not Path(target).is_dir():
         raise ValueError(f"target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
     config = _read_json(target, "config.json")
@@ -113,7 +118,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     positions = config.get("max_position_embeddings") or 2 * MAX_LENGTH
     template, reason, text = _chat_template(target, chat_template)
     return TargetFacts(
-        name_or_path=str(Path(target).resolve()) if Path(target).is_dir() else target,
+        name_or_path=str(Path(name).resolve()) if Path(name).exists() else name,
         description=f"{model_type}: {config['num_hidden_layers']} layers of width "
         f"{config['hidden_size']}, a vocabulary of {config['vocab_size']}, up to {positions} positions",
         model_type=model_type,

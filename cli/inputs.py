@@ -14,7 +14,7 @@ from .config import STAGES
 DATA = "an existing file, a folder of files, or a data set id of the Hub (owner/name)"
 SUITE_FILE = "an existing file of prompts, or the name of a suite, such as mt_bench"
 SUITE_PATH = "an existing file of prompts, or a data set id of the Hub (owner/name)"
-MODEL = "a directory with config.json, or a Hub id (owner/name)"
+MODEL = "a directory with config.json, a GGUF file, or a Hub id (owner/name)"
 DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
 ANY_DRAFTER = (
     f"a drafter's folder, its name on the Hub (user/name), {', '.join(TRAINING_FREE_NAMES)}, {MODEL_PREFIX}MODEL, or several "

@@ -15,6 +15,8 @@ TRAINING_FREE_NAMES = ("prompt_lookup", "suffix", "recycling")
 """Drafters without weights (see the registry of drafters)."""
 MODEL_PREFIX = "draft_model:"
 """What precedes the folder or the Hub id of a causal LM that drafts as it is, without training."""
+PACKAGE_PREFIX = "package:"
+"""What precedes a target's file in an installed Python package: `package:REQUIREMENT/FILE`."""
 SEPARATOR = "+"
 
 
@@ -71,7 +73,7 @@ def nearest_name(part: str) -> str:
     return "".join(f"; did you mean {close}?" for close in get_close_matches(part, TRAINING_FREE_NAMES, 1))
 
 
-FILE_SUFFIXES = (".json", ".jsonl", ".jinja", ".parquet", ".gz", ".txt", ".yaml")
+FILE_SUFFIXES = (".json", ".jsonl", ".jinja", ".parquet", ".gz", ".txt", ".yaml", ".gguf")
 
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -102,7 +104,8 @@ def looks_like_path(value: str) -> bool:
     owner/name and gpt2 may be on the Hub.
     """
     is_relative = value in (".", "..") or value.startswith(("./", "../"))
-    return is_relative or value.startswith(("/", "~")) or value.endswith(FILE_SUFFIXES) or value.count("/") > 1
+    is_file = value.endswith(FILE_SUFFIXES) and not value.startswith(PACKAGE_PREFIX)
+    return is_relative or value.startswith(("/", "~")) or is_file or value.count("/") > 1
 
 
 def built_in_templates() -> list[str]:

@@ -37,6 +37,7 @@ from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS, default_f
 from outrider.models.drafters.saved.build import shape_digest
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from outrider.models.drafters.small_models import PER_LAYER
+from outrider.models.llm.gguf_files import folder_of
 from outrider.models.llm.loading import TOKENIZER_PATTERNS
 
 RECORD_FILE = "grown.json"
@@ -84,6 +85,7 @@ class Source:
     def of(cls, folder: Path) -> "Source":
         """Read a checkpoint's headers, and its config.json. Raises ValueError if it can't grow."""
         # 1. The configuration.
+        folder = Path(folder_of(str(folder)))
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json; give the folder of a Llama-like model")
         config = read_json(folder / "config.json")
@@ -321,7 +323,7 @@ def drafter_name(folder: Path) -> str:
 
 def main(
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
-    target: Annotated[Path, typer.Option(help="Folder of the model to grow.")] = Path("models/demo_target"),
+    target: Annotated[Path, typer.Option(help="Folder or GGUF file of the model to grow.")] = Path("models/demo_target"),
     parameters: Annotated[str | None, typer.Option(help="Size, such as 400M; chooses layers and neurons.")] = None,
     layers: Annotated[int | None, typer.Option(help="Decoder layers; as many as the original unless given.")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Neurons of an MLP; as many as the original unless given.")] = None,

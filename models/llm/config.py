@@ -133,7 +133,9 @@ class TargetConfig:
     """The frozen target model."""
 
     name_or_path: str
-    """Hub id, or a directory with `config.json`, weights and tokenizer."""
+    """Hub id, a directory with `config.json`, weights and tokenizer, or a GGUF file: its weights are
+    dequantised once, into a cache. `package:REQUIREMENT/FILE.gguf` is a file in an installed Python
+    package."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; None is the default branch."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = "auto"

