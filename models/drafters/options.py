@@ -65,8 +65,8 @@ class RedrafterConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
-            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start with it; set random")
+        if self.head_init == "target" and self.head_rank is not None:
+            problems.append("head_init is target, but a head of lower rank can't start with it; set random")
         num_nodes = self.beam_width * self.beam_length
         if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
             problems.append(

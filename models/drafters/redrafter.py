@@ -76,6 +76,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         if config.rnn:
             self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
             self.input = nn.Linear(hidden_size, hidden_size)  # W, b
+        self._target_head: tuple[nn.Linear, ...] = ()  # with `head_init: target`, a reference as above
         self.projection = nn.Identity() if exit_width == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_width)
         self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.num_blocks)))
         self.head: nn.Module = nn.Linear(exit_width, num_outputs, bias=False)
@@ -96,20 +97,31 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def _start_from(self, target_head: nn.Linear) -> None:
         """Copy the target's head, and pass h through to it unchanged.
 
-        At first the drafter then tends to predict the token that the target has just chosen.
+        Of a reduced vocabulary the rows are copied when its tokens are chosen. At first the drafter
+        then tends to predict the token that the target has just chosen.
         """
         assert isinstance(self.head, nn.Linear)
-        if self.head.weight.shape != target_head.weight.shape:
+        if self.head.in_features != target_head.in_features:
             raise ValueError(
                 f"drafter.head_init is target, whose head is {target_head.in_features} wide; "
                 "drafter.exit_width must be the same"
             )
         assert isinstance(self.projection, nn.Linear)
         width = target_head.in_features
+        self._target_head = (target_head,)
         with torch.no_grad():
-            self.head.weight.copy_(target_head.weight)
+            if self.vocabulary.tokens is None:
+                self.head.weight.copy_(target_head.weight)
             self.projection.weight[:, :width] = torch.eye(width)
             self.projection.bias.zero_()
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Choose the most frequent tokens. With `head_init: target` their rows of the target's head are copied."""
+        super().choose_draft_vocabulary(token_counts)
+        if self.vocabulary.tokens is not None and self._target_head:
+            assert isinstance(self.head, nn.Linear)
+            with torch.no_grad():
+                self.head.weight.copy_(self._target_head[0].weight[self.vocabulary.tokens])
 
     @property
     def max_nodes(self) -> int:
