@@ -124,11 +124,11 @@ def test_the_demo_has_the_settings_that_its_documented_figures_were_measured_wit
         checkpoint_every=5,
     )
     assert config.eval == EvalConfig(
-        suites=[SuiteConfig(name="stdlib", limit=30)],
+        suites=[SuiteConfig(name="stdlib", limit=16)],
         settings=[
             {"beam_width": 4, "beam_length": 3, "tree_nodes": 5},
         ],
-        baselines=["prompt_lookup", "recycling"],
+        baselines=["prompt_lookup", "recycling", "suffix+recycling"],
         merge=["suffix", "recycling"],
         max_new_tokens=128,
         repeats=1,
