@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -61,7 +62,7 @@ from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
 from .calibration_stage import calibrate
 from .config import RunConfig
-from .errors import silence_bars
+from .errors import COMMAND_VARIABLE, silence_bars
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
 from .plan import Planner
 from .rehearsal import rehearse, works_together
@@ -381,3 +382,6 @@ def print_next(files: Mapping[Path, str], console: Console) -> None:
     # A virtual environment that isn't active has its commands beside its Python only.
     command = "outrider" if shutil.which("outrider") else shlex.quote(str(Path(sys.executable).with_name("outrider")))
     console.print(Text(f"  {command} {OWN_MODEL}"), soft_wrap=True)
+    if os.environ.get(COMMAND_VARIABLE, "").startswith("make "):  # in a clone
+        console.print(Text("To see drafts at work, in a chat:", style="bold"))
+        console.print(Text("  make chat"))

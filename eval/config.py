@@ -21,7 +21,7 @@ from ..data.fields import (
     one_of,
     raise_problems,
 )
-from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name
+from ..data.paths import MODEL_PREFIX, SEPARATOR, TRAINING_FREE_NAMES, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 
@@ -34,10 +34,11 @@ TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], Aft
 
 
 def _untrained(name: str) -> str:
-    """Return the name of a drafter that needs no training; ValueError for other names."""
-    if name in TRAINING_FREE_NAMES or name.startswith(MODEL_PREFIX):
+    """Return the name of drafters that need no training, several joined by +; ValueError for other names."""
+    if set(name.split(SEPARATOR)) <= set(TRAINING_FREE_NAMES) or name.startswith(MODEL_PREFIX):
         return name
-    raise ValueError(f"must be one of {', '.join(TRAINING_FREE_NAMES)}, or {MODEL_PREFIX}MODEL{nearest_name(name)}")
+    names = ", ".join(TRAINING_FREE_NAMES)
+    raise ValueError(f"must be one of {names}, several joined by {SEPARATOR}, or {MODEL_PREFIX}MODEL{nearest_name(name)}")
 
 
 Untrained = Annotated[list[Annotated[str, AfterValidator(_untrained)]], AfterValidator(different)]
@@ -90,8 +91,8 @@ class EvalConfig:
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}. Each entry is a
     method of the table."""
     baselines: Untrained = field(default_factory=list)
-    """Drafters without training that are compared too: prompt_lookup, suffix, recycling, or a small
-    causal LM as it is (`draft_model:DIR` or `draft_model:user/name`)."""
+    """Drafters without training that are compared too: prompt_lookup, suffix, recycling, several of
+    these joined by +, or a small causal LM as it is (`draft_model:DIR` or `draft_model:user/name`)."""
     merge: TrainingFree = field(default_factory=list)
     """Training-free drafters that each trained drafter is merged with, as a further method: [suffix,
     recycling]. It drafts by expected gain, with the first of the drafter's settings, except

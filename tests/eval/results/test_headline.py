@@ -89,6 +89,17 @@ WRONG: dict[str, Any] = {"speedup": None, "lossless": False, "lossless_label": "
             "lossless by its rule (stdlib, temperature 1, batch size 4).",
             id="samples in batches",
         ),
+        pytest.param(
+            [
+                make_row("Suffix, 10 nodes", speedup=1.7),
+                make_row("Suffix + Recycling, 40 nodes, paced", speedup=1.5, speedup_ci95=(1.3, 1.8)),
+                make_row("ReDrafter + Suffix + Recycling, 40 nodes, paced"),
+            ],
+            "Fastest: 1.70x [1.11, 1.34] by Suffix (10 nodes); median 1.25x, faster on 27 of 30 prompts; 1.90 tokens per step; "
+            "all answers identical (stdlib, greedy). What ReDrafter adds to Suffix + Recycling: 1.22x [1.11, 1.34] with it, "
+            "1.50x [1.30, 1.80] without it.",
+            id="a merge with and without its trained drafter",
+        ),
     ],
 )
 def test_the_headline_of_one_group(rows: list[Row], text: str) -> None:
