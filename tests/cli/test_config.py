@@ -83,7 +83,8 @@ def required(recipe: str, trained: Path) -> list[str]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_what_a_run_writes_of_it_is_a_recipe_again(recipe: str, trained: Path) -> None:
     config = run_config(f"conf={recipe}", *required(recipe, trained))
-    assert (config.name, config.output_dir) == (recipe, f"outputs/{recipe}")
+    folder = "smollm2" if recipe.startswith("smollm2") else recipe  # these share their labels
+    assert (config.name, config.output_dir) == (recipe, f"outputs/{folder}")
     values = TypeAdapter(RunConfig).dump_python(config, mode="json")
     assert Composed(values, []).config() == config
 
