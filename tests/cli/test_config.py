@@ -111,7 +111,7 @@ def test_the_demo_has_the_settings_that_its_documented_figures_were_measured_wit
         "head_init": "target",
         "draft_vocab_size": None,
         "beam_width": 4,
-        "beam_length": 3,
+        "beam_length": 4,
         "tree_nodes": None,
         "tree_padding": None,
     }
