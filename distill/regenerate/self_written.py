@@ -391,7 +391,9 @@ def _write_records(written: SelfSource, folder: Path, path: Path) -> None:
         raise _useless(begun, dropped)
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if path.exists() and path.read_bytes() != text.encode():
-        logger.warning("%s was altered, and is written again: to use your version, set data.source=messages data.path=COPY", path)
+        logger.warning(
+            "%s was altered, and is written again; to use your version, set data.source=messages data.path=COPY", path
+        )
     atomic_write_text(path, text)
     statistics = {"num_begun": begun, "num_kept": len(records), "dropped": dict(dropped.most_common())}
     write_json(folder / STATS_FILE, statistics | {"sha256": hashlib.sha256(text.encode()).hexdigest()})

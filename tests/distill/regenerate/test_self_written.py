@@ -149,9 +149,7 @@ def test_conversations_that_all_lack_room_for_an_answer_keep_their_questions(
     assert questions_of(written) == [ASKED[0]]
 
 
-def test_a_template_with_todays_date_and_no_stop_behind_a_question(
-    target: HFTarget, engine: Scripted, tmp_path: Path
-) -> None:
+def test_a_template_with_todays_date_and_no_stop_behind_a_question(target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
     date = "{{ strftime_now('%H:%M:%S.%f') }}"
     target.tokenizer.chat_template = f"{date} ## Asks: {{{{ messages[0].content }}}}\n## Answers: "
     engine.texts = ["How do ## work in *md*?\n## Answers: " + "so " * 99 + UNENDED]
