@@ -86,8 +86,10 @@ def chat_command(options: ChatOptions) -> None:
     """
     # torch and the modules that use it load too slowly for --help
     from ..data.chat import encode_prompt, use_chat_template
+    from ..models.drafters.saved.folder import read_drafter_config
+    from ..models.drafters.saved.loading import require_fitting_target
     from ..models.drafters.saved.parts import parse_drafter_name
-    from ..models.llm.loading import load_tokenizer
+    from ..models.llm.loading import identify_without_weights, load_tokenizer
     from .chat_answers import ChatModel
 
     # 1. Check the drafter's options and the chat template, before the weights are loaded.
@@ -95,6 +97,9 @@ def chat_command(options: ChatOptions) -> None:
     if parts is not None:
         parts.configs(options.settings)
     tokenizer = load_tokenizer(options.target)
+    for folder in parts.folders if parts is not None else ():
+        identity = identify_without_weights(options.target, tokenizer)
+        require_fitting_target(folder, read_drafter_config(folder).target, identity)
     use_chat_template(tokenizer, options.chat_template, options.template_options)
     greeting = [*options.opening, Turn(role="user", content="Hello")]
     encode_prompt(greeting, tokenizer)

@@ -61,7 +61,6 @@ from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
 from .calibration_stage import calibrate
-from .compose import DEMO_TARGET
 from .config import RunConfig
 from .errors import COMMAND_VARIABLE, silence_bars
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
@@ -147,7 +146,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
     if "export" in config.stages:
         export(config.export, config.drafter_runs(), target, folder)
     if files := _files_to_open(config, folder):
-        print_next(files, console, is_demo=Path(config.target.name_or_path).resolve() == DEMO_TARGET)
+        print_next(files, console)
     else:
         log.info("results: %s", folder)
     if any(map(is_broken, rows)):
@@ -370,12 +369,11 @@ def _configure_logging(is_main_process: bool) -> None:
     logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there
 
 
-CHAT = "chat --target DIR_OR_ID --drafter suffix+recycling"
 OWN_MODEL = "init my.yaml --target DIR_OR_ID --data FILE"
 
 
-def print_next(files: Mapping[Path, str], console: Console, *, is_demo: bool = False) -> None:
-    """Print the files to open, each with its content, and the commands for other models."""
+def print_next(files: Mapping[Path, str], console: Console) -> None:
+    """Print the files to open, each with its content, and the command for the user's own model."""
     width = max(len(str(path)) for path in files)
     console.print(Text("\nOpen:", style="bold"))
     for path, content in files.items():
@@ -384,7 +382,6 @@ def print_next(files: Mapping[Path, str], console: Console, *, is_demo: bool = F
     # A virtual environment that isn't active has its commands beside its Python only.
     command = "outrider" if shutil.which("outrider") else shlex.quote(str(Path(sys.executable).with_name("outrider")))
     console.print(Text(f"  {command} {OWN_MODEL}"), soft_wrap=True)
-    if is_demo:
-        reason = "A step of this target takes milliseconds, so drafting costs about what it gains."
-        console.print(Text(f"{reason} A real chat model, with its drafts in colour:", style="bold"), soft_wrap=True)
-        console.print(Text("  make chat" if os.environ.get(COMMAND_VARIABLE, "").startswith("make") else f"  {command} {CHAT}"))
+    if os.environ.get(COMMAND_VARIABLE, "").startswith("make "):  # in a clone
+        console.print(Text("To see drafts at work, in a chat:", style="bold"))
+        console.print(Text("  make chat"))

@@ -94,7 +94,7 @@ def encode_prompt(
     except TEMPLATE_ERRORS as error:
         message = (
             f"{template} fails for a prompt of {len(turns)} turns ({describe_error(error)}); correct it, or "
-            "set data.chat_template to another"
+            "set data.chat_template (--chat-template) to another"
         )
         raise (RejectedPromptError(message, str(error)) if isinstance(error, TemplateError) else ValueError(message)) from error
     input_ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
@@ -108,8 +108,8 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file, or to "
-            f"one that ships with outrider ({', '.join(built_in_templates())})"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template (--chat-template) to a "
+            f".jinja file, or to one that ships with outrider ({', '.join(built_in_templates())})"
         )
     if not tokenizer.is_fast:
         raise ValueError(

@@ -68,6 +68,11 @@ HELDOUT_SHARE, DISTILL_SHARE, EVAL_SHARE = 0.05, 0.22, 0.10
 MAX_FILE_BYTES = 400_000
 
 TASK = "Continue this code."
+MANUAL_TASK = "Name the three most important points of this part of a manual, and explain the last one."
+MANUAL_CHARS = {"256 tokens": 1_000, "1k tokens": 4_000, "4k tokens": 16_000}
+"""Characters of the manual's parts, by about their number of tokens."""
+MANUAL_PARTS = 10
+"""Number of parts of each size."""
 
 
 def split_of(unit: str) -> Split:
@@ -113,6 +118,20 @@ def read_source(path: Path) -> str | None:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
         return None
+
+
+def manual_parts() -> Iterator[tuple[str, str, str]]:
+    """Yield an id, the size and the text of parts of Python's manual: prompts with a long context.
+
+    The manual is that of the running Python's `help`. Parts begin at its tenths.
+    """
+    from pydoc_data.topics import topics
+
+    lines = "\n".join(topics[name] for name in sorted(topics)).splitlines(keepends=True)
+    for size, num_chars in MANUAL_CHARS.items():
+        for number in range(MANUAL_PARTS):
+            start = len(lines) * number // MANUAL_PARTS
+            yield f"{size}:{start + 1}", size, _take_lines(lines, start, num_chars)[0]
 
 
 def code_conversations(split: Split, cuts: Cuts, root: Path | None = None) -> Iterator[Conversation]:

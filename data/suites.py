@@ -27,7 +27,7 @@ from .forms import (
     tools_of,
 )
 from .raw_records import is_local, line_of_record, load_records
-from .stdlib import Cuts, code_conversations
+from .stdlib import MANUAL_TASK, Cuts, code_conversations, manual_parts
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,11 @@ def load_suite(name: str, path: str | None = None, limit: int | None = None, see
     on_hub = suite is not None and suite.hub_id is not None if path is None else name != "stdlib" and not is_local(path)
     # 2. Read the prompts, and sample.
     hub_id, revision = (suite.hub_id, suite.revision) if suite and path is None else (path, None)
-    prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
+    if name == "manual" and path is None:
+        parts = manual_parts()
+        prompts = [Prompt(id=id, category=size, turns=(f"{MANUAL_TASK}\n\n{text}",)) for id, size, text in parts]
+    else:
+        prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
     if limit is not None and limit < len(prompts):
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]
     # 3. Identify them by a digest.
@@ -212,7 +216,7 @@ PARSERS = {
 """Parsers of the published suites' records."""
 SUITES_FILE = Path(__file__).parent / "suites.yaml"
 SUITES = {name: Suite(**facts) for name, facts in yaml.safe_load(SUITES_FILE.read_text(encoding="utf-8")).items()}
-SUITE_NAMES = (*SUITES, "stdlib")
+SUITE_NAMES = (*SUITES, "manual", "stdlib")
 SUITE_NAME = re.compile(r"\w[\w.-]*")
 
 

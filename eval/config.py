@@ -21,7 +21,7 @@ from ..data.fields import (
     one_of,
     raise_problems,
 )
-from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, nearest_name, split_name
+from ..data.paths import MODEL_PREFIX, SEPARATOR, TRAINING_FREE_NAMES, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 from .records.names import PIPELINED
 
@@ -34,12 +34,11 @@ TrainingFree = Annotated[list[Annotated[str, one_of(*TRAINING_FREE_NAMES)]], Aft
 
 
 def _untrained(name: str) -> str:
-    """Return the name of drafters that need no training; ValueError for other names."""
-    for part in split_name(name):
-        if part not in TRAINING_FREE_NAMES and not part.startswith(MODEL_PREFIX):
-            known = f"{', '.join(TRAINING_FREE_NAMES)}, {MODEL_PREFIX}MODEL"
-            raise ValueError(f"must be one of {known}, or several joined by +{nearest_name(part)}")
-    return name
+    """Return the name of drafters that need no training, several joined by +; ValueError for other names."""
+    if set(name.split(SEPARATOR)) <= set(TRAINING_FREE_NAMES) or name.startswith(MODEL_PREFIX):
+        return name
+    names = ", ".join(TRAINING_FREE_NAMES)
+    raise ValueError(f"must be one of {names}, several joined by {SEPARATOR}, or {MODEL_PREFIX}MODEL{nearest_name(name)}")
 
 
 Untrained = Annotated[list[Annotated[str, AfterValidator(_untrained)]], AfterValidator(different)]
@@ -50,8 +49,8 @@ class SuiteConfig:
     """A set of prompts."""
 
     name: str
-    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, languages or stdlib; any other name stands for a
-    file of your own prompts."""
+    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, languages, manual or stdlib; any other
+    name stands for a file of your own prompts."""
     path: str | None = None
     """A local file of the suite; None reads it from the Hub, at the commit that the suite is pinned to
     (or, for stdlib, from the running Python)."""
@@ -92,8 +91,8 @@ class EvalConfig:
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}. Each entry is a
     method of the table."""
     baselines: Untrained = field(default_factory=list)
-    """Drafters without training that are compared too: prompt_lookup, suffix, recycling, a small
-    causal LM as it is (`draft_model:DIR` or `draft_model:user/name`), or several joined by +."""
+    """Drafters without training that are compared too: prompt_lookup, suffix, recycling, several of
+    these joined by +, or a small causal LM as it is (`draft_model:DIR` or `draft_model:user/name`)."""
     merge: TrainingFree = field(default_factory=list)
     """Training-free drafters that each trained drafter is merged with, as a further method: [suffix,
     recycling]. It drafts by expected gain, with the first of the drafter's settings, except

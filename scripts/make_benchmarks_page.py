@@ -86,10 +86,13 @@ class Page:
         found = [row for folder in folders for row in self.read(f"{folder}/summary.json") if row["temperature"] == temperature]
         first = found[0]
         kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        on = f"{first['num_prompts']} prompts, answers of at most {first['max_new_tokens']} tokens, {kind}"
+        suites = dict.fromkeys(row["suite"] for row in found)
+        on = "" if len(suites) > 1 else f"{first['num_prompts']} prompts, "
+        on += f"answers of at most {first['max_new_tokens']} tokens, {kind}"
         rows = []
         for row in found:
-            cells = {"method": row["method"], "tokens per step": f"{row['tokens_per_step']:.2f}"}
+            suite = {"suite": row["suite"]} if len(suites) > 1 else {}
+            cells = {**suite, "method": row["method"], "tokens per step": f"{row['tokens_per_step']:.2f}"}
             if speeds:
                 seconds = row.get("draft_seconds_per_step")
                 cells |= {
@@ -101,9 +104,12 @@ class Page:
             rows.append({**cells, "lossless": row.get("lossless_label") or ("yes" if row["lossless"] else "NO")})
         run = next((f"{folder}/run.json" for folder in folders if (self.folder / folder / "run.json").is_file()), None)
         environment = None if run is None else self.read(run)["environment"]
-        text = f"Suite {first['suite']}, {on}, batch size {first['batch_size']}, {first['dtype']}."
+        named = [f"{name} ({next(row['num_prompts'] for row in found if row['suite'] == name)} prompts)" for name in suites]
+        where = f"Suite {first['suite']}" if len(suites) == 1 else f"Suites {', '.join(named)}"
+        text = f"{where}, {on}, batch size {first['batch_size']}, {first['dtype']}."
         names = [f"{folder}/summary.json" for folder in folders]
-        return "\n\n".join([text, table(rows), facts(names, command, code, environment)])
+        shown = table(rows, text_columns=1 + (len(suites) > 1))
+        return "\n\n".join([text, shown, facts(names, command, code, environment)])
 
     def certificate(self, name: str, command: str) -> str:
         """Return the lines of a certificate."""

@@ -77,7 +77,7 @@ def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     result = subprocess.run(
         [sys.executable, REPOSITORY / "train.py", "conf=demo", *overrides],
         cwd=elsewhere,
-        env=os.environ,
+        env={**os.environ, "OUTRIDER_COMMAND": "make demo"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -125,7 +125,11 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert [name for name in promised if not (folder / name).is_file()] == []
     assert list(folder.rglob("*.outrider-tmp")) == []
     baseline, *training_free, drafter, merged = summary(folder)
-    assert [row["label"] for row in training_free] == ["Prompt lookup, 10 nodes", "Recycling, 40 nodes"]
+    assert [row["label"] for row in training_free] == [
+        "Prompt lookup, 10 nodes",
+        "Recycling, 40 nodes",
+        "Suffix + Recycling, 40 nodes, paced",
+    ]
     assert merged["label"] == "ReDrafter + Suffix + Recycling, 2 beams of 3, 40 nodes, paced"
     assert merged["lossless"] is True
     assert baseline.keys() >= ROW_KEYS
@@ -146,6 +150,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     ]
     command = "outrider" if shutil.which("outrider") else str(Path(sys.executable).with_name("outrider"))
     assert last[4] == f"  {command} init my.yaml --target DIR_OR_ID --data FILE"
+    assert last[6] == "  make chat"
     assert printed.count("the first example, with what is trained on between [[ and ]]") == 1
     assert "ReDrafter" in printed
 

@@ -24,7 +24,9 @@ from .tiny_models import save_tiny_target
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
-    path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.startswith("adapt") and not path.stem.endswith("demo")
+    path.stem
+    for path in (CONF / "conf").glob("*.yaml")
+    if not path.stem.startswith(("adapt", "smollm2")) and not path.stem.endswith("demo")
 )
 DEMOS = sorted(path.stem for path in (CONF / "drafter").glob("*_demo.yaml"))
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
 from ..records.names import BASELINE, OOM, title_of
 from .figures import NOISY_SHARE, SLOW
 from .lossless import LOSSY
@@ -52,6 +51,11 @@ PIPELINED_NOTE = (
     "pipelined: the drafter drafts while the stages read earlier drafts. Several passes are under way at a time, so tokens per "
     "step bound no speedup, and there is no ceiling. Steps and passes depend on the clock, the answers don't."
 )
+SMALL_TARGET_BYTES = 100e6
+SMALL_TARGET_NOTE = (
+    "Small target: a pass over its weights takes so little time that drafting costs about as much as it saves. Beside a larger "
+    "target the same tokens per step are a larger speedup."
+)
 SEVERAL, BONUS = "several", "bonus"
 """Names of the shares of draft tokens that several sources proposed, and of bonus tokens."""
 SOURCES_NOTE = (
@@ -67,13 +71,23 @@ def headline(rows: Sequence[Row]) -> str:
     if not valid:
         return f"No setting has a valid speedup.{_without_speed(drafted)}"
     best = max(valid, key=lambda row: row["speedup"] or 0.0)
-    facts = [
-        _verdict(best) + _beside(best, valid),
-        _by_unit(best),
-        f"{_number(best['tokens_per_step'])} tokens per step",
-        _answers(best),
+    facts = [_verdict(best), _by_unit(best), f"{_number(best['tokens_per_step'])} tokens per step", _answers(best)]
+    return f"{'; '.join(facts)} ({group_name(best)}).{_trained_part(valid)}{_without_speed(drafted)}"
+
+
+def _trained_part(rows: Sequence[Row]) -> str:
+    """Compare the fastest merge that has a trained drafter with the same merge without it, if both were measured."""
+    names = [row["label"].partition(", ")[0] for row in rows]
+    pairs = [
+        (row, other, name.removesuffix(f" + {rest}"), rest)
+        for row, name in zip(rows, names, strict=True)
+        for other, rest in zip(rows, names, strict=True)
+        if name.endswith(f" + {rest}") and group_name(row) == group_name(other)
     ]
-    return f"{'; '.join(facts)} ({group_name(best)}).{_without_speed(drafted)}"
+    if not pairs:
+        return ""
+    row, other, trained, rest = max(pairs, key=lambda pair: (pair[0]["speedup"] or 0.0, len(pair[3])))
+    return f" What {trained} adds to {rest}: {_speed(row)} with it, {_speed(other)} without it."
 
 
 def includes_one(row: Row) -> bool:
@@ -88,30 +102,17 @@ def _verdict(row: Row) -> str:
     drafter, separator, setting = row["label"].partition(", ")
     name = f"{drafter} ({setting})" if separator and "(" not in row["label"] else row["label"]
     # 2. The speedup, and whether it differs from plain decoding's.
-    interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
-    speed = f"{row['speedup']:.2f}x {interval}" + ", noisy" * row["noisy"]
+    speed = _speed(row)
     doubt = f", {NOT_DISTINGUISHABLE}" if includes_one(row) else ""
     if (row["speedup"] or 0.0) > 1:
         return f"Fastest: {speed} by {name}{doubt}"
     return f"Not faster than plain decoding: {speed} by {name} at best{doubt}"
 
 
-def _beside(best: Row, rows: Sequence[Row]) -> str:
-    """Describe the same merge with or without the trained drafter, which shows what training adds."""
-    parts = _parts(best)
-    for row in rows:
-        (differing, *others) = parts ^ _parts(row) or {""}
-        if group_name(row) != group_name(best) or others or not differing or differing in TRAINING_FREE_NAMES:
-            continue
-        if len(parts & _parts(row)) > 1:  # the rest is a merge itself
-            word = "with" if differing in _parts(row) else "without"
-            return f" ({_number(row['speedup'])}x {word} {title_of(differing)})"
-    return ""
-
-
-def _parts(row: Row) -> set[str]:
-    """Return the kinds of drafters that a row's method merges."""
-    return {*row["method"].partition(" ")[0].split(SEPARATOR)}
+def _speed(row: Row) -> str:
+    """Describe the speedup and its interval."""
+    interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
+    return f"{row['speedup']:.2f}x {interval}" + ", noisy" * row["noisy"]
 
 
 def _by_unit(row: Row) -> str:
@@ -169,6 +170,9 @@ def problems(rows: Sequence[Row]) -> list[str]:
     ]
     if (looping := max(measured, key=loop_share, default=None)) is not None and loop_share(looping) >= LOOP_SHARE:
         result.append(loop_note(looping))
+    bound = measured[0]["roofline"] if measured else None
+    if bound is not None and bound["weight_bytes"] < SMALL_TARGET_BYTES and not bound["streamed"]:
+        result.append(SMALL_TARGET_NOTE)
     if any(row["lossless_label"] == LOSSY for row in measured):
         result.append(LOSSY_NOTE)
     if any(row["lossless"] is None for row in measured):

@@ -98,7 +98,7 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
     return HFTarget(
         model.eval().requires_grad_(False),
         tokenizer,
-        _identify(config, model, tokenizer, digest),
+        _identify(config, model.config, tokenizer, digest),
         compiled=config.compiled,
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
@@ -115,12 +115,12 @@ def _load_staged(config: TargetConfig, tokenizer: Any, head: Head) -> StagedTarg
     assert config.stage_layers is not None
     ends, link = head.load()
     ends.model.eval().requires_grad_(False)
-    identity = _identify(config, ends.model, tokenizer, head.weights_sha256)
+    identity = _identify(config, ends.model.config, tokenizer, head.weights_sha256)
     return StagedTarget(ends, tokenizer, identity, link, stage_layers=config.stage_layers, fast_linears=config.fast_linears)
 
 
 def _identify(
-    config: TargetConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights_sha256: str
+    config: TargetConfig, described: Any, tokenizer: PreTrainedTokenizerBase | None, weights_sha256: str
 ) -> TargetIdentity:
     """Return the digests of the target: labels and checkpoints record them."""
     return TargetIdentity(
@@ -130,9 +130,14 @@ def _identify(
         config_sha256=config_digest(config.name_or_path),
         quantization=describe(config.quantization),
         tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
-        hidden_size=model.config.get_text_config().hidden_size,
-        vocab_size=model.config.get_text_config().vocab_size,
+        hidden_size=described.get_text_config().hidden_size,
+        vocab_size=described.get_text_config().vocab_size,
     )
+
+
+def identify_without_weights(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
+    """Return the digests of a target whose weights aren't read; theirs is empty."""
+    return _identify(config, read_config(config), tokenizer, "")
 
 
 def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:

@@ -24,6 +24,7 @@ from outrider.models.drafters import NullDrafter
 from outrider.models.llm.loading import load_target
 
 from ..commands import invoke
+from ..doc_files import write_drafter_config
 
 Talk = Callable[..., tuple[int, str, str]]
 
@@ -187,7 +188,10 @@ def test_a_history_that_cannot_be_read_is_one_error(talk: Talk, tmp_path: Path, 
 def test_mistakes_are_found_before_the_weights_are_read(tiny_target_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
     (tmp_path / "target" / "model.safetensors").touch()
+    write_drafter_config(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").touch()
     for options, words in (
+        (["--drafter", f"{tmp_path / 'other'}+suffix", "--chat-template", "vicuna_v1.1"], "doesn't fit target: hidden_size"),
         ([], "has no chat template"),
         (["--system", "Be brief.", "--chat-template", str(tmp_path / "strict.jinja")], "no system prompts here"),
         (["--compare"], "compare needs a drafter"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.data import suites as prompts_module
+from outrider.data.stdlib import MANUAL_CHARS, MANUAL_PARTS
 from outrider.data.suites import SUITES, load_suite
 
 
@@ -35,6 +36,14 @@ def test_the_shipped_suite_has_ten_prompts_a_language() -> None:
     )
     assert len({prompt.turns for prompt in suite.prompts}) == 50
     assert suite.source is None
+
+
+def test_the_manual_has_parts_of_three_sizes() -> None:
+    suite = load_suite("manual")
+    sizes = {size: [len(prompt.turns[0]) for prompt in suite.prompts if prompt.category == size] for size in MANUAL_CHARS}
+    assert all(len(lengths) == MANUAL_PARTS for lengths in sizes.values())
+    assert all(num_chars <= min(sizes[size]) and max(sizes[size]) < 1.3 * num_chars for size, num_chars in MANUAL_CHARS.items())
+    assert len({prompt.id for prompt in suite.prompts}) == len(suite.prompts)
 
 
 def question(index: int, **change: object) -> dict[str, object]:

@@ -149,7 +149,7 @@ def require_fitting_target(directory: Path, trained_for: TargetIdentity, target:
     if problems:
         raise ValueError(
             f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
-            f"{'; '.join(problems)}. Evaluate it with its own target, or train one for this target"
+            f"{'; '.join(problems)}. Use it with its own target, or train one for this target"
         )
 
 
