@@ -333,9 +333,9 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
 def describe_kept(config: RunConfig) -> str:
     """Return a sentence on finished shards, last checkpoints, and evaluated answers."""
     folder, parts = Path(config.output_dir), []
-    for name, what in (("answers", "answers"), ("distill", "labels")):
-        if (folder / name / MANIFEST_FILE).is_file():
-            num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
+    for name, what in (("questions/*", "questions"), ("answers", "answers"), ("distill", "labels")):
+        if any(folder.glob(f"{name}/{MANIFEST_FILE}")):
+            num_shards = len([path for path in folder.glob(f"{name}/*-*.json") if not path.name.endswith(".stats.json")])
             parts += [f"{num_shards} shard{'' if num_shards == 1 else 's'} of {what}"] if num_shards else []
     parts += [
         f"the checkpoint of step {step_of(checkpoint)} of {run.train.steps} ({run.train_dir})"

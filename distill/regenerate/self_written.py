@@ -13,6 +13,7 @@ the target's own distribution.
 import hashlib
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from ...data.loops import ends_in_a_loop
 from ...data.questions import fault_of, near_duplicates
 from ...data.sources import describe_drops
 from ...data.store import describe_data
+from ...data.template_options import DATE
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
@@ -40,7 +42,15 @@ from .answers import AnsweredExample, AnswersEntry, AnswerSpan, answer_store, re
 from .dialogues import AFTER_CUT, EMPTY, LOOP, answer_seed
 from .engine import Answer, Engine, Limits, Request
 from .engines.registry import open_engine
-from .run import STATS_FILE, answer_conversations, answer_limits, answer_shards, begin_answers, total_counts
+from .run import (
+    STATS_FILE,
+    answer_conversations,
+    answer_limits,
+    answer_shards,
+    begin_answers,
+    missing_conversations,
+    total_counts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,8 @@ QUESTION_TOKENS = 256
 """Most tokens of a question. One that is longer has lost its way, and is left out."""
 QUESTION = "qZ7vX3k"
 """Stands in the place of a question when the template is tried."""
+FIRST_WORD = re.compile(r"\W*\w+[^\w\s<\[]*")
+"""First word, with marks before it: of `### Response: ` that is `### Response:`."""
 FEW_KEPT = 0.4
 """Warn if a smaller share of the conversations can be used."""
 NUM_SHOWN, NUM_SAMPLED = 3, 16
@@ -66,7 +78,10 @@ class Opening:
         try:
             first, behind = self._parts([])
         except TEMPLATE_ERRORS as error:
-            raise ValueError(f"data.source is {SELF}, and {self._template} fails ({describe_error(error)})") from error
+            raise ValueError(
+                f"data.source is {SELF}, and {self._template} fails for a question ({describe_error(error)}); set "
+                "data.chat_template to another, or give data"
+            ) from error
         if not first.strip() or not behind.strip():
             side = "before" if not first.strip() else "behind"
             raise ValueError(
@@ -75,12 +90,17 @@ class Opening:
             )
         added = {str(token) for token in target.tokenizer.added_tokens_decoder.values() if token.special}
         self._marks = sorted({*added, *target.tokenizer.all_special_tokens})
-        starts = [mark for mark in self._marks if behind.lstrip().startswith(mark)]
-        self.end = max(starts, key=len) if starts else behind.split()[0]
+        behind = behind.strip()
+        starts = [mark for mark in map(str, target.tokenizer.added_tokens_decoder.values()) if mark and behind.startswith(mark)]
+        first_word = FIRST_WORD.match(behind)
+        self.end = max(starts, key=len) if starts else first_word[0] if first_word else behind
         """What ends a question where the target writes on: the beginning of what stands behind it."""
 
     def _parts(self, turns: Sequence[Turn]) -> tuple[str, str]:
-        before, _, behind = self._template.prompt([*turns, Turn(role="user", content=QUESTION)]).partition(QUESTION)
+        text = self._template.prompt([*turns, Turn(role="user", content=QUESTION)])
+        if text.count(QUESTION) != 1:
+            raise ValueError(f"a question must stand in its text once, unchanged; it stands there {text.count(QUESTION)} times")
+        before, _, behind = text.partition(QUESTION)
         return before, behind
 
     def text(self, turns: Sequence[Turn], prefix: str) -> str:
@@ -90,10 +110,12 @@ class Opening:
 
     def question(self, written: Sequence[int], prefix: str, *, cut: bool) -> tuple[str, str | None]:
         """Return a question of the tokens that the target wrote behind its prefix, and why it can't be used."""
-        text: Any = self._tokenizer.decode(list(written), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # Decoded with the prefix: some tokenizers leave out a blank at the beginning.
+        begun = self._tokenizer(prefix.rstrip(" "), add_special_tokens=False).input_ids
+        text: Any = self._tokenizer.decode([*begun, *written], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text, end, _ = text.partition(self.end)
-        question = (prefix.rstrip(" ") + text).strip()
-        if ends_in_a_loop(written):
+        question = text.strip()
+        if not end and ends_in_a_loop(written):
             return question, LOOPED
         if cut and not end:
             return question, UNENDED
@@ -127,8 +149,6 @@ class Writer:
 
     def next_request(self) -> Request | None:
         if self._turn == self.num_turns:
-            if self._spans and not self.examples:
-                self.examples = [AnsweredExample(id=f"{self.id}#0", input_ids=self._tokens, answers=self._spans)]
             return None
         tokenizer = self._target.tokenizer
         try:
@@ -162,12 +182,19 @@ class Writer:
         self._tokens += tokens
         self._messages.append(Turn(role="assistant" if self._turn % 2 else "user", content=text))
         self._turn += 1
+        if self._turn == self.num_turns:
+            self._close()
 
     def _end(self, reason: str) -> None:
         self.dropped[reason] += 1
         if rest := self.num_turns - self._turn - 1:
             self.dropped[LATER] += rest
         self._turn = self.num_turns
+        self._close()
+
+    def _close(self) -> None:
+        if self._spans:
+            self.examples = [AnsweredExample(id=f"{self.id}#0", input_ids=self._tokens, answers=self._spans)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +226,8 @@ class SelfSource:
             drafter=None,
             drafter_settings={},
         )
-        first = self.opening.text([], source.prefix)
+        # A template that writes today's date gives another text tomorrow, and the run must still resume.
+        first = source.prefix if DATE in str(target.tokenizer.chat_template) else self.opening.text([], source.prefix)
         more = [source.turns, config.temperature, config.top_k, config.top_p, config.max_new_tokens] if source.turns > 1 else []
         text = first if not more else f"{first}\0{more}"
         assert source.count is not None  # DataSource has checked it
@@ -289,8 +317,7 @@ def sample_conversations(
     def path_of(number: int, source: DataSource) -> Path:
         # 1. Sources that are written.
         written, folder = SelfSource(config, data, source, number, target), output_dir / str(number)
-        plan, store = plan_shards(written.items, config.shard_examples), answer_store(folder)
-        missing = store.missing(plan) if store.is_begun else written.items
+        missing = missing_conversations(written.asking, data, target, written.items, folder)
         if not missing and (path := folder.with_suffix(".jsonl")).exists():
             return path
         # 2. A sample of the others.
@@ -362,9 +389,14 @@ def _write_records(written: SelfSource, folder: Path, path: Path) -> None:
     begun = len(written.items)
     if not records:
         raise _useless(begun, dropped)
-    atomic_write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if path.exists() and path.read_bytes() != text.encode():
+        logger.warning(
+            "%s was altered, and is written again; to use your version, set data.source=messages data.path=COPY", path
+        )
+    atomic_write_text(path, text)
     statistics = {"num_begun": begun, "num_kept": len(records), "dropped": dict(dropped.most_common())}
-    write_json(folder / STATS_FILE, statistics | {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    write_json(folder / STATS_FILE, statistics | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
     logger.info("%d of %d begun conversations are used | dropped: %s", len(records), begun, describe_drops(+dropped))
     for record in records[:NUM_SHOWN]:
         logger.info("  such as: %.160s", record["messages"][0]["content"].replace("\n", " "))

