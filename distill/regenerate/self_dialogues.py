@@ -1,0 +1,156 @@
+"""A conversation whose questions the target writes, too: where a question begins and ends, and its turns."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, RejectedPromptError, describe_error, encode_prompt
+from ...data.config import SELF, DataSource
+from ...data.conversations import Conversation, Turn
+from ...data.loops import ends_in_a_loop
+from ...data.questions import fault_of
+from ...models.llm.hf_target import HFTarget
+from .answers import AnsweredExample, AnswerSpan
+from .dialogues import AFTER_CUT, EMPTY, LOOP, answer_seed
+from .engine import Answer, Limits, Request
+
+QUESTION_TOKENS = 256
+"""Most tokens of a question. One that is longer has lost its way, and is left out."""
+QUESTION = "qZ7vX3k"
+"""Stands in the place of a question when the template is tried."""
+FIRST_WORD = re.compile(r"\W*\w+[^\w\s<\[]*")
+"""First word, with marks before it: of `### Response: ` that is `### Response:`."""
+UNENDED = f"question that doesn't end within {QUESTION_TOKENS} tokens"
+LOOPED = "question that ends in a loop"
+LATER = "behind a question or an answer that can't be used"
+
+
+class Opening:
+    """What the chat template writes before a user's question, and behind it."""
+
+    def __init__(self, target: HFTarget) -> None:
+        self._template, self._tokenizer = ChatTemplate(target.tokenizer), target.tokenizer
+        try:
+            first, behind = self._parts([])
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(
+                f"data.source is {SELF}, and {self._template} fails for a question ({describe_error(error)}); set "
+                "data.chat_template to another, or give data"
+            ) from error
+        if not first.strip() or not behind.strip():
+            side = "before" if not first.strip() else "behind"
+            raise ValueError(
+                f"data.source is {SELF}, and {self._template} writes nothing {side} a user's question, so the target can't see "
+                f"where it {'begins' if side == 'before' else 'ends'}; set data.chat_template to another, or give data"
+            )
+        added = {str(token) for token in target.tokenizer.added_tokens_decoder.values() if token.special}
+        self._marks = sorted({*added, *target.tokenizer.all_special_tokens})
+        behind = behind.strip()
+        starts = [mark for mark in map(str, target.tokenizer.added_tokens_decoder.values()) if mark and behind.startswith(mark)]
+        first_word = FIRST_WORD.match(behind)
+        self.end = max(starts, key=len) if starts else first_word[0] if first_word else behind
+        """What ends a question where the target writes on: the beginning of what stands behind it."""
+
+    def _parts(self, turns: Sequence[Turn]) -> tuple[str, str]:
+        text = self._template.prompt([*turns, Turn(role="user", content=QUESTION)])
+        if text.count(QUESTION) != 1:
+            raise ValueError(f"a question must stand in its text once, unchanged; it stands there {text.count(QUESTION)} times")
+        before, _, behind = text.partition(QUESTION)
+        return before, behind
+
+    def text(self, turns: Sequence[Turn], prefix: str) -> str:
+        """Return the text up to a question that begins with `prefix`. Raises an error of TEMPLATE_ERRORS."""
+        # A blank at the end would be a token of its own, which the target has rarely read there.
+        return (self._parts(turns)[0] + prefix).rstrip(" ")
+
+    def question(self, written: Sequence[int], prefix: str, *, cut: bool) -> tuple[str, str | None]:
+        """Return a question of the tokens that the target wrote behind its prefix, and why it can't be used."""
+        # Decoded with the prefix: some tokenizers leave out a blank at the beginning.
+        begun = self._tokenizer(prefix.rstrip(" "), add_special_tokens=False).input_ids
+        text: Any = self._tokenizer.decode([*begun, *written], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text, end, _ = text.partition(self.end)
+        question = text.strip()
+        if not end and ends_in_a_loop(written):
+            return question, LOOPED
+        if cut and not end:
+            return question, UNENDED
+        if any(mark in question for mark in self._marks):
+            return question, "question with a special token"
+        return question, fault_of(question, prefix)
+
+
+class Writer:
+    """A conversation whose questions and answers the target writes in turn (see `InTurns`).
+
+    Its one example holds the tokens of all turns, one span each; the prompts between them aren't kept.
+    """
+
+    def __init__(
+        self, conversation: Conversation, target: HFTarget, opening: Opening, source: DataSource, limits: Limits, seed: int
+    ) -> None:
+        self.id = conversation.id
+        self.examples: list[AnsweredExample] = []
+        self.dropped: Counter[str] = Counter()
+        self.num_turns = 2 * source.turns - 1
+        self._target, self._opening, self._prefix, self._limits, self._seed = target, opening, source.prefix, limits, seed
+        self._messages: list[Turn] = []
+        self._tokens: list[int] = []
+        self._spans: list[AnswerSpan] = []
+        self._turn = 0
+
+    @property
+    def num_done(self) -> int:
+        return self._turn
+
+    def next_request(self) -> Request | None:
+        if self._turn == self.num_turns:
+            return None
+        tokenizer = self._target.tokenizer
+        try:
+            if self._turn % 2:
+                prompt = encode_prompt(self._messages, tokenizer)[0]
+            else:
+                text = self._opening.text(self._messages, self._prefix)
+                prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        except (RejectedPromptError, *TEMPLATE_ERRORS) as error:
+            self._end(f"rejected by the chat template ({error})")
+            return None
+        if self._limits.room(len(prompt)) < 1:
+            self._end("no room for another turn")
+            return None
+        # An answer has the seed with which it is regenerated, so that the next question fits it.
+        name = self.id if self._turn % 2 else f"{self.id} asks"
+        seed = answer_seed(self._seed, name, self._turn // 2)
+        return Request(id=f"{self.id}#{self._turn}", prompt_ids=prompt, seed=seed)
+
+    def take(self, answer: Answer) -> None:
+        tokens = answer.tokens.tolist()
+        written = tokens[:-1] if tokens and tokens[-1] in self._target.stop_ids else tokens
+        fault: str | None
+        if self._turn % 2:
+            decoded: Any = self._target.tokenizer.decode(written, clean_up_tokenization_spaces=False)
+            text, looped = str(decoded), ends_in_a_loop(written)
+            fault = EMPTY if not text.strip() else LOOP if looped else AFTER_CUT if answer.cut else None
+        else:
+            text, fault = self._opening.question(written, self._prefix, cut=answer.cut)
+        if fault:
+            self._end(fault)
+            return
+        self._spans.append(AnswerSpan(start=len(self._tokens), num_tokens=len(tokens), cut=answer.cut))
+        self._tokens += tokens
+        self._messages.append(Turn(role="assistant" if self._turn % 2 else "user", content=text))
+        self._turn += 1
+        if self._turn == self.num_turns:
+            self._close()
+
+    def _end(self, reason: str) -> None:
+        self.dropped[reason] += 1
+        if rest := self.num_turns - self._turn - 1:
+            self.dropped[LATER] += rest
+        self._turn = self.num_turns
+        self._close()
+
+    def _close(self) -> None:
+        if self._spans:
+            self.examples = [AnsweredExample(id=f"{self.id}#0", input_ids=self._tokens, answers=self._spans)]
