@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...data.paths import TRAINING_FREE_NAMES
 from ..records.names import BASELINE, OOM, title_of
 from .figures import NOISY_SHARE, SLOW
 from .lossless import LOSSY
@@ -84,6 +85,7 @@ def _trained_part(rows: Sequence[Row]) -> str:
         for other, rest in zip(rows, names, strict=True)
         if name.endswith(f" + {rest}") and group_name(row) == group_name(other)
     ]
+    pairs = [pair for pair in pairs if pair[2] not in map(title_of, TRAINING_FREE_NAMES)]
     if not pairs:
         return ""
     row, other, trained, rest = max(pairs, key=lambda pair: (pair[0]["speedup"] or 0.0, len(pair[3])))

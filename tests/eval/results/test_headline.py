@@ -92,6 +92,7 @@ WRONG: dict[str, Any] = {"speedup": None, "lossless": False, "lossless_label": "
         pytest.param(
             [
                 make_row("Suffix, 10 nodes", speedup=1.7),
+                make_row("Recycling", speedup=1.0),
                 make_row("Suffix + Recycling, 40 nodes, paced", speedup=1.5, speedup_ci95=(1.3, 1.8)),
                 make_row("ReDrafter + Suffix + Recycling, 40 nodes, paced"),
             ],
