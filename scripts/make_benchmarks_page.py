@@ -20,8 +20,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of drafters: begin -->", "<!-- table of drafters: end -->"
-DRAFTERS = "free_study/free_study.json"
-"""Record of the table in README and docs."""
+CHAT_BEGIN, CHAT_END = "<!-- table of the chat model: begin -->", "<!-- table of the chat model: end -->"
+DRAFTERS, CHAT_MODEL = "free_study/free_study.json", "smollm2"
+"""Records of the tables in README and docs."""
 COMMAND = "make benchmarks"
 
 
@@ -36,7 +37,9 @@ def main(
     wanted = {records / "README.md": page.written()}
     for path in (readme, explanation):
         if BEGIN in (text := path.read_text(encoding="utf-8")):
-            wanted[path] = with_table(text, page.drafters())
+            wanted[path] = text = with_table(text, page.drafters())
+        if CHAT_BEGIN in text:
+            wanted[path] = with_table(text, page.chat_model(), CHAT_BEGIN, CHAT_END)
     stale = [path for path, content in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != content]
     for path in stale:
         if check:
@@ -154,6 +157,24 @@ class Page:
         settings = f"{types}, greedy, batch size {first['batch_size']}, {first['threads']} threads"
         return f"{table(rows)}\n\n{hardware}; {settings}."
 
+    def chat_model(self) -> str:
+        """Return the table of README: all methods on the chat model, by suite."""
+        found = self.read(f"{CHAT_MODEL}/summary.json")
+        machine = self.read(f"{CHAT_MODEL}/run.json")["environment"]
+        suites, rows = list(dict.fromkeys(row["suite"] for row in found)), dict[str, dict[str, str]]()
+        for row in found:
+            cells = rows.setdefault(row["method"], {"method": row["label"], "tokens per step": f"{row['tokens_per_step']:.2f}"})
+            cells[row["suite"]] = with_interval(row["speedup"], row["speedup_ci95"]) if row["speedup"] else "-"
+        numbers = [f"{name} {next(row['num_turns'] for row in found if row['suite'] == name)}" for name in suites]
+        settings = f"{found[0]['dtype']}, greedy, batch size 1, {machine['num_threads']} threads"
+        hardware = f"{machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}"
+        slow = [row["method"] for row in found if row["suite"] == suites[0] and (row["speedup"] or 0.0) < 1]
+        note = (
+            f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}. Left out: {len(slow)} settings "
+            f"that are slower than plain decoding on {suites[0]}."
+        )
+        return f"{table([cells for name, cells in rows.items() if name not in slow])}\n\n{hardware}; {settings}. {note}"
+
 
 def table(rows: Sequence[dict[str, Any]], *, text_columns: int = 1) -> str:
     """Return a Markdown table of rows with the same keys; its columns of numbers are set to the right."""
@@ -187,12 +208,12 @@ def with_interval(value: float, interval: Sequence[float] | None) -> str:
     return f"{value:.2f}x [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def with_table(text: str, made: str) -> str:
+def with_table(text: str, made: str, begin: str = BEGIN, end: str = END) -> str:
     """Return a text with the table between its markers. Raises ValueError where a marker is missing or repeated."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the text must have the lines {BEGIN} and {END} once each, in this order")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text must have the lines {begin} and {end} once each, in this order")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":
