@@ -170,8 +170,8 @@ class Page:
         hardware = f"{machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}"
         slow = [row["method"] for row in found if row["suite"] == suites[0] and (row["speedup"] or 0.0) < 1]
         note = (
-            f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}. Left out: {len(slow)} settings "
-            f"that are slower than plain decoding on {suites[0]}."
+            f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}. Left out: {len(slow)} "
+            f"settings that are slower than plain decoding on {suites[0]}."
         )
         return f"{table([cells for name, cells in rows.items() if name not in slow])}\n\n{hardware}; {settings}. {note}"
 

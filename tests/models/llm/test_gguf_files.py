@@ -17,11 +17,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from outrider.cli.compose import load_recipe
 from outrider.cli.init_facts import read_target_facts
 from outrider.data.files import partial_directory, sha256_file
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import load_drafter
+from outrider.models.drafters.saved.folder import read_drafter_config, require_recorded_weights
 from outrider.models.llm import gguf_files
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.gguf_files import folder_of
 from outrider.models.llm.loading import load_target, load_tokenizer
 
+SHIPPED = Path(gguf_files.__file__).parents[1] / "smollm2_redrafter"
 CPU = torch.device("cpu")
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -247,8 +251,14 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
         folder_of(name)
 
 
+def test_the_shipped_drafter_is_whole_and_small() -> None:
+    assert read_drafter_config(SHIPPED).kind == "redrafter"
+    require_recorded_weights(SHIPPED)
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 10_000_000
+
+
 @pytest.mark.slow
-def test_smollm2_answers() -> None:
+def test_smollm2_answers_and_its_shipped_drafter_changes_no_token() -> None:
     name = load_recipe("demo", "target=smollm2").target.name_or_path
     try:
         gguf_files.find_gguf(name)
@@ -257,5 +267,10 @@ def test_smollm2_answers() -> None:
     target = load_target(TargetConfig(name_or_path=name, dtype="float32"), CPU)
     question = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     ids = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    answer = target.model.generate(ids, max_new_tokens=12, do_sample=False)
-    assert "Paris" in target.tokenizer.decode(answer[0, ids.shape[1] :])
+    answer = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert "Paris" in target.tokenizer.decode(answer)
+    steps = list(
+        generate(target, load_drafter(SHIPPED, target), GreedyAcceptance(), ids, max_new_tokens=12, stop_ids=target.stop_ids)
+    )
+    assert [token for step in steps for token in step.tokens[0]] == answer
+    assert len(steps) < len(answer), "some drafts are accepted"
