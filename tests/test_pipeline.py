@@ -206,11 +206,11 @@ def test_a_noisy_speed_is_marked_in_the_card_and_logged(
 ) -> None:
     copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
     rows = json.loads((copy / "eval/summary.json").read_text())
-    noisy = {**rows[3], "speedup": 1.23, "speedup_ci95": None, "noisy": True}
+    noisy = {**rows[4], "speedup": 1.23, "speedup_ci95": None, "noisy": True}
     forge_summary(copy / "eval", [rows[0], noisy])
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", f"output_dir={copy}", *overrides[1:], "stages=[export]")
-    assert f"the measurement of {rows[3]['label']} is noisy" in caplog.text
+    assert f"the measurement of {rows[4]['label']} is noisy" in caplog.text
     assert "| 1.23x, noisy |" in (copy / "package/README.md").read_text()
 
 
@@ -261,11 +261,11 @@ def test_a_stage_runs_alone_on_the_files_of_earlier_stages(finished: tuple[Path,
     }
     shutil.rmtree(folder / "eval")
     run_here("conf=demo", *overrides, "stages=[eval]")
-    *after, merged = summary(folder)
-    assert [(row["method"], row["tokens_per_step"]) for row in after] == [
-        (row["method"], row["tokens_per_step"]) for row in before[:-1]
-    ]
-    assert merged["method"] == before[-1]["method"], "its pace follows the clock, and so do its tokens per step"
+    after = summary(folder)
+    assert [row["method"] for row in after] == [row["method"] for row in before]
+    # The pace of a merge follows the clock, and so do its tokens per step.
+    for old, new in zip(before, after, strict=True):
+        assert "+" in old["method"] or old["tokens_per_step"] == new["tokens_per_step"]
     assert untouched == {name: digest for name, digest in digests(folder).items() if name in untouched}
 
 

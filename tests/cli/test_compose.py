@@ -166,7 +166,7 @@ def test_a_file_is_built_on_another_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: demo\ntrain: {steps: 20, batch_size: 4}\n")
     (tmp_path / "b.yaml").write_text(f"base: {tmp_path / 'a.yaml'}\ntrain: {{steps: 30}}\n")
     config = composed(str(tmp_path / "b.yaml"))
-    assert (config.name, config.train.steps, config.train.batch_size, config.train.max_positions) == ("b", 30, 4, 1024)
+    assert (config.name, config.train.steps, config.train.batch_size, config.train.max_positions) == ("b", 30, 4, 512)
     (tmp_path / "a.yaml").write_text(f"base: {tmp_path / 'b.yaml'}\n")
     assert "is built on itself" in problems(str(tmp_path / "b.yaml"))
 
@@ -194,7 +194,7 @@ def test_a_drafter_of_another_kind_inherits_no_options(tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text("base: demo\ndrafter: {kind: medusa, num_heads: 3}\neval: {settings: [{}]}\n")
     for config in (composed(str(tmp_path / "plain.yaml")), composed("demo", "drafter={kind: medusa, num_heads: 3}")):
         assert config.drafter == {"kind": "medusa", "num_heads": 3}
-        assert config.train.steps == 500
+        assert config.train.steps == 450
     assert {f"drafter.{name}" for name in config.drafter} <= {o.name for o in drafter_sections()["medusa"].options}
     assert "eval.settings" in problems("demo", "drafter.kind=medusa")
 

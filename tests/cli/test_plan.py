@@ -212,8 +212,8 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
 def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["eval.batch_sizes=[1,3]", "eval.temperatures=[0.0,1.0]", "eval.repeats=2"]
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
-    answers = 3 * 2 * 5 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
-    assert f"{answers} answers by 5 methods" in capsys.readouterr().out
+    answers = 3 * 2 * 6 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
+    assert f"{answers} answers by 6 methods" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(
