@@ -91,9 +91,8 @@ def custom_generate_files() -> dict[str, str]:
     others = sorted(name.removesuffix(".py") for name in files)
     imports = "".join(f"    from .{name} import __doc__ as _\n" for name in others if name != _flat(START))
     files[START_FILE] = ENTRY.format(start=_flat(START), imports=imports)
-    needed = [
-        line for line in requires("outrider") or () if re.match(r"[\w-]+", line)[0] in PACKAGES and "extra ==" not in line
-    ]  # type: ignore[index]
+    lines = [line for line in requires("outrider") or () if "extra ==" not in line]
+    needed = [line for line in lines if re.match(r"[\w-]+", line)[0] in PACKAGES]  # type: ignore[index]
     files[REQUIREMENTS_FILE] = "".join(f"{line.split(';')[0].strip()}\n" for line in sorted(needed))
     # A checkout with build outputs has several distributions, and not all contain the licence.
     licences = (distribution.read_text("licenses/LICENSE") for distribution in distributions(name="outrider"))
