@@ -14,9 +14,9 @@ from ...models.llm.hf_target import HFTarget
 from ..records.run_files import Audit
 
 MAX_NOISE = 0.25
-"""Largest noise that may explain a difference: its root mean square over all logits, as a share of their
-standard deviation. Rounding in bfloat16 causes a fifth of that. The largest difference of a single
-logit grows with the vocabulary: of a model with 49,152 tokens it reaches a third."""
+"""Largest noise that may explain a difference: its root mean square over a position's logits, as a share
+of their standard deviation, at the worst position. The largest difference of a single logit would
+grow with the vocabulary."""
 ROUNDING = 8
 """Noise that softmax and the division by the clocks add to sampled scores, in units of the
 sampler's precision."""
@@ -53,7 +53,7 @@ def audit(
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
     at_once = target.plain_logits(text, num_tokens)[0].to(stepwise.dtype)
     differences = stepwise - at_once
-    logit_noise, typical_noise = float(differences.abs().max()), float(differences.square().mean().sqrt())
+    logit_noise, typical_noise = float(differences.abs().max()), float(differences.square().mean(-1).sqrt().max())
     noise, deficit, worst = logit_noise, 0.0, 0
 
     # 3. The deficit: the largest distance between the best score and the score of the answer's token.

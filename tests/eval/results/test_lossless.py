@@ -81,6 +81,20 @@ def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTar
     assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
 
 
+def test_noise_at_a_single_position_explains_nothing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=64)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    plain_logits = HFTarget.plain_logits
+
+    def wrong_once(target: HFTarget, *args: Any) -> torch.Tensor:
+        logits = plain_logits(target, *args).clone()
+        logits[:, 30] = logits[:, 30].flip(-1)
+        return logits
+
+    monkeypatch.setattr(HFTarget, "plain_logits", wrong_once)
+    assert not audit(tiny_target, PROMPT, tokens, max_new_tokens=64).within_noise
+
+
 def test_an_answer_must_end_where_plain_decoding_ends(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = sampled(tiny_target, 1.0, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 32, "temperature": 1.0, "seed": 3}
