@@ -137,6 +137,7 @@ def _identify(
 
 def identify_without_weights(config: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> TargetIdentity:
     """Return the digests of a target whose weights aren't read; theirs is empty."""
+    config = with_folder(config)
     return _identify(config, read_config(config), tokenizer, "")
 
 

@@ -20,10 +20,11 @@ from outrider.data.files import partial_directory, sha256_file
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.saved.folder import read_drafter_config, require_recorded_weights
+from outrider.models.drafters.saved.loading import require_fitting_target
 from outrider.models.llm import gguf_files
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.gguf_files import folder_of
-from outrider.models.llm.loading import load_target, load_tokenizer
+from outrider.models.llm.loading import identify_without_weights, load_target, load_tokenizer
 
 SHIPPED = Path(gguf_files.__file__).parents[1] / "smollm2_redrafter"
 CPU = torch.device("cpu")
@@ -269,6 +270,8 @@ def test_smollm2_answers_and_its_shipped_drafter_changes_no_token() -> None:
     ids = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     answer = target.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
     assert "Paris" in target.tokenizer.decode(answer)
+    identity = identify_without_weights(TargetConfig(name_or_path=name), target.tokenizer)
+    require_fitting_target(SHIPPED, read_drafter_config(SHIPPED).target, identity)  # as a chat begins
     steps = list(
         generate(target, load_drafter(SHIPPED, target), GreedyAcceptance(), ids, max_new_tokens=12, stop_ids=target.stop_ids)
     )
