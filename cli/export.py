@@ -18,6 +18,7 @@ UNWANTED = ["*/*", "optimizer*", "rng_state*", "scaler*", "scheduler*", "train*_
 """Files that are not downloaded: states of a training, which may be large, and subfolders."""
 
 
+GGUF = "gguf"
 AS_STORED = {"device": "cpu"}
 """The target of an export: only its sizes, embeddings, head and at most its tokenizer are read."""
 
@@ -32,10 +33,13 @@ class ExportOptions:
     """The engine: vllm or sglang. Or a format, with the kind of drafter that it holds: eagle3 (eagle3;
     vLLM and SGLang), speculators (eagle3; vLLM), dspark (block; vLLM, SGLang and llama.cpp),
     speculators-dspark (block; vLLM and llama.cpp), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa
-    (medusa), tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and
-    SGLang)."""
+    (medusa; also vLLM up to 0.32), tensorrt-llm (medusa), apple (redrafter), transformers
+    (draft_model; also vLLM and SGLang). Or gguf (eagle3, block and draft_model; llama.cpp), which
+    needs `converter`."""
     output: Path
-    """Folder for the export. It must be new, empty, or an earlier export."""
+    """Folder for the export, which must be new, empty, or an earlier export. For gguf, a file."""
+    converter: Path | None = None
+    """For gguf: convert_hf_to_gguf.py in the source of the llama.cpp that will read the file."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """Type of the exported numbers. null: as stored."""
     target: TargetConfig
@@ -56,21 +60,32 @@ def export_command(options: ExportOptions) -> None:
     from ..data.files import guarded
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import read_drafter_config
+    from ..models.export.gguf import FORMS, export_gguf, require_convertible
     from ..models.export.registry import ENGINES, engine_format, export_drafter, find_format
 
     # 1. Check all arguments before the target is loaded, which may take long.
-    if options.to not in ENGINES:
+    output, to_gguf = options.output, options.to == GGUF
+    if options.to not in (*ENGINES, GGUF):
         find_format(options.to)
+    if options.converter is not None and not to_gguf:
+        raise ValueError(f"converter is for gguf only, and to is {options.to}; leave one of them out")
     directory = resolve_drafter(options.drafter)
-    read_drafter_config(directory)
-    name = engine_format(options.to, directory) if options.to in ENGINES else options.to
+    kind = read_drafter_config(directory).kind
+    if to_gguf:
+        require_convertible(directory, options.converter, output)
+        name = FORMS[kind]
+    else:
+        name = engine_format(options.to, directory) if options.to in ENGINES else options.to
 
     # 2. Load the target, and export.
     loaded = load_chosen_target(options.target, needs_tokenizer=find_format(name).kind == "draft_model")
-    with guarded(options.output):
-        export_drafter(
-            directory, loaded, name, options.output, None if options.dtype is None else getattr(torch, options.dtype)
-        )
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    with guarded(output):
+        if options.converter is not None:
+            export_gguf(directory, loaded, options.target.name_or_path, options.converter, output, dtype)
+            name = GGUF
+        else:
+            export_drafter(directory, loaded, name, output, dtype)
     print(f"{options.output}: {options.drafter} in the format {name}")
 
 

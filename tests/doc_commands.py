@@ -37,7 +37,7 @@ ALLOWED = {
         "head",
         "ln",
     ),
-    "sha256sum",
+    *("sha256sum", "llama-server", "optimum-cli"),
 }
 """Programs of others, whose arguments aren't checked."""
 KEYWORDS = {"do", "else", "exec", "then"}
@@ -46,8 +46,8 @@ BUILTINS = {"case", "done", "echo", "esac", "fi", "for", "if", "set", "trap", "w
 ALLOWED_MODULES = {"venv", "sglang.launch_server", "medusa.inference.cli", "vllm"} | {
     f"recurrent_drafting.{package}cmd.generate" for package in ("", "mlx.")
 }
-ALLOWED_SCRIPTS = {"examples/medusa/convert_checkpoint.py"}
-"""TensorRT-LLM's."""
+ALLOWED_SCRIPTS = {"examples/medusa/convert_checkpoint.py", "llama.cpp/convert_hf_to_gguf.py"}
+"""TensorRT-LLM's, and llama.cpp's."""
 RECIPES = ("train.py", "outrider.train", "train")
 
 

@@ -31,7 +31,8 @@ PICKLE_FILE, SAFETENSORS_FILE = "medusa_lm_head.pt", "medusa_lm_head.safetensors
 SHARED_HEAD_VERSION = "2"
 NUM_HEADS, NUM_LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 TENSORRT_NUM_HEADS = "num_medusa_heads"
-KEYS = frozenset({NUM_HEADS, NUM_LAYERS, TARGET, TENSORRT_NUM_HEADS, "hidden_size", "vocab_size", "version"})
+HAS_BIASES = "medusa_fc_bias"
+KEYS = frozenset({NUM_HEADS, NUM_LAYERS, TARGET, TENSORRT_NUM_HEADS, HAS_BIASES, "hidden_size", "vocab_size", "version"})
 PREFIXES = ("", "medusa_head.", "medusa_heads.")
 """Prefixes of the tensors' names that are read; none is written."""
 BLOCK = re.compile(r"(\d{1,4})\.(\d{1,4})\.linear\.(?:weight|bias)")
@@ -90,6 +91,11 @@ def _layout(drafter: Medusa, target: HFTarget, file: str) -> FolderContents:
     config, names = drafter.config, _names(drafter.config)
     described = {
         "architectures": ["MedusaModel"],
+        # Four keys that only vLLM (up to 0.32) reads. Without the last it would drop the biases in silence.
+        "model_type": "medusa",
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        HAS_BIASES: True,
         NUM_HEADS: config.num_heads,
         NUM_LAYERS: config.num_layers,
         TARGET: target.identity.name,

@@ -51,6 +51,10 @@ def test_the_reference_loads_the_export_with_equal_logits(llama, make_drafter, t
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config == {
         "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": llama.hidden_size,
+        "vocab_size": llama.vocab_size,
+        "medusa_fc_bias": True,
         "medusa_num_heads": 3,
         "medusa_num_layers": 1,
         "base_model_name_or_path": "org/tiny",
