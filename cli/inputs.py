@@ -8,7 +8,6 @@ from typing import Any
 from ..data.config import HUB_PREFIX
 from ..data.paths import MODEL_PREFIX, TRAINING_FREE_NAMES, NamedPath, built_in_templates, folders_of, models_of, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
-from ..models.drafters.losses import MISSED_BY
 from .config import STAGES
 
 DATA = "an existing file, a folder of files, or a data set id of the Hub (owner/name)"
@@ -94,12 +93,10 @@ def recipe_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
         yield from named_models("eval.baselines", str(name))
     if "train" in stages:
         yield from _drafter_paths("drafter", values.get("drafter"))
-        yield from _other_paths("train", values.get("train"))
         variants = values.get("variants")
         for name, changes in variants.items() if isinstance(variants, Mapping) else ():
             if isinstance(changes, Mapping):
                 yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
-                yield from _other_paths(f"variants.{name}.train", changes.get("train"))
 
 
 def _data_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
@@ -124,13 +121,6 @@ def named_models(option: str, name: str | Path) -> Iterator[NamedPath]:
     """Yield the models in the name of a drafter that draft as they are."""
     for model in models_of(name):
         yield NamedPath(option=f"{option} {MODEL_PREFIX}", value=model, expected=MODEL, is_local="/" not in model)
-
-
-def _other_paths(section: str, train: Any) -> Iterator[NamedPath]:
-    """Yield the folders of the drafter that `label_weights` names."""
-    weights = train.get("label_weights") if isinstance(train, Mapping) else None
-    if isinstance(weights, str) and weights.startswith(MISSED_BY) and weights != MISSED_BY:
-        yield from named_folders(f"{section}.label_weights", weights.removeprefix(MISSED_BY))
 
 
 def _drafter_paths(option: str, drafter: Any) -> Iterator[NamedPath]:

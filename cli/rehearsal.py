@@ -32,7 +32,6 @@ from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import is_out_of_memory
 from ..train.batches import require_packing, target_reads, with_hidden_states
-from ..train.missed_by import open_other
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room
 from .config import DrafterRun
@@ -144,14 +143,13 @@ def rehearse_loss(
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     objective = make_objective(config, target)
-    other = None if config.missed_by is None else open_other(config.missed_by, target)
-    reads = target_reads(drafter, objective, other)
+    reads = target_reads(drafter, objective)
     if reads.top and examples[0].top is None:
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
     batch = draw_batch(config, examples, reads).decoded()
     if config.packing and _lacks_states(batch, reads.hidden_states, reads.layers):
         require_packing(target)
-    batch = with_hidden_states(batch, target, reads, other)
+    batch = with_hidden_states(batch, target, reads)
     drafter.train()
     # Where the processes share the weights, a gradient of all of them may not fit into one.
     with torch.set_grad_enabled(not needs_whole_copy(accelerator)), accelerator.autocast():

@@ -44,7 +44,6 @@ from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.losses import needs_teacher
-from ..models.drafters.objective import Objective
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon, require_memory
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
@@ -52,10 +51,8 @@ from ..models.export.package import README_FILE
 from ..models.export.registry import refusals_after_training
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
-from ..train.batches import target_reads
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import with_accumulation
-from ..train.missed_by import open_other, require_other
 from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
@@ -223,9 +220,6 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         with works_together(target, drafter.drafter.kind):
             require_memory(drafter.drafter, target)
             fresh = build_drafter(drafter.drafter, target)
-        if (other := drafter.train.missed_by) is not None:
-            require_other(other, drafter.drafter_dir)
-            open_other(other, target).reads(target_reads(fresh, Objective()))
         if needs_teacher(drafter.train.loss):
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)

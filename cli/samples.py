@@ -27,7 +27,6 @@ from ..models.llm.tensor_parallel import agreed
 from ..models.machine import synchronize
 from ..train.batches import PAD_ID, target_reads, with_hidden_states
 from ..train.config import TrainConfig
-from ..train.missed_by import open_other
 from ..train.parallel import make_anchor, tensor_float32
 from ..train.setup import LossModule, make_objective, make_optimizer, new_drafter
 
@@ -155,19 +154,18 @@ def sample_training(
         drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     optimizer, _ = make_optimizer(drafter, config)
     objective = make_objective(config, target)
-    other = None if config.missed_by is None else open_other(config.missed_by, target)
-    model, reads = LossModule(drafter, objective), target_reads(drafter, objective, other)
+    model, reads = LossModule(drafter, objective), target_reads(drafter, objective)
     # 2. A micro-batch with its share of the positions: the texts may be parts.
     chosen, tokens_per_batch = examples[: config.batch_size], config.batch_size * tokens_per_text
     num_tokens = sum(len(example.example.input_ids) for example in chosen)
     positions = min(config.max_positions or tokens_per_batch, config.batch_size * positions_per_text)
     thinned = max(1, round(positions * num_tokens / tokens_per_batch))
-    config = replace(config, max_positions=thinned, on_policy_every=None, on_policy_share=None)
+    config = replace(config, max_positions=thinned)
 
     def train(_: int) -> tuple[float, float]:
         # 3. Collation, the target's states, forward and backward.
         begin = time.perf_counter()
-        batch = with_hidden_states(draw_batch(config, chosen, reads), target, reads, other)
+        batch = with_hidden_states(draw_batch(config, chosen, reads), target, reads)
         with accelerator.autocast(), tensor_float32(accelerator.device):
             sums, *_ = model(batch, make_anchor(accelerator))
         sums.sum().backward()

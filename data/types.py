@@ -104,10 +104,9 @@ class DrafterBatch:
     target's or the stored type, and are None if neither shards nor trainer provide them. `stored` are
     states of the shards that aren't decoded yet: see `decoded`. `top_tokens` and `top_log_probs` are those of
     `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
-    (padding counts as a text); None if each row holds one text. `num_covered` counts, at each position
-    to train, the draft tokens of its continuation that another drafter proposes; None if the loss
-    doesn't read it. `host` has a copy of what decides which labels there are, and `indexes` the index
-    tensors of the loss; `on_host` and `label_indexes` return them, or make them.
+    (padding counts as a text); None if each row holds one text. `host` has a copy of
+    what decides which labels there are, and `indexes` the index tensors of the loss; `on_host` and
+    `label_indexes` return them, or make them.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -120,7 +119,6 @@ class DrafterBatch:
     top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None
     starts: Int[torch.Tensor, "batch seq"] | None = None
-    num_covered: Int[torch.Tensor, "batch seq"] | None = None
     host: HostBatch | None = None
     indexes: BatchIndexes | None = None
 

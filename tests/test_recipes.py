@@ -64,7 +64,7 @@ EXPORTED: dict[str, set[str]] = {
     "medusa": {"medusa", "tensorrt-llm"},
 }
 """Formats of engines that a recipe leaves."""
-DEEPER_THAN_TRAINED = {"compare_demo", "loss_study_demo"}
+DEEPER_THAN_TRAINED = {"compare_demo"}
 """Recipes that search deeper than they train on purpose: their published figures are of that."""
 ALL_RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.startswith("adapt"))
 SMALL_DEMOS = {

@@ -28,7 +28,6 @@ from ..models.drafters.objective import Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import turns
 from .config import TrainConfig
-from .missed_by import OtherDrafter
 
 # Any token works: the attention mask hides the padding.
 PAD_ID = 0
@@ -116,12 +115,10 @@ class BatchStream:
     def _batch(self, step: int, micro: int) -> DrafterBatch:
         start = self.position(step) + (micro * self.num_processes + self.rank) * self.config.batch_size
         examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
-        # An on-policy step chooses among all positions: see `on_policy`.
-        max_positions = None if self.config.is_on_policy(step) else self.config.max_positions
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, "positions", step, micro, self.rank))
         return collate(
             examples,
-            max_positions=max_positions,
+            max_positions=self.config.max_positions,
             generator=generator,
             labels=self.config.labels,
             pad_id=PAD_ID,
@@ -176,39 +173,31 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
     return counts
 
 
-def target_reads(drafter: TrainableDrafter, objective: Objective, other: OtherDrafter | None = None) -> TargetReads:
-    """Return which states of the target the training of this drafter needs.
-
-    `other` is the drafter of `train.label_weights`, which may read more.
-    """
+def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
+    """Return which states of the target the training of this drafter needs."""
     top = objective.needs_teacher and objective.teacher == "top_k"
-    reads = TargetReads(
+    return TargetReads(
         hidden_states=drafter.reads_hidden_states or (objective.needs_teacher and not top),
         layers=drafter.feature_layers,
         top=top,
     )
-    return reads if other is None else other.reads(reads)
 
 
-def with_hidden_states(
-    batch: DrafterBatch, target: HFTarget, reads: TargetReads, other: OtherDrafter | None = None
-) -> DrafterBatch:
+def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads) -> DrafterBatch:
     """Move the batch to the target's device, decode its states, and recompute those that it lacks.
 
     States keep the target's or the stored type: a drafter casts what it reads, and under autocast a
-    copy in float32 would only be cast back. With `other` the batch also has the number of draft
-    tokens that this drafter proposes.
+    copy in float32 would only be cast back.
     """
     batch = batch.to(target.device).decoded()
     last = reads.hidden_states and batch.hidden_states is None
     layers = reads.layers if batch.features is None else ()
     hidden_states, features = states_of_texts(target, batch, last=last, layers=layers)
-    batch = replace(
+    return replace(
         batch,
         hidden_states=hidden_states if last else batch.hidden_states,
         features=features if layers else batch.features,
     )
-    return batch if other is None else other.mark(batch)
 
 
 def derived_seed(*parts: object) -> int:

@@ -4,19 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from ..data.config import LABELS
-from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, one_of, raise_problems
-from ..models.drafters.losses import MISSED_BY, TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, SmallCount, one_of, raise_problems
+from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 TRACKERS = ("none", "wandb", "tensorboard", "wandb+tensorboard")
-DEFAULT_SHARE = 0.25
-"""`on_policy_share` where it is null."""
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -33,13 +30,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 
 TrainLoss = Annotated[LossKind | dict[LossKind, float], BeforeValidator(check_loss)]
-
-
-def known_weights(value: str) -> str:
-    """Raise an error for a `label_weights` that doesn't exist."""
-    if value not in WEIGHTS[:-1] and not (value.startswith(MISSED_BY) and value != MISSED_BY):
-        raise PydanticCustomError("label_weights", "must be one of uniform, reached, dpace, missed_by:DRAFTER")
-    return value
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -62,12 +52,6 @@ class TrainConfig:
     max_positions: PositiveInt | None = None
     """Positions per micro-batch and process whose labels are trained on. They are drawn at random
     from the positions that have labels. null: all of them."""
-    on_policy_every: PositiveInt | None = None
-    """On-policy training: every so many optimizer steps, a share of the positions is chosen where the
-    current drafter would start a step of decoding, and the others at random. Needs `max_positions`.
-    null: all positions are chosen at random."""
-    on_policy_share: Share | None = None
-    """Largest share of `max_positions` that `on_policy_every` chooses. null: a quarter."""
     packing: bool = False
     """Put several texts of a micro-batch into one row, which saves padding. Texts in one row don't
     attend to each other. Each step has the same texts and the same loss as without packing, apart
@@ -89,13 +73,10 @@ class TrainConfig:
     """The target's distribution that all losses but `cross_entropy` use. `full` computes it from
     the target's hidden states. `top_k` uses the likeliest tokens that `distill.top_logprobs`
     stored, and counts all other tokens as one. See `Objective`."""
-    label_weights: Annotated[str, AfterValidator(known_weights)] = "uniform"
-    """Weight of each label in the loss. `uniform`: all are equal. `reached` counts a label only if
-    the drafter predicts all labels before it, at lower depths, correctly. `dpace` weights a label by
-    the share of the expected accepted length that depends on it (D-PACE, arXiv 2605.18810), in
-    place of the decay from depth to depth. `missed_by:DRAFTER`, with
-    the folder of another drafter, trains where that drafter is wrong, for a merge of both: see
-    `missed_share`."""
+    label_weights: Annotated[str, one_of(*WEIGHTS)] = "uniform"
+    """Weight of each label in the loss. `uniform`: all are equal, apart from a kind's own decay from
+    depth to depth. `dpace`: the share of the expected accepted length that depends on the label
+    (D-PACE, arXiv 2605.18810), in place of that decay."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
@@ -143,41 +124,12 @@ class TrainConfig:
     or `none`. `metrics.jsonl` has the records in any case."""
 
     @property
-    def missed_by(self) -> str | None:
-        """The other drafter of `label_weights`."""
-        return self.label_weights.removeprefix(MISSED_BY) if self.label_weights.startswith(MISSED_BY) else None
-
-    @property
     def mixes_teacher_and_labels(self) -> bool:
         """Whether the loss learns from the target's distribution, and from labels off the text."""
         return needs_teacher(self.loss) and self.labels == "distilled"
 
-    @property
-    def num_on_policy(self) -> int:
-        """Most positions of a micro-batch that `on_policy_every` chooses."""
-        share = DEFAULT_SHARE if self.on_policy_share is None else self.on_policy_share
-        return round(share * (self.max_positions or 0))
-
-    def is_on_policy(self, step: int) -> bool:
-        """Whether the positions of a step, counted from 0, are chosen on-policy."""
-        return self.on_policy_every is not None and (step + 1) % self.on_policy_every == 0
-
     def __post_init__(self) -> None:
         problems = []
-        if self.on_policy_every is not None and self.max_positions is None:
-            problems.append(
-                f"on_policy_every is {self.on_policy_every}, and max_positions is null, so all positions are trained and none "
-                "are chosen; set train.max_positions, or train.on_policy_every=null"
-            )
-        elif self.on_policy_every is not None and not self.num_on_policy:
-            problems.append(
-                f"on_policy_share is {self.on_policy_share or DEFAULT_SHARE:g} and max_positions {self.max_positions}, so no "
-                "position is chosen; raise one of them"
-            )
-        if self.on_policy_share is not None and self.on_policy_every is None:
-            problems.append(
-                f"on_policy_share is {self.on_policy_share:g}, and on_policy_every is null; set that too, such as 1"
-            )
         if self.global_batch_size is not None and self.gradient_accumulation != 1:
             problems.append(
                 f"global_batch_size is {self.global_batch_size} and gradient_accumulation {self.gradient_accumulation}; the "

@@ -16,7 +16,6 @@ from .batches import derived_seed, label_counts, with_hidden_states
 from .checkpoint import latest_checkpoint, remove_incomplete
 from .config import Division, describe_change
 from .metrics import LOSS_FIELDS, add_losses, summarize
-from .on_policy import choose_on_policy
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
 from .processes import Sigterm, StepPatience
 from .records import Progress, Tracker
@@ -39,8 +38,7 @@ def fit(training: Training, *, start: int) -> None:
     with patience, sigterm, training.checkpoints, tracker, progress:
         for step in range(start, start if peaked else config.steps):
             # 1. Forward and backward of each micro-batch.
-            batches, num_on_policy = choose_on_policy(training, step, training.stream.batches(step))
-            loss, seen = _accumulate_gradients(training, batches, num_on_policy)
+            loss, seen = _accumulate_gradients(training, training.stream.batches(step))
             # 2. The optimizer's step.
             grad_norm = finish_step(accelerator, training.model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
@@ -78,16 +76,16 @@ def fit(training: Training, *, start: int) -> None:
                 break
 
 
-def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch], num_on_policy: int) -> tuple[Loss, torch.Tensor]:
+def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -> tuple[Loss, torch.Tensor]:
     """Add the gradients of a step's micro-batches.
 
     Returns the summed loss, and what `Meter.add_step` adds up, over all processes.
     """
     accelerator, model = training.accelerator, training.model
-    num_labels, seen = accelerator.reduce(_count(batches, num_on_policy, accelerator.device), "sum")
+    num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
     total: Loss | None = None
     for index, batch in enumerate(batches):
-        batch = with_hidden_states(batch, training.target, training.reads, training.other)
+        batch = with_hidden_states(batch, training.target, training.reads)
         with micro_batch(accelerator, model, last=index == len(batches) - 1), tensor_float32(accelerator.device):
             loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
             # The mean over all labels of the step, in all processes and micro-batches. Times the number of
@@ -98,12 +96,12 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch], n
     return _sum_over_processes(total, accelerator), seen
 
 
-def _count(batches: Sequence[DrafterBatch], num_on_policy: int, device: torch.device) -> list[torch.Tensor]:
+def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
     """Count the labels by depth of this process's micro-batches, and what `Meter.add_step` adds up."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     positions = sum(int(batch.on_host.positions.sum()) for batch in batches)
     tokens = sum(int(batch.on_host.attention_mask.sum()) for batch in batches)
-    return [to_device(values, device) for values in (labels.numpy(), np.array([positions, tokens, num_on_policy]))]
+    return [to_device(values, device) for values in (labels.numpy(), np.array([positions, tokens]))]
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

@@ -73,10 +73,8 @@ class Meter:
         self.measured: Loss | None = None
         self._measure_from = measure_from
         self._window: Loss | None = None
-        # Positions, tokens and on-policy positions of the whole run.
-        self._seen = torch.zeros(3, dtype=torch.long, device=device)
-        self.on_policy_seconds = 0.0
-        """Seconds that this process has spent on choosing positions since it started."""
+        # Positions and tokens of the whole run.
+        self._seen = torch.zeros(2, dtype=torch.long, device=device)
         self._first_bad_step = torch.tensor(NO_STEP, device=device)
         self._seconds = 0.0
         self._started = time.perf_counter()
@@ -98,8 +96,8 @@ class Meter:
         finally:
             self._started += time.perf_counter() - started
 
-    def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 3"]) -> None:
-        """Add one optimizer step: its loss, and its positions, tokens and on-policy positions.
+    def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
+        """Add one optimizer step: its loss, and its positions and tokens.
 
         All are sums over all processes.
         """
@@ -126,7 +124,7 @@ class Meter:
         assert self._window is not None, "a record covers at least one step"
         means = summarize(self._window)
         self._window = None
-        (positions, tokens, on_policy), seconds = self._seen.tolist(), self.seconds
+        (positions, tokens), seconds = self._seen.tolist(), self.seconds
         last_positions, last_tokens, last_seconds = self._last_record
         self._last_record = (positions, tokens, seconds)
         seconds_since = max(seconds - last_seconds, 1e-9)
@@ -134,7 +132,6 @@ class Meter:
             **means,
             "positions_seen": positions,
             "tokens_seen": tokens,
-            **({"on_policy_positions_seen": on_policy} if on_policy else {}),
             "seconds": seconds,
             "positions_per_second": (positions - last_positions) / seconds_since,
             "tokens_per_second": (tokens - last_tokens) / seconds_since,

@@ -29,7 +29,6 @@ from ..models.drafters.saved.folder import (
 from ..models.drafters.saved.loading import change_options
 from .checkpoint import latest_checkpoint, read_marker
 from .config import DIVISION_KEYS, MAY_CHANGE_ON_RESUME, Division, TrainConfig
-from .missed_by import describe_other
 from .parallel import sharding
 
 BEST_DIR = "best"
@@ -127,7 +126,6 @@ DIGESTS = {
     "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
     "started_from": "drafter.start_from (or drafter.path) is set in one run alone",
     "started_from.weights_sha256": "drafter.start_from (or drafter.path) has other weights",
-    "train.label_weights.missed_by.weights_sha256": "the drafter that train.label_weights names has other weights",
 }
 """What a change of a digest means, in place of two long numbers."""
 
@@ -155,8 +153,6 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
     started_from = starting_weights(spec)
     options = {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME}
-    if config.missed_by is not None:
-        options["label_weights"] = {"missed_by": describe_other(config.missed_by)}  # its folder may move
     return {
         "train": json.loads(json.dumps(options)),  # names of losses as plain texts, as in a file
         "drafter": {

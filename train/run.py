@@ -11,11 +11,10 @@ from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
 from .config import TrainConfig, with_accumulation
 from .loop import fit, resume
-from .missed_by import require_other
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
-from .setup import Training, set_up
+from .setup import set_up
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,6 @@ def train(
     require_supported_launch(accelerator)
     require_tracker(config)
     config = with_accumulation(config, accelerator.num_processes)
-    if config.missed_by is not None:
-        require_other(config.missed_by, drafter_dir)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)
@@ -76,15 +73,6 @@ def train(
                 best=training.best,
                 metrics=training.meter.latest,
             )
-            _log_seconds(config, training, drafter_dir)
+            logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
-
-
-def _log_seconds(config: TrainConfig, training: Training, drafter_dir: Path) -> None:
-    """Log what the training took."""
-    logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
-    if config.on_policy_every is not None:
-        logger.info("train.on_policy_every=%d took %.0f s", config.on_policy_every, training.meter.on_policy_seconds)
-    if training.other is not None:
-        logger.info("train.label_weights=%s took %.0f s of it", config.label_weights, training.other.seconds)

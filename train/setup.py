@@ -26,7 +26,6 @@ from .batches import BatchStream, count_label_tokens, require_packing, target_re
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
 from .metrics import LOSS_FIELDS, Meter
-from .missed_by import OtherDrafter, open_other
 from .parallel import gather_weights, needs_whole_copy, prepare
 from .results import CHECKPOINTS_DIR, Best
 from .validation import HeldOut, Validator, hold_out
@@ -59,9 +58,8 @@ class LossModule(nn.Module):
 class Training:
     """The parts of one training.
 
-    `run` is the description of `describe_run`. `other` is the drafter that
-    `train.label_weights` names. `trained` is the drafter inside `model`. `copy` is a whole drafter on
-    the host, for launches in which `trained` can't decode; else None.
+    `run` is the description of `describe_run`. `trained` is the drafter inside `model`. `copy` is a
+    whole drafter on the host, for launches in which `trained` can't decode; else None.
     """
 
     config: TrainConfig
@@ -77,7 +75,6 @@ class Training:
     best: Best
     checkpoints: Checkpoints
     reads: TargetReads
-    other: OtherDrafter | None
     output_dir: Path
     trained: TrainableDrafter
     copy: TrainableDrafter | None
@@ -114,10 +111,7 @@ def set_up(
     drafter = new_drafter(config, spec, target)
     objective = make_objective(config, target)
     # 2. The texts of training, and those that are held out from it.
-    if config.on_policy_every is not None:
-        require_certain_drafts(drafter)
-    other = None if config.missed_by is None else open_other(config.missed_by, target)
-    reads = target_reads(drafter, objective, other)
+    reads = target_reads(drafter, objective)
     check_shards(config, manifest, reads, target)
     held_out = hold_out_texts(config, drafter, target, shards_dir, manifest)
     stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
@@ -131,7 +125,7 @@ def set_up(
     set_seed(config.seed + accelerator.process_index)  # dropout differs between processes
     # 4. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
     optimizer, scheduler = make_optimizer(drafter, config)
-    validator = make_validator(config, held_out, target, objective, manifest, accelerator, other)
+    validator = make_validator(config, held_out, target, objective, manifest, accelerator)
     unused_parameters = drafter.has_unused_parameters(manifest.horizon)
     model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
@@ -148,7 +142,6 @@ def set_up(
         best=Best(output_dir, target.identity),
         checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),
         reads=reads,
-        other=other,
         output_dir=output_dir,
         trained=drafter,
         copy=copy,
@@ -166,22 +159,11 @@ def new_drafter(config: TrainConfig, spec: DrafterSpec, target: HFTarget) -> Tra
 
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Build the objective, with the target's head if the loss compares with the target."""
-    weights = config.label_weights if config.missed_by is None else "missed_by"
-    objective = Objective(loss=config.loss, weights=weights, teacher=config.teacher)
+    objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
     if not objective.needs_teacher:
         return objective
     target.require_plain_head()
     return replace(objective, head=target.head)
-
-
-def require_certain_drafts(drafter: TrainableDrafter) -> None:
-    """Raise ValueError for a drafter whose drafts are drawn at random, so that its steps are too."""
-    if temperature := getattr(drafter.config, "temperature", 0):
-        raise ValueError(
-            f"train.on_policy_every needs drafts that follow from the text, and drafter.temperature is {temperature:g}: they "
-            "are drawn at random. Train with drafter.temperature=0 and give a temperature in eval.settings, or set "
-            "train.on_policy_every=null"
-        )
 
 
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
@@ -269,7 +251,6 @@ def make_validator(
     objective: Objective,
     manifest: Manifest,
     accelerator: Accelerator,
-    other: OtherDrafter | None,
 ) -> Validator | None:
     """Build the measurement on held-out texts; None if no texts are held out."""
     if not held_out:
@@ -282,7 +263,6 @@ def make_validator(
         max_new_tokens=config.validation_tokens,
         batch_size=config.batch_size,
         accelerator=accelerator,
-        other=other,
     )
 
 

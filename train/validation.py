@@ -30,7 +30,6 @@ from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
-from .missed_by import OtherDrafter
 
 SHARDS_READ = 4
 """Least number of shards from which held-out texts are taken."""
@@ -120,7 +119,6 @@ class Validator:
         max_new_tokens: int,
         batch_size: int,
         accelerator: Accelerator,
-        other: OtherDrafter | None = None,
     ) -> None:
         self._worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
         if len(held_out) < self._worker.num_workers:
@@ -135,7 +133,6 @@ class Validator:
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
         self._accelerator = accelerator
-        self._other = other
         self._answers: dict[int, list[int]] = {}  # by plain decoding, at the first call
 
     def __call__(self, drafter: TrainableDrafter) -> Validation:
@@ -180,10 +177,10 @@ class Validator:
     def _loss(self, drafter: TrainableDrafter) -> Loss:
         """Return the sums of the objective over all processes."""
         total: Loss | None = None
-        reads = target_reads(drafter, self._objective, self._other)
+        reads = target_reads(drafter, self._objective)
         for start in range(0, len(self._mine), self._batch_size):
             batch = self._batch(self._mine[start : start + self._batch_size])
-            loss = drafter.loss(with_hidden_states(batch, self._target, reads, self._other), self._objective)
+            loss = drafter.loss(with_hidden_states(batch, self._target, reads), self._objective)
             total = add_losses(total, loss)
         assert total is not None, "every process has a prompt"
         sums = {name: getattr(total, name) * self._worker.speaks for name in LOSS_FIELDS}

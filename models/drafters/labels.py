@@ -1,6 +1,6 @@
 """The labelled draft tokens of a batch: which there are, and where."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from ...data.bundles import Bundle, move_to
 from ...data.label_arrays import HostLabels
 from ...data.types import DrafterBatch
-from .losses import DPACE_FLOOR, LEAST_WEIGHT
+from .losses import DPACE_FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,6 @@ class Labels:
     on_text: Bool[torch.Tensor, "position depth"]
     positions: Int[torch.Tensor, " position"]
     """Index of each position's token among all batch x seq tokens."""
-    missed: Float[torch.Tensor, "position depth"] | None = None
-    """The `missed_share` of each label; None if the batch has no `num_covered`."""
     made: KnownLabels | None = None
     """The known labels, if they were made with the batch: see `known_labels`."""
 
@@ -69,13 +67,10 @@ class Labels:
         indexes = batch.label_indexes
         tensors = indexes.bundle.tensors()
         names = ("previous", "tokens", "known", "text_index", "on_text", "positions")
-        labels = cls(
+        return cls(
             **{name: tensors[name] for name in names},
             made=KnownLabels(of_known=tensors["known"], host=indexes.labels, index=tensors["index"], depth=tensors["depth"]),
         )
-        if batch.num_covered is None:
-            return labels
-        return replace(labels, missed=missed_share(labels.at_positions(batch.num_covered), labels.known))
 
     @cached_property
     def known_labels(self) -> KnownLabels:
@@ -114,34 +109,8 @@ class Labels:
             text_index=self.text_index[:, :num_depths],
             on_text=self.on_text[:, :num_depths],
             positions=self.positions,
-            missed=None if self.missed is None else self.missed[:, :num_depths],
             made=KnownLabels.of(known, self.known_labels.host.first(num_depths)),
         )
-
-
-# --- weights of labels in the loss, for `train.label_weights`
-
-
-def missed_share(
-    num_covered: Int[torch.Tensor, " position"], known: Bool[torch.Tensor, "position depth"]
-) -> Float[torch.Tensor, "position depth"]:
-    """Return the share that another drafter misses of each label and the labels after it.
-
-    At position n the other drafter proposes the first `num_covered[n]` draft tokens. A label that
-    it misses has weight 1, since all labels after it are missed too. A label that it proposes is a
-    part of the path to the missed ones. The trained drafter needs the whole path, because a
-    proposal starts at the last committed token. Such a label counts as much as the path helps:
-
-        labels  a b c d, the other drafter proposes a b:   weights  2/4  2/3  1  1
-        labels  a b c d, the other drafter proposes all:   weights  LEAST_WEIGHT, four times
-
-    This is the collective boost-tuning of SpecInfer (arXiv 2305.09781, section 3), which drops
-    whole texts. Here the unit is a label, and none is dropped.
-    """
-    depth = torch.arange(known.shape[1], device=known.device)
-    num_known = known.sum(1, keepdim=True)
-    share = (num_known - num_covered[:, None]) / (num_known - depth).clamp(min=1)
-    return share.clamp(min=LEAST_WEIGHT, max=1)
 
 
 def dpace_weights(

@@ -7,17 +7,10 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-WEIGHTS = ("uniform", "reached", "dpace", "missed_by")
-MISSED_BY = "missed_by:"
-"""Beginning of `train.label_weights` before the name of another drafter."""
+WEIGHTS = ("uniform", "dpace")
 DPACE_FLOOR = 0.5
 """Least confidence that D-PACE takes a draft token to have (alpha in the paper, which found values
 from 0.3 to 0.7 about as good)."""
-LEAST_WEIGHT = 0.1
-"""Least weight of a label under `missed_by`.
-
-The other drafter may miss a token that it proposes here: in decoding it has another text. And where
-both propose, the trained drafter's probabilities must not become arbitrary."""
 TEACHERS = ("full", "top_k")
 
 

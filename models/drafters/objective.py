@@ -65,9 +65,8 @@ class Objective:
     """A mixture is a sum, and all its losses read the same logits. Where p is one-hot, each of them
     is a function of q(label)."""
     weights: str = "uniform"
-    """`reached` counts a label only if the drafter's arg-max was right at all earlier depths:
-    decoding gets no further otherwise. `dpace` weights labels by `dpace_weights`, in place of a
-    drafter's own factors of depths. `missed_by` gives each label its `missed_share`."""
+    """`uniform`, or `dpace`, which weights labels by `dpace_weights`, in place of a drafter's own
+    factors of depths."""
     head: nn.Linear | None = None
     """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
     cross-entropy need it, also in a mixture."""
@@ -121,21 +120,15 @@ def score(
     # 3. Restore the order of the labels, and sum the losses by depth.
     loss = parts.in_order([combine(values, objective.terms) for values in losses])
     ranks = labels.spread(parts.in_order([values.rank for values in losses]), HIT_RANKS)
-    right_so_far = (ranks == 0).cumprod(1)
-    if objective.weights == "reached":
-        loss = loss * labels.take(F.pad(right_so_far[:, :-1], (1, 0), value=1))
-    elif objective.weights == "dpace":
+    if objective.weights == "dpace":
         log_prob = parts.in_order([values.log_prob for values in losses])
         loss = loss * labels.take(dpace_weights(labels.spread(log_prob.to(loss.dtype), 0), known))
-    elif objective.weights == "missed_by":
-        assert labels.missed is not None, "the batch has num_covered: see `OtherDrafter`"
-        loss = loss * labels.take(labels.missed)
     sums = torch.zeros(num_depths, device=loss.device, dtype=loss.dtype)
     return Loss(
         sums=sums.index_add(0, labels.known_labels.depth, loss)[:trained_depths],
         counts=known.sum(0),
         hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
-        joint_hits=right_so_far.sum(0),
+        joint_hits=(ranks == 0).cumprod(1).sum(0),
     )
 
 

@@ -1,6 +1,5 @@
 """Properties of every registered drafter, trained on a few texts, saved and loaded."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,7 +32,7 @@ from outrider.models.drafters import (
 )
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.eagle import Eagle
-from outrider.models.drafters.losses import WEIGHTS, LossKind
+from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -414,23 +413,13 @@ def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(trained, target):
     assert before.drawn is None or torch.equal(before.drawn.probs, after.drawn.probs)
 
 
-QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))
-"""Each loss once; the weightings alternate."""
 MIXTURE = {LossKind.cross_entropy: 0.1, LossKind.reverse_kl: 0.5, LossKind.kl_tv: 1.8}
 """A mixture that needs all that a loss may read."""
 
 
-@pytest.mark.parametrize(
-    ("loss", "weights"),
-    [
-        pytest.param(*pair, marks=[] if pair in QUICK_OBJECTIVES else pytest.mark.slow)
-        for pair in itertools.product(LossKind, WEIGHTS)
-    ]
-    + [(MIXTURE, "uniform")],
-)
+@pytest.mark.parametrize(("loss", "weights"), [*((loss, "uniform") for loss in (*LossKind, MIXTURE)), (LossKind.kl, "dpace")])
 def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
     drafter, batch = make(kind, target, batch)
-    batch = replace(batch, num_covered=batch.input_ids % 3)
     result = drafter.loss(batch, Objective(loss=loss, weights=weights, head=target.head))
     assert 0 < len(result.sums) <= len(result.counts) == len(result.joint_hits)
     assert (result.hits[:, 0] >= result.joint_hits).all()

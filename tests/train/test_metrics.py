@@ -50,12 +50,12 @@ def test_the_loss_is_a_mean_over_the_labels_of_the_trained_depths() -> None:
 def test_a_record_covers_the_steps_since_the_last_one() -> None:
     meter = Meter(torch.device("cpu"))
     for step in range(2):
-        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([4, 10, 0]))
+        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([4, 10]))
     first = meter.record()
     assert first["loss"] == 1.5
     assert (first["positions_seen"], first["tokens_seen"]) == (8, 20)
     meter.add_step(
-        2, Loss(**{**_fields(make_loss()), "sums": torch.tensor([0.0, 0.0, 0.0])}), torch.tensor(1.0), torch.tensor([1, 1, 0])
+        2, Loss(**{**_fields(make_loss()), "sums": torch.tensor([0.0, 0.0, 0.0])}), torch.tensor(1.0), torch.tensor([1, 1])
     )
     second = meter.record()
     assert second["loss"] == 0.0
@@ -71,14 +71,14 @@ def test_speeds_cover_the_steps_since_the_last_record_without_pauses(monkeypatch
     now = 100.0
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now)
     meter = Meter(torch.device("cpu"))
-    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([4, 10, 0]))
+    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([4, 10]))
     now += 2
     assert meter.record()["tokens_per_second"] == 5.0
     restored = Meter(torch.device("cpu"))
     restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     with restored.paused():
         now += 60
-    restored.add_step(1, make_loss(), torch.tensor(1.0), torch.tensor([4, 30, 0]))
+    restored.add_step(1, make_loss(), torch.tensor(1.0), torch.tensor([4, 30]))
     now += 1
     record = restored.record()
     assert (record["tokens_per_second"], record["positions_per_second"], record["seconds"]) == (30.0, 4.0, 3.0)
@@ -87,21 +87,21 @@ def test_speeds_cover_the_steps_since_the_last_record_without_pauses(monkeypatch
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_first_step_with_a_bad_loss_or_gradient_is_recorded(value: float) -> None:
     meter = Meter(torch.device("cpu"))
-    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([1, 1, 0]))
-    meter.add_step(1, make_loss(), torch.tensor(value), torch.tensor([1, 1, 0]))
+    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([1, 1]))
+    meter.add_step(1, make_loss(), torch.tensor(value), torch.tensor([1, 1]))
     bad = Loss(**{**_fields(make_loss()), "sums": torch.tensor([value, 0.0, 0.0])})
-    meter.add_step(2, bad, torch.tensor(1.0), torch.tensor([1, 1, 0]))
+    meter.add_step(2, bad, torch.tensor(1.0), torch.tensor([1, 1]))
     assert meter.first_bad_step() == 1
 
 
 def test_the_meters_state_is_restored_bit_for_bit_through_json() -> None:
     meter = Meter(torch.device("cpu"))
     loss = Loss(**{**_fields(make_loss()), "sums": torch.tensor([1 / 3, 2e-30, 1e20])})
-    meter.add_step(0, loss, torch.tensor(1.0), torch.tensor([4, 10, 0]))
+    meter.add_step(0, loss, torch.tensor(1.0), torch.tensor([4, 10]))
     restored = Meter(torch.device("cpu"))
     restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     for one_meter in (meter, restored):
-        one_meter.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10, 0]))
+        one_meter.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10]))
     records = [meter.record(), restored.record()]
     for record in records:
         del record["seconds"], record["positions_per_second"], record["tokens_per_second"]
@@ -111,24 +111,16 @@ def test_the_meters_state_is_restored_bit_for_bit_through_json() -> None:
 def test_measured_values_do_not_depend_on_records_or_interruptions() -> None:
     unbroken = Meter(torch.device("cpu"), measure_from=2)
     for step in range(4):
-        unbroken.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1, 0]))
+        unbroken.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
         unbroken.record()
     assert unbroken.measured is not None
     assert unbroken.measured.counts.tolist() == [4 * (3 + 4), 2 * (3 + 4), 0]
     meter = Meter(torch.device("cpu"), measure_from=2)
     for step in range(4):
-        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1, 0]))
+        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
         state = json.loads(json.dumps(meter.state_dict()))
         meter = Meter(torch.device("cpu"), measure_from=2)
         meter.load_state_dict(state)
     assert meter.measured is not None
     for name, value in _fields(unbroken.measured).items():
         assert torch.equal(_fields(meter.measured)[name], value)
-
-
-def test_on_policy_positions_are_counted_only_where_there_are_any() -> None:
-    meter, quiet = Meter(torch.device("cpu")), Meter(torch.device("cpu"))
-    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([4, 10, 3]))
-    quiet.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([4, 10, 0]))
-    assert meter.record()["on_policy_positions_seen"] == 3
-    assert "on_policy_positions_seen" not in quiet.record()

@@ -13,7 +13,6 @@ from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.drafters import DRAFTERS as REGISTERED
 from outrider.models.llm.hf_target import HFTarget
-from outrider.train.records import read_records
 
 from .conftest import Run, write_shards
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
@@ -39,9 +38,6 @@ DRAFTERS = {
     "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"},
     "block": {"kind": "block", "feature_layers": [0, 1], "block": 3},
 }
-# With DDP, and with FSDP, where the whole drafter is gathered first.
-ON_POLICY = {"on policy": "redrafter", "fsdp on policy": "medusa"}
-ON_POLICY_CONFIG = {**CONFIG, "max_positions": 6, "on_policy_every": 2, "on_policy_share": 0.5}
 
 
 def test_every_registered_kind_is_trained_by_ddp() -> None:
@@ -84,10 +80,10 @@ def launched(
     Starting the processes takes most of the time.
     """
     # The runs with FSDP2 come last: all runs after the first of them use it.
-    runs = sorted({**KINDS, **ON_POLICY}.items(), key=lambda run: run[0].startswith("fsdp"))
+    runs = sorted(KINDS.items(), key=lambda run: run[0].startswith("fsdp"))
     trainings: dict[str, Any] = {
         name: {
-            "config": ON_POLICY_CONFIG if name in ON_POLICY else CONFIG,
+            "config": CONFIG,
             "drafter": DRAFTERS[kind],
             "fsdp": name.startswith("fsdp"),
         }
@@ -158,14 +154,3 @@ def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched:
     assert numbers(resumed) == numbers(unbroken)[2:]
     ours, theirs = weights(resumed), weights(unbroken)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_POLICY)
-def test_each_of_two_processes_chooses_on_policy_positions_of_its_own_texts(name: str, launched: Path) -> None:
-    lines = [line for line in read_records(launched / name / "train" / "metrics.jsonl") if "loss" in line]
-    seen = [line.get("on_policy_positions_seen", 0) for line in lines]
-    assert seen[0] == 0
-    # Two steps of four micro-batches, each with at most half of the positions.
-    assert 0 < seen[1] < seen[3] <= 2 * 4 * 3
-    assert [line["positions_seen"] for line in lines] == [4 * 6 * step for step in range(1, STEPS + 1)]

@@ -11,8 +11,8 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.labels import Labels, dpace_weights, missed_share
-from outrider.models.drafters.losses import LEAST_WEIGHT, WEIGHTS, LossChoice, LossKind, check_loss, describe_loss
+from outrider.models.drafters.labels import Labels, dpace_weights
+from outrider.models.drafters.losses import WEIGHTS, LossChoice, LossKind, check_loss, describe_loss
 from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
@@ -23,8 +23,6 @@ TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 # After position 1 of the first text the continuation repeats the text. Elsewhere it leaves the
 # text, at once or later.
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
-# Draft tokens of each continuation that another drafter proposes.
-NUM_COVERED = {(0, 1): 1, (0, 2): 2, (1, 0): 0, (1, 1): 3}
 DSPARK = {LossKind.cross_entropy: 0.1, LossKind.tv: 1.8}
 """DSpark's 0.1 CE + 0.9 L1, where L1 is twice the total variation."""
 EVERY_LOSS = [*LossKind, DSPARK, {kind: 1 / (1 + number) for number, kind in enumerate(LossKind)}]
@@ -36,9 +34,7 @@ HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 def make_batch() -> DrafterBatch:
     continuations = torch.full((2, 6, 4), UNKNOWN)
     positions = torch.zeros(2, 6, dtype=torch.bool)
-    num_covered = torch.zeros(2, 6, dtype=torch.long)
     for position, tokens in CONTINUATIONS.items():
-        num_covered[position] = NUM_COVERED[position]
         continuations[position] = torch.tensor(tokens)
         positions[position] = True
     return DrafterBatch(
@@ -47,7 +43,6 @@ def make_batch() -> DrafterBatch:
         positions=positions,
         continuations=continuations,
         hidden_states=HIDDEN,
-        num_covered=num_covered,
     )
 
 
@@ -88,8 +83,7 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
 
     entries, row = [], 0  # depth, q, p, label, weight
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
-        reached, num_known = True, [*tokens, UNKNOWN].index(UNKNOWN) - 1
-        known = range(min(3, num_known))
+        known = range(min(3, [*tokens, UNKNOWN].index(UNKNOWN) - 1))
         confidence = [(1 + head(rows[row + depth]).softmax(0)[tokens[depth + 1]].item()) / 2 for depth in known]
         for depth in range(3):
             if UNKNOWN in tokens[: depth + 2]:
@@ -102,12 +96,8 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
                 if following == tokens[: depth + 1]
                 else None
             )
-            num_missed = sum(later >= NUM_COVERED[text, position] for later in range(depth, num_known))
-            share = max(num_missed / (num_known - depth), LEAST_WEIGHT)
-            expected = sum(math.prod(confidence[: last + 1]) for last in known[depth:])
-            weight = {"uniform": 1, "reached": reached, "dpace": expected, "missed_by": share}[weights]
+            weight = sum(math.prod(confidence[: last + 1]) for last in known[depth:]) if weights == "dpace" else 1
             entries.append((depth, q, p, tokens[depth + 1], weight))
-            reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
     assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
     sums = [0.0] * 3
     for depth, q, p, label, weight in entries:
@@ -208,15 +198,6 @@ def test_a_mixture_is_checked_and_one_of_weight_1_is_its_loss():
             check_loss(dict(value) if isinstance(value, tuple) else value)
 
 
-def test_a_label_weighs_as_much_as_the_path_from_it_is_missed():
-    num_covered = torch.tensor([0, 1, 2, 4, 2, 1, 0])
-    num_known = torch.tensor([4, 4, 4, 4, 2, 0, 1])
-    weights = missed_share(num_covered, torch.arange(4) < num_known[:, None])
-    expected = [[1, 1, 1, 1], [3 / 4, 1, 1, 1], [2 / 4, 2 / 3, 1, 1], [LEAST_WEIGHT] * 4, [LEAST_WEIGHT] * 2, [], [1]]
-    for row, shares in zip(weights.tolist(), expected, strict=True):
-        assert row[: len(shares)] == pytest.approx(shares)
-
-
 @pytest.mark.parametrize("kind", EVERY_LOSS)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
 def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkeypatch):
@@ -230,7 +211,7 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
         monkeypatch.setattr(objective_module, "max_chunk", lambda device, limit=limit: limit)
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
-        objective = Objective(loss=kind, weights="reached", head=target_head)
+        objective = Objective(loss=kind, head=target_head)
         loss = score(head, (rows,), labels, batch, objective, vocabulary=outputs)
         loss.sums.sum().backward()
         results.append((loss.sums.detach(), loss.hits, head.weight.grad, rows.grad))
@@ -264,7 +245,7 @@ def test_a_loss_does_not_depend_on_padding(kind, heads):
 
 
 @pytest.mark.parametrize("kind", EVERY_LOSS)
-@pytest.mark.parametrize("weights", ["reached", "dpace", "missed_by"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
@@ -404,7 +385,7 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary,
     for teacher, teacher_batch in (("full", batch), ("top_k", with_top(batch, target_head, VOCAB))):
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
-        objective = Objective(loss=kind, weights="reached", head=target_head, teacher=teacher)
+        objective = Objective(loss=kind, head=target_head, teacher=teacher)
         loss = score(head, (rows,), labels, teacher_batch, objective, vocabulary=outputs)
         loss.sums.sum().backward()
         results.append((loss.sums.detach(), loss.hits.float(), head.weight.grad, rows.grad))
