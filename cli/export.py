@@ -60,7 +60,7 @@ def export_command(options: ExportOptions) -> None:
     from ..data.files import guarded
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import read_drafter_config
-    from ..models.export.gguf import FORMS, export_gguf, require_convertible
+    from ..models.export.gguf import export_gguf, form_of, require_convertible, unknown_to_llama_cpp
     from ..models.export.registry import ENGINES, engine_format, export_drafter, find_format
 
     # 1. Check all arguments before the target is loaded, which may take long.
@@ -70,10 +70,10 @@ def export_command(options: ExportOptions) -> None:
     if options.converter is not None and not to_gguf:
         raise ValueError(f"converter is for gguf only, and to is {options.to}; leave one of them out")
     directory = resolve_drafter(options.drafter)
-    kind = read_drafter_config(directory).kind
+    read_drafter_config(directory)
     if to_gguf:
         require_convertible(directory, options.converter, output)
-        name = FORMS[kind]
+        name = form_of(directory)
     else:
         name = engine_format(options.to, directory) if options.to in ENGINES else options.to
 
@@ -87,6 +87,8 @@ def export_command(options: ExportOptions) -> None:
         else:
             export_drafter(directory, loaded, name, output, dtype)
     print(f"{options.output}: {options.drafter} in the format {name}")
+    if problems := unknown_to_llama_cpp(directory):
+        print(f"not for llama.cpp, which would draft worse without an error: {'; '.join(problems)}")
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -4,28 +4,32 @@ The converter is the user's, because its version must fit the llama.cpp that wil
 reads one of our formats, which is written first, into a temporary folder.
 """
 
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ...data.files import TEMPORARY
+from ...data.files import TEMPORARY, replacing
 from ..drafters.saved.folder import read_drafter_config
 from ..llm.gguf_files import SUFFIX, folder_of
 from ..llm.hf_target import HFTarget
-from .registry import export_drafter
+from .registry import engine_format, export_drafter
 
-FORMS = {"eagle3": "eagle3", "block": "dspark", "draft_model": "transformers"}
-"""The format of ours that the converter reads, by kind of drafter."""
+KINDS = ("eagle3", "block", "draft_model")
+"""The kinds of drafters that llama.cpp drafts with."""
 TYPES = {None: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 EAGLE3_LAYERS = 3
 SHOWN_LINES = 5
 """Last lines of a failed converter that the error has."""
+
+
+def form_of(directory: Path) -> str:
+    """Return the format of ours that the converter reads: vLLM's, except for a reduced vocabulary of a block drafter."""
+    saved = read_drafter_config(directory)
+    reduced = saved.kind == "block" and saved.drafter.get("draft_vocab_size") is not None
+    return "speculators-dspark" if reduced else engine_format("vllm", directory)
 
 
 def require_convertible(directory: Path, converter: Path | None, output: Path) -> None:
@@ -34,11 +38,11 @@ def require_convertible(directory: Path, converter: Path | None, output: Path) -
     Nothing is loaded for this.
     """
     saved = read_drafter_config(directory)
-    if saved.kind not in FORMS:
+    if saved.kind not in KINDS:
         raise ValueError(
-            f"llama.cpp reads drafters of the kinds {', '.join(FORMS)}, and {directory} is of the kind {saved.kind}"
+            f"llama.cpp reads drafters of the kinds {', '.join(KINDS)}, and {directory} is of the kind {saved.kind}"
         )
-    if problems := _problems(saved.kind, saved.drafter):
+    if problems := unknown_to_llama_cpp(directory):
         raise ValueError(f"llama.cpp can't draft with {directory} as it was trained: {'; '.join(problems)}")
     if converter is None or not converter.is_file():
         given = "not given" if converter is None else f"{converter}, which is no file"
@@ -47,12 +51,13 @@ def require_convertible(directory: Path, converter: Path | None, output: Path) -
         raise ValueError(f"output is {output}; give the name of a file that ends in {SUFFIX}")
 
 
-def _problems(kind: str, options: Mapping[str, Any]) -> list[str]:
+def unknown_to_llama_cpp(directory: Path) -> list[str]:
     """List what the converter or llama.cpp doesn't know, partly without an error of its own (build 11434)."""
-    if kind != "eagle3":
+    saved = read_drafter_config(directory)
+    if saved.kind != "eagle3":
         return []
-    layers = options.get("feature_layers")
-    problems = [f"{name} is on (train with drafter.{name}=false)" for name in ("fc_norm", "norm_output") if options.get(name)]
+    layers, on = saved.drafter.get("feature_layers"), [name for name in ("fc_norm", "norm_output") if saved.drafter.get(name)]
+    problems = [f"{name} is on (train with drafter.{name}=false)" for name in on]
     if layers is not None and len(layers) != EAGLE3_LAYERS:
         problems.append(f"it reads {len(layers)} layers of the target, not {EAGLE3_LAYERS}")
     return problems
@@ -69,14 +74,15 @@ def export_gguf(
     require_convertible(directory, converter, output)
     if not (folder := Path(folder_of(name))).is_dir():
         raise ValueError(f"target.name_or_path is {name}, and the converter reads a folder; download it, and give its folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=TEMPORARY, dir=output.parent) as temporary:
-        source, made = Path(temporary) / "drafter", Path(temporary) / output.name
-        export_drafter(directory, target, FORMS[read_drafter_config(directory).kind], source, dtype)
+    with (
+        replacing(output) as made,
+        tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=TEMPORARY, dir=output.parent) as temporary,
+    ):
+        source = Path(temporary) / "drafter"
+        export_drafter(directory, target, form_of(directory), source, dtype)
         command = [sys.executable, str(converter), str(source), "--target-model-dir", str(folder.resolve())]
         command += ["--outtype", TYPES[dtype], "--outfile", str(made)]
         done = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
         if done.returncode or not made.is_file():
             lines = "\n".join((done.stderr or done.stdout).strip().splitlines()[-SHOWN_LINES:])
             raise ValueError(f"the converter {converter} ended with status {done.returncode}; its last lines:\n{lines}")
-        os.replace(made, output)

@@ -16,6 +16,8 @@ layer consist of blocks alone, with `version` "2".
 
 import logging
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..drafters.medusa import Medusa
@@ -91,19 +93,27 @@ def _layout(drafter: Medusa, target: HFTarget, file: str) -> FolderContents:
     config, names = drafter.config, _names(drafter.config)
     described = {
         "architectures": ["MedusaModel"],
-        # Four keys that only vLLM (up to 0.32) reads. Without the last it would drop the biases in silence.
-        "model_type": "medusa",
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        HAS_BIASES: True,
         NUM_HEADS: config.num_heads,
         NUM_LAYERS: config.num_layers,
         TARGET: target.identity.name,
     }
     if config.share_head:
         described["version"] = SHARED_HEAD_VERSION
+    else:  # only vLLM (up to 0.32) reads these. Without the last it would drop the biases in silence
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        described |= {"model_type": "medusa", **sizes, HAS_BIASES: True}
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name in names}
-    return FolderContents(config=described, tensors=tensors, file=file)
+    return FolderContents(config=described, tensors=tensors, file=file, write_more=partial(_warn, config.share_head))
+
+
+def _warn(shares_head: bool, directory: Path) -> None:
+    """Warn of an engine that would load such a folder without its output layers, in silence."""
+    if shares_head:
+        logger.warning(
+            "%s is not for vLLM: heads that share the target's output layer would have random ones there; for vLLM up to 0.32 "
+            "train with drafter.share_head=false",
+            directory,
+        )
 
 
 def _names(config: MedusaConfig, prefix: str = "") -> dict[str, str]:

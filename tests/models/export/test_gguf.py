@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.export.gguf import form_of
 from outrider.models.llm.loading import load_target
 
 from ...commands import invoke
+from ...tiny_models import save_tiny_target
 
 WORKS = """
 import json, pathlib, sys
@@ -19,6 +22,7 @@ folder, out = pathlib.Path(arguments[0]), pathlib.Path(arguments[arguments.index
 note = json.loads((folder / "outrider.json").read_text())
 out.write_text(json.dumps({"arguments": arguments[1:], "format": note["format"]}))
 """
+LLAMA = {"model_type": "llama", "hidden_act": "silu"}
 FAILS = """
 import pathlib, sys
 pathlib.Path(sys.argv[sys.argv.index("--outfile") + 1]).write_text("half")
@@ -86,3 +90,18 @@ def test_what_llama_cpp_cannot_draft_is_refused_before_anything_is_loaded(
     other = ("export", medusa, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "a", *given)
     assert "converter is for gguf only" in invoke([str(part) for part in other]).message
     assert not output.exists()
+
+
+def test_the_format_is_the_one_that_holds_the_drafter(tiny_target_dir: Path, tmp_path: Path) -> None:
+    reduced = make("block", tiny_target_dir, tmp_path / "block", feature_layers=[0, 1], draft_vocab_size=8)
+    whole = make("block", tiny_target_dir, tmp_path / "whole", feature_layers=[0, 1])
+    assert [form_of(reduced), form_of(whole)] == ["speculators-dspark", "dspark"]
+    assert form_of(make("eagle3", tiny_target_dir, tmp_path / "eagle", feature_layers=[0, 1])) == "speculators", "other layers"
+
+
+def test_an_export_that_llama_cpp_would_misread_says_so(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    save_tiny_target(tmp_path / "deep", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, num_hidden_layers=8)
+    eagle = make("eagle3", tmp_path / "deep", tmp_path / "normed", norm_output=True, layer=LLAMA)
+    command = ("export", eagle, "--target", tmp_path / "deep", "--to", "eagle3", "--output", tmp_path / "a")
+    result = invoke([str(part) for part in command])
+    assert "not for llama.cpp, which would draft worse without an error: norm_output is on" in result.output

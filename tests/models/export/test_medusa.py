@@ -101,6 +101,14 @@ def test_heads_that_the_formats_cannot_hold_are_an_error(format, options, messag
     assert not (tmp_path / "a").exists()
 
 
+def test_heads_without_output_layers_have_no_keys_of_vllm(llama, make_drafter, tmp_path, caplog):
+    write_folder(REFERENCE, make_drafter("medusa", llama, num_heads=2, share_head=True), tmp_path / "a", llama)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["version"] == "2"
+    assert not config.keys() & {"model_type", "hidden_size", "vocab_size", "medusa_fc_bias"}
+    assert "is not for vLLM" in caplog.text
+
+
 def release(path: Path, heads: nn.ModuleList, *, prefix: str = "", file: str = "medusa_lm_head.pt", **config: Any) -> None:
     path.mkdir()
     tensors = {prefix + name: tensor.detach() for name, tensor in heads.state_dict().items()}
