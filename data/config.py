@@ -29,8 +29,10 @@ SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "st
 MAX_TURNS, QUESTION_TEMPERATURE = 32, 0.8
 TRAIN_ON = ("all", "last", "every token")
 HUB_PREFIX = "hf:"
-ONE_SOURCE = ("source", "path", "subset", "file", "revision", "weight", "count")
-"""Options of a single source, which `sources` takes the place of."""
+OF_SELF = {"count": None, "turns": 1, "prefix": "", "question_temperature": QUESTION_TEMPERATURE}
+"""The options of the source `self`, and their defaults."""
+ONE_SOURCE = dict.fromkeys(("source", "path", "subset", "file", "revision", "weight")) | OF_SELF
+"""Options of a single source, which `sources` takes the place of, and their defaults."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -91,8 +93,7 @@ class DataSource:
             problems = [f"path is {self.path!r}, but the source {SELF} reads no file; leave it out"] if self.path else []
             missing = "count is missing; give the number of conversations that the target begins"
             return problems if self.count else [*problems, missing]
-        default = {"count": None, "turns": 1, "prefix": "", "question_temperature": QUESTION_TEMPERATURE}
-        if idle := [name for name, value in default.items() if getattr(self, name) != value]:
+        if idle := [name for name, value in OF_SELF.items() if getattr(self, name) != value]:
             return [f"{', '.join(idle)}: set for the source {SELF} only; leave out, or set source={SELF}"]
         if self.source != "stdlib":
             missing = f"path is missing; the source {self.source} needs a local file or a data set id of the Hub"
@@ -151,8 +152,10 @@ class DataConfig(DataSource):
             problems += self.problems()
             if self.weight is not None:
                 problems.append(f"weight is {self.weight}; it is an option of each of data.sources")
-        elif both := [name for name in ONE_SOURCE if getattr(self, name) is not None]:
-            problems.append(f"sources and {', '.join(both)} are set; leave out sources, or set {both[0]} to null")
+        elif both := [name for name, value in ONE_SOURCE.items() if getattr(self, name) != value]:
+            default = ONE_SOURCE[both[0]]
+            value = "null" if default is None else repr(default)
+            problems.append(f"sources and {', '.join(both)} are set; leave out sources, or set {both[0]} to {value}")
         elif any(one.weight is None for one in self.sources) and any(one.weight for one in self.sources):
             problems.append("sources have weights and none; give a weight to each, or to none")
         if wrong := [name for name in self.template_options if not name.isidentifier()]:

@@ -64,7 +64,7 @@ def find_gguf(name_or_path: str) -> Path | None:
         return _in_package(name_or_path)
     path = Path(name_or_path)
     if path.is_dir():
-        files = sorted(path.glob(f"*{SUFFIX}"))
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() == SUFFIX and file.is_file())
         if not files or any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS):
             return None
         if len(files) > 1:
@@ -185,7 +185,8 @@ def _read_facts(path: Path) -> tuple[int, str, int]:
         reader = GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
         facts = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    if SPLIT.fullmatch(path.stem) or facts.get("split.count", 1) > 1:
+        is_part = SPLIT.fullmatch(path.stem) is not None or int(facts.get("split.count", 1)) > 1
+    if is_part:
         raise ValueError(
             f"{path} is one of several parts of a split model, which can't be read; join them with llama.cpp's "
             "`llama-gguf-split --merge FIRST_PART OUTPUT.gguf`"

@@ -20,6 +20,7 @@ TEXT = DataSource(source="text", path="a")
             {"source": "stdlib", "split": "eval", "sources": [TEXT]},
             "sources and source are set; leave out sources, or set source to null",
         ),
+        ({"sources": [TEXT], "turns": 2}, "sources and turns are set; leave out sources, or set turns to 1"),
         ({"sources": [DataSource(source="text", path="a", weight=1.0), TEXT]}, "a weight to each"),
         ({"source": "self"}, "count is missing"),
         ({"source": "self", "count": 9, "path": "a"}, "reads no file"),

@@ -48,7 +48,7 @@ def interleave(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape) if heads else weight
 
 
-def write_gguf(path: Path, source: Path, *, architecture: str = "llama", parts: int = 1, kind: str = "Q8_0") -> Path:
+def write_gguf(path: Path, source: Path, *, architecture: str = "llama", parts: int | str = 1, kind: str = "Q8_0") -> Path:
     """Write a saved Llama of `source` as a GGUF file, its matrices in a type of GGUF."""
     config, tokenizer = json.loads((source / "config.json").read_text()), AutoTokenizer.from_pretrained(source)
     writer = gguf.GGUFWriter(path, architecture)
@@ -70,7 +70,9 @@ def write_gguf(path: Path, source: Path, *, architecture: str = "llama", parts: 
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(tokenizer.chat_template)
-    if parts > 1:
+    if isinstance(parts, str):
+        writer.add_string("split.count", parts)
+    elif parts > 1:
         writer.add_uint16("split.count", parts)
     for name, weight in load_file(source / "model.safetensors").items():
         stored, weights = name, interleave(name, weight).numpy()
@@ -205,7 +207,11 @@ def test_a_file_that_cant_be_read_is_one_error_and_leaves_nothing(case: str, fil
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"architecture": "rwkv6"}, "rwkv6 is not supported"), ({"parts": 3}, "one of several parts of a split model")],
+    [
+        ({"architecture": "rwkv6"}, "rwkv6 is not supported"),
+        ({"parts": 3}, "one of several parts of a split model"),
+        ({"parts": "many"}, "can't be converted: ValueError: invalid literal"),
+    ],
 )
 def test_a_file_that_isnt_supported_is_one_error(
     options: dict[str, Any], message: str, file: Path, assets: Path, tiny_target_dir: Path
