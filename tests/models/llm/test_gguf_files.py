@@ -23,7 +23,7 @@ from outrider.models.drafters.saved.folder import read_drafter_config, require_r
 from outrider.models.drafters.saved.loading import require_fitting_target
 from outrider.models.llm import gguf_files
 from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.gguf_files import folder_of
+from outrider.models.llm.gguf_files import find_gguf, folder_of
 from outrider.models.llm.loading import identify_without_weights, load_target, load_tokenizer
 
 SHIPPED = Path(gguf_files.__file__).parents[1] / "smollm2_redrafter"
@@ -154,6 +154,15 @@ def test_a_file_is_converted_once_wherever_it_lies(
     assert (facts.num_layers, facts.name_or_path) == (2, str(moved))
     streamed = load_target(TargetConfig(name_or_path=str(moved), dtype="float32", memory_budget_gib=1.0), CPU)
     assert streamed.identity == load_target(TargetConfig(name_or_path=folder, dtype="float32"), CPU).identity
+
+
+def test_a_folder_is_searched_for_files_of_any_case(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "a.gguf").mkdir(parents=True)
+    (folder / "b.gguf").symlink_to("nowhere")
+    assert find_gguf(str(folder)) is None
+    (folder / "C.GGUF").write_bytes(file.read_bytes())
+    assert find_gguf(str(folder)) == folder / "C.GGUF"
 
 
 def test_plain_weights_keep_their_type(file: Path, tiny_target_dir: Path) -> None:
