@@ -41,7 +41,7 @@ class ExportOptions:
     converter: Path | None = None
     """For gguf: convert_hf_to_gguf.py in the source of the llama.cpp that will read the file."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
-    """Type of the exported numbers. null: as stored."""
+    """Type of the exported numbers. null: as stored; for gguf float32."""
     target: TargetConfig
 
     POSITIONAL: ClassVar = ("drafter",)
@@ -88,7 +88,7 @@ def export_command(options: ExportOptions) -> None:
             export_drafter(directory, loaded, name, output, dtype)
     print(f"{options.output}: {options.drafter} in the format {name}")
     if problems := unknown_to_llama_cpp(directory):
-        print(f"not for llama.cpp, which would draft worse without an error: {'; '.join(problems)}")
+        print(f"llama.cpp can't draft with it as it was trained, partly without an error: {'; '.join(problems)}")
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -152,7 +152,7 @@ class Meter:
         """Restore a `state_dict`."""
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
-        self._seen = torch.tensor(state["seen"], device=device)
+        self._seen = torch.tensor(state["seen"][:2], device=device)  # older checkpoints have a third number
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)
         self.latest = state["latest"]

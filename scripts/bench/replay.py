@@ -100,16 +100,17 @@ def read_batch(
 
 
 def steps_of(drafter: TrainableDrafter, target: HFTarget, batch: DrafterBatch) -> tuple[int, int]:
-    """Return the tokens and the steps of a text, from its first labelled position to its last."""
+    """Return the tokens and the steps of a text's labelled positions: those of an answer begin after its prefill."""
     labelled = batch.positions[0].nonzero()[:, 0]
     # A drafter that reads the last state only drafts at all positions together, which is faster than at each step's.
     known = accepted_at(drafter, target, batch, labelled) if isinstance(drafter, LastStateDrafter) else {}
-    last = int(labelled[-1])
-    position, num_tokens, num_steps = int(labelled[0]), 0, 0
-    while position <= last:
+    start = num_tokens = num_steps = 0
+    for position in labelled.tolist():
+        if position < start:
+            continue
         accepted = known[position] if known else accepted_at(drafter, target, batch, torch.tensor([position]))[position]
         num_tokens, num_steps = num_tokens + accepted + 1, num_steps + 1
-        position += accepted + 1
+        start = position + accepted + 1
     return num_tokens, num_steps
 
 

@@ -124,3 +124,12 @@ def test_measured_values_do_not_depend_on_records_or_interruptions() -> None:
     assert meter.measured is not None
     for name, value in _fields(unbroken.measured).items():
         assert torch.equal(_fields(meter.measured)[name], value)
+
+
+def test_a_state_of_three_numbers_is_restored_and_counts_on() -> None:
+    """Checkpoints once counted a third kind of positions."""
+    meter = Meter(torch.device("cpu"))
+    meter.load_state_dict({**Meter(torch.device("cpu")).state_dict(), "seen": [4, 10, 0]})
+    meter.add_step(1, make_loss(), torch.tensor(1.0), torch.tensor([4, 30]))
+    record = meter.record()
+    assert (record["positions_seen"], record["tokens_seen"]) == (8, 40)
