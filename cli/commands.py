@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": Command(EVALUATE, "Talk with a target and a drafter in the terminal.", "chat:chat_command"),
     "eval": Command(EVALUATE, "Measure the speedup of drafters against plain decoding.", "eval:eval_command"),
     "certify": Command(EVALUATE, "Certify that decoding is lossless.", "certify:certify_command"),
+    "check-server": Command(EVALUATE, "Check a running server's text, drafts and speed.", "check_server:check_server_command"),
     "tune": Command(EVALUATE, "Find a drafter's fastest settings on this machine.", "tune:tune_command"),
     "report": Command(EVALUATE, "Write tables and figures of evaluations.", "eval:report_command"),
     "export": Command(EXPORT, "Write a drafter in a serving engine's format.", "export:export_command"),

@@ -42,6 +42,8 @@ class Prompt:
     system: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that the target may call."""
+    solution: str | None = None
+    """What an answer is scored by: gsm8k's answer, human_eval's tests. It is no part of the digest."""
 
     def messages(self, text: str) -> list[Turn]:
         """Return a conversation that begins with this question: the system prompt, if any, and the text."""
@@ -137,12 +139,17 @@ def _parse_spec_bench(record: Any, index: int) -> Prompt | None:
 
 def _parse_human_eval(record: Any, index: int) -> Prompt | None:
     # In other sets of programming problems the task id is a number.
-    return _prompt(record["task_id"], "code", [record.get("prompt")]) if isinstance(record.get("task_id"), str) else None
+    if not isinstance(record.get("task_id"), str):
+        return None
+    is_scored = isinstance(record.get("test"), str) and str(record.get("entry_point")).isidentifier()
+    solution = f"{record['test']}\ncheck({record['entry_point']})" if is_scored else None
+    return _prompt(record["task_id"], "code", [record.get("prompt")], solution)
 
 
 def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
     # The answer distinguishes it from other files of questions.
-    return _prompt(index, "math", [record.get("question")]) if _all_texts([record.get("answer")]) else None
+    answer = record.get("answer")
+    return _prompt(index, "math", [record.get("question")], answer) if _all_texts([answer]) else None
 
 
 OWN_ID_KEYS, OWN_TURNS = ("id", "question_id", "prompt_id"), ("prompt", "turns", "messages", "conversations")
@@ -199,10 +206,10 @@ def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
     return system, texts[start::2]
 
 
-def _prompt(id: Any, category: Any, turns: Any) -> Prompt | None:
+def _prompt(id: Any, category: Any, turns: Any, solution: str | None = None) -> Prompt | None:
     """Build a prompt from a record's values; None if they are invalid."""
     if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
-        return Prompt(id=str(id), category=category, turns=tuple(turns))
+        return Prompt(id=str(id), category=category, turns=tuple(turns), solution=solution)
     return None
 
 

@@ -1,10 +1,7 @@
 """Configuration of a distillation."""
 
-import re
 from dataclasses import field
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -12,6 +9,7 @@ from pydantic.dataclasses import dataclass
 from ..data.config import FEATURES, STATE_DTYPES
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, different, one_of, raise_problems
 from ..data.paths import repeated_names, split_name
+from ..data.servers import NO_ADDRESS, is_address
 
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling
@@ -21,11 +19,6 @@ REGENERATION_OPTIONS = (
     *("kv_budget_gib", "base_url"),
 )
 ENGINES = ("decoder", "batch", "openai")
-# Messages don't quote the address, since it may contain a password.
-NO_ADDRESS = (
-    "base_url is not an address of the form http://HOST:8000/v1; put a key into the environment variable "
-    "OPENAI_API_KEY, not into the address"
-)
 
 
 @dataclass(kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True))
@@ -174,19 +167,6 @@ class DistillConfig:
         if self.base_url is not None and not is_address(self.base_url):
             problems.append(NO_ADDRESS)
         return problems
-
-
-def is_address(base_url: str) -> bool:
-    """Return whether `base_url` is the address of a server, without a password."""
-    try:
-        url = urlsplit(base_url)
-        host, _ = url.hostname or "", url.port
-        is_number = ":" in host or re.fullmatch(r"\d+(\.\d+){3}", host)
-        is_host = bool(ip_address(host)) if is_number else re.fullmatch(r"[\w.-]+", host) is not None
-    except ValueError:  # unclosed brackets, invalid port, invalid IP address
-        is_host = False
-    is_plain = base_url.isprintable() and " " not in base_url
-    return is_host and is_plain and url.scheme in ("http", "https") and "@" not in url.netloc
 
 
 DEFAULTS = DistillConfig(engine="decoder")

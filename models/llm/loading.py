@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.hub import use_hub
 from ...data.manifest import TargetIdentity
@@ -139,6 +139,17 @@ def identify_without_weights(config: TargetConfig, tokenizer: PreTrainedTokenize
     """Return the digests of a target whose weights aren't read; theirs is empty."""
     config = with_folder(config)
     return _identify(config, read_config(config), tokenizer, "")
+
+
+def ends_without_weights(config: TargetConfig) -> tuple[tuple[int, ...], int]:
+    """Return the tokens that end an answer, and the size of the vocabulary, of a target whose weights aren't read."""
+    config = with_folder(config)
+    described = read_config(config).get_text_config()
+    try:
+        eos = GenerationConfig.from_pretrained(config.name_or_path, revision=config.revision).eos_token_id
+    except OSError:
+        eos = described.eos_token_id
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), described.vocab_size
 
 
 def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:

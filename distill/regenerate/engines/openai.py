@@ -21,8 +21,8 @@ import torch
 from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from ....data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, shown
 from ....models.decoding.sampling import Sampling
-from ...config import NO_ADDRESS, is_address
 from ..engine import Answer, Limits, Request
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=BaseModel)
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"
 """The client requires a key, and most local servers have none."""
 DEFAULT_IN_FLIGHT = 64
@@ -49,13 +48,7 @@ MOST_REPLY_BYTES = 16 << 20
 RETRIED_STATUS = {408, 409, 429, *range(500, 600)}
 """Status codes that the client retries. Any other error status means that the server rejected the
 request."""
-MOST_BODY_CHARS = 300
 RESUME = "Start the server again and run the same command: finished shards are kept"
-
-# Servers fill in missing parameters, some of them from the model's generation config. So every
-# filter and penalty is switched off explicitly.
-NO_FILTERS = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
-NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class _Model(BaseModel):
@@ -125,13 +118,13 @@ class CompletionsServer:
             ) from None
         except APIConnectionError as error:
             num_tries = _num_tries(error)
-            problem = f"can't be reached ({type(error.__cause__).__name__}: {_shown(str(error.__cause__))})"
+            problem = f"can't be reached ({type(error.__cause__).__name__}: {shown(str(error.__cause__))})"
         except APIStatusError as error:
             num_tries = _num_tries(error)
             location = error.response.headers.get("location", "")  # redirects aren't followed
-            problem = f"answers {error.status_code}: {_shown(location or error.response.text)}"
+            problem = f"answers {error.status_code}: {shown(location or error.response.text)}"
             if (pause := error.response.headers.get("retry-after")) is not None:
-                problem += f" (Retry-After: {_shown(pause)}; a pause of more than two minutes is not waited for)"
+                problem += f" (Retry-After: {shown(pause)}; a pause of more than two minutes is not waited for)"
             if error.status_code not in RETRIED_STATUS:
                 raise ValueError(
                     f"{self.url}{path} rejects the request; it {problem}. Check distill.base_url, "
@@ -140,7 +133,7 @@ class CompletionsServer:
         except ValidationError as error:
             fault = error.errors()[0]
             raise ValueError(
-                f"{self.url}{path} answers {_shown(text)}, which isn't a reply of this protocol: "
+                f"{self.url}{path} answers {shown(text)}, which isn't a reply of this protocol: "
                 f"{'.'.join(map(str, fault['loc'])) or 'the reply'}: {fault['msg']}; is distill.base_url the address of a "
                 "completions server?"
             ) from None
@@ -235,7 +228,7 @@ def find_model(server: CompletionsServer, target_name: str) -> str:
     Raises ValueError, with the served names, if there is none of these.
     """
     served = [model.id for model in server.submit(server.ask("models", _Models)).result().data]
-    names = _shown(", ".join(served)) or "nothing"
+    names = shown(", ".join(served)) or "nothing"
     if target_name in served:
         return target_name
     if len(served) != 1:
@@ -283,7 +276,6 @@ class OpenAIEngine:
         max_tokens = self.limits.room(len(request.prompt_ids))
         body = {
             **NO_FILTERS,
-            **NO_PENALTIES,
             "model": self.model,
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": max_tokens,
@@ -368,10 +360,3 @@ class OpenAIEngine:
 def _num_tries(error: Any) -> int:
     """Return how often the client has sent a request that failed, by the header that it adds."""
     return 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
-
-
-def _shown(text: str) -> str:
-    """Return the start of a server's message, without terminal escapes and the key, which some servers repeat."""
-    key = os.environ.get(KEY_VARIABLE)
-    start = (text.replace(key, "***") if key else text)[:MOST_BODY_CHARS]
-    return "".join(character if character.isprintable() else " " for character in start)

@@ -1,0 +1,222 @@
+"""`outrider check-server`: whether a running server is lossless, accepts what it should, and is faster."""
+
+from contextlib import ExitStack
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from ..data.fields import OPTIONS, Distinct, NonNegativeInt, NumThreads, PositiveInt, SmallCount
+from ..eval.config import EvalConfig
+from ..models.llm.config import TargetConfig
+from .options import BY_MACHINE, cpu_threads, load_chosen_target, require_used, with_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..eval.server.check import ServerCheck
+    from ..eval.server.questions import Question
+    from ..models.llm.hf_target import HFTarget
+
+USED = frozenset({"suites", "settings", "max_new_tokens", "repeats", "seed"})
+"""Options of the section `eval` that this check depends on."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class CheckServerOptions:
+    """Options of `outrider check-server`."""
+
+    url: str
+    """Address of the server: http://HOST:8000 of vLLM, SGLang or llama.cpp. A key is read from
+    OPENAI_API_KEY."""
+    without: str | None = None
+    """Address of a server of the same target without a drafter: it is the reference, and the
+    speedup is over it. null: the target here is the reference."""
+    drafter: str | None = None
+    """The drafter that the server uses, to compare what is accepted; eval.settings has its form
+    there, such as {depth: 4, top_k: 1, tree_nodes: 4} for a chain of four."""
+    limit: PositiveInt = 16
+    """Draw at most this many prompts of each suite."""
+    concurrency: Distinct[SmallCount] = field(default_factory=lambda: [1, 4, 16])
+    """Measure the speed with so many requests at a time."""
+    samples: NonNegativeInt = 256
+    """Texts of four tokens sampled at temperature 1; 0 leaves this check out."""
+    tolerance: NonNegativeFloat = 0.25
+    """Nats by which a greedy token may be below the reference's best: a near tie of bfloat16. Where
+    both sides compute in float32, 0.01 is enough."""
+    execute: bool = False
+    """Run the programs of human_eval's answers on this machine, to score them."""
+    chat_template: str | None = None
+    """A .jinja file or a template's name. null: the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
+    num_threads: NumThreads | None = None
+    """CPU threads. null: torch's default."""
+    output: Path = Path("check-server.json")
+    """File of all figures."""
+    target: TargetConfig
+    """The target. With `without` and no drafter only its tokenizer is read."""
+    eval: EvalConfig
+
+    POSITIONAL: ClassVar = ("url",)
+    DEFAULTS: ClassVar = {"target": BY_MACHINE, "eval": {"suites": ["mt_bench"], "max_new_tokens": 64, "repeats": 2}}
+    USUAL: ClassVar = (
+        "target.name_or_path",
+        "target.dtype",
+        "eval.suites",
+        "eval.settings",
+        "eval.max_new_tokens",
+        "eval.repeats",
+    )
+
+    def __post_init__(self) -> None:
+        require_used(self.eval, USED, "check-server")
+        if 0 < self.samples < 64:
+            raise ValueError(f"samples is {self.samples}; a test needs 64 texts at least, or 0 for none")
+
+
+def check_server_command(options: CheckServerOptions) -> None:
+    """Check a running server: its text against the target's, its drafts against outrider's, its speed.
+
+    Greedy tokens are compared one by one; samples are tested against the target's probabilities. Exits with
+    status 1 if the server isn't lossless, or accepts less than outrider does.
+    """
+    from rich.console import Console
+
+    from ..data.files import guarded, write_json
+    from ..eval.certify.certificate import certificate_table
+    from ..eval.server.check import drafts_table, speed_table
+
+    with guarded(options.output), cpu_threads(options.num_threads):
+        check = _check(options)
+        write_json(options.output, {"url": options.url, "without": options.without, **check.as_json()})
+    console = Console()
+    console.print(check.verdict, style="bold green" if check.passed else "bold red", soft_wrap=True, highlight=False)
+    console.print(certificate_table(check.lines))
+    if check.speeds:
+        console.print(speed_table(check.speeds))
+    if check.drafts:
+        console.print(drafts_table(check.drafts))
+    for note in check.notes:
+        console.print(note, soft_wrap=True, highlight=False)
+    console.print(f"All figures: {options.output}", soft_wrap=True, highlight=False)
+    if not check.passed:
+        raise SystemExit(1)
+
+
+def _check(options: CheckServerOptions) -> "ServerCheck":
+    from tqdm import tqdm
+
+    from ..eval.server import check as checks
+    from ..eval.server.client import Server
+    from ..eval.server.questions import ask
+    from ..eval.server.readings import Reader, ServerThere, TargetHere
+
+    # 1. The target, or its tokenizer alone, and the servers: what is wrong is said before any long work.
+    tokenizer, stop_ids, vocab_size, target = _target(options)
+    config = with_limit(options.eval, options.limit)
+    questions = _questions(config, tokenizer, None if target is None else target.context_length)
+    with ExitStack() as stack:
+        sides = []
+        for url in filter(None, (options.url, options.without)):
+            sides.append(Server(url, tokenizer, vocab_size, stop_ids))
+            stack.callback(sides[-1].close)
+        server = sides[0]
+        method = None if target is None or options.drafter is None else _method(config, options.drafter, target)
+        reader = Reader(ServerThere(server=sides[1], stop_ids=stop_ids) if target is None else TargetHere(target=target))
+        shortest = sorted(questions, key=lambda question: len(question.ids))[: checks.NUM_SAMPLED_PROMPTS]
+        sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
+
+        # 2. Count the work, for one bar over the whole.
+        num_speed = len(options.concurrency) * config.repeats * len(questions)
+        num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
+        total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(sampled)
+        bar = stack.enter_context(tqdm(total=total, desc="check-server", unit="answer"))
+        found = checks.ServerCheck()
+
+        # 3. Greedy answers one by one, with the server's counts of drafts.
+        replies, drafts = checks.ask_one_by_one(server, questions, config.max_new_tokens, bar.update)
+        found.lines.append(checks.check_tokens(reader, questions, replies, "", options.tolerance, bar.update))
+        answers = [replies]
+        if options.without is not None:
+            answers.append(ask(sides[1], questions, concurrency=1, max_new_tokens=config.max_new_tokens, told=bar.update)[0])
+        if any(reply.is_retokenized for reply in replies):
+            found.notes.append(
+                f"{server.url} gives text, not token ids: it was tokenized again, which can differ from its tokens."
+            )
+        if drafts is None:
+            found.notes.append(f"{server.url} counts no drafts at /metrics (llama.cpp: --metrics), so these were not compared.")
+        elif method is None:
+            found.drafts = {"server": checks.by_category(questions, drafts)}
+        else:
+            assert target is not None
+            num_depths = len(drafts[0].by_depth)
+            here = checks.drafts_here(target, method, questions, config.max_new_tokens, num_depths, bar.update)
+            found.drafts = {"server": checks.by_category(questions, drafts), "here": checks.by_category(questions, here)}
+            found.lines.append(checks.check_drafts(drafts, here, seed=config.seed))
+        found.lines += checks.check_quality(questions, answers, tokenizer, may_run=options.execute, seed=config.seed)
+
+        # 4. The speed, in turns, whose answers are checked too: a server's batches are computed in another order.
+        for level in options.concurrency:
+            speed, replies = checks.measure_speed(
+                sides, questions, level, max_new_tokens=config.max_new_tokens, repeats=config.repeats, seed=config.seed,
+                told=bar.update,
+            )  # fmt: skip
+            found.speeds.append(speed)
+            where = f", {level} at a time"
+            found.lines.append(
+                checks.check_tokens(reader, questions * config.repeats, replies, where, options.tolerance, bar.update)
+            )
+
+        # 5. Samples.
+        if sampled:
+            options_of_samples: dict[str, Any] = {
+                "concurrency": checks.SAMPLED_AT_ONCE,
+                "max_new_tokens": checks.SAMPLED_TOKENS,
+            }
+            replies, _ = ask(server, sampled, temperature=1.0, told=bar.update, **options_of_samples)
+            found.lines.append(checks.check_samples(reader, sampled, replies, bar.update))
+        return found
+
+
+def _target(options: CheckServerOptions) -> "tuple[PreTrainedTokenizerBase, tuple[int, ...], int, HFTarget | None]":
+    """Return the tokenizer, the stop tokens, the size of the vocabulary, and the target if it is needed."""
+    from ..data.chat import use_chat_template
+    from ..models.llm.loading import ends_without_weights, load_tokenizer
+
+    if options.without is None or options.drafter is not None:
+        target = load_chosen_target(options.target, options.chat_template, options.template_options)
+        return target.tokenizer, target.stop_ids, target.vocab_size, target
+    tokenizer = load_tokenizer(options.target)
+    use_chat_template(tokenizer, options.chat_template, options.template_options)
+    stop_ids, vocab_size = ends_without_weights(options.target)
+    return tokenizer, stop_ids, vocab_size, None
+
+
+def _questions(config: EvalConfig, tokenizer: "PreTrainedTokenizerBase", context_length: int | None) -> "list[Question]":
+    from ..data.chat import encode_prompt
+    from ..eval.run import load_suites
+    from ..eval.server.questions import Question
+
+    questions = []
+    for suite in load_suites(config):
+        for prompt in suite.prompts:
+            ids = encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools)[0].tolist()
+            if context_length is None or len(ids) + config.max_new_tokens <= context_length:
+                questions.append(Question(suite=suite.name, prompt=prompt, ids=ids))
+    if not questions:
+        raise ValueError(f"no prompt leaves room for {config.max_new_tokens} tokens; lower eval.max_new_tokens")
+    return questions
+
+
+def _method(config: EvalConfig, name: str, target: "HFTarget") -> Any:
+    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place
+    from ..models.drafters.saved.parts import parse_drafter_name
+
+    if len(config.settings) != 1:
+        raise ValueError(f"eval.settings has {len(config.settings)} entries; give one, the form of the drafts on the server")
+    specs = method_specs(config, [parse_drafter_name(name)])
+    ((_, method),) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
+    return method

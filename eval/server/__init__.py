@@ -1,0 +1,1 @@
+"""Whether a running server writes what the target would, and how fast."""

@@ -1,0 +1,313 @@
+"""Check of a running server: its tokens, its samples, its drafts, its answers' quality and its speed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from ...models.decoding.acceptance import GreedyAcceptance
+from ...models.export.package import CertificateLine
+from ...models.llm.hf_target import HFTarget
+from ..certify.certificate import passes
+from ..certify.samples import FALSE_ALARM_RATE, pair_tests
+from ..measure.plan import Method
+from ..measure.timing import time_generation
+from ..results.stats import bootstrap, ratio, ratio_of_ratios
+from .client import DraftCounts, Reply, Server
+from .questions import Question, ask, is_right
+from .readings import Reader
+
+NUM_SAMPLED_PROMPTS, SAMPLED_TOKENS, SAMPLED_AT_ONCE = 4, 4, 16
+ISOLATED_NATS, ISOLATED_SHARE, OTHER_MODEL_SHARE = 3.0, 0.02, 0.2
+"""What names the cause of wrong tokens: few and far from the best ones, or a fifth of all."""
+LEAST_ACCEPTED = 0.9
+"""Least share of what outrider accepts: a server that stops drafting at an answer's end accepts a little less."""
+
+Told = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Speed at one concurrency; seconds are of whole answers."""
+
+    concurrency: int
+    tokens_per_second: float
+    """Of all answers together."""
+    seconds_per_token: float
+    first_token_seconds: float
+    plain_seconds_per_token: float | None = None
+    """Without the drafter."""
+    plain_first_token_seconds: float | None = None
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+
+
+@dataclass(kw_only=True)
+class ServerCheck:
+    """What was found."""
+
+    lines: list[CertificateLine] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
+    drafts: dict[str, dict[str, DraftCounts]] = field(default_factory=dict)
+    """Drafts by category, of the `server`, and `here`."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check holds."""
+        return passes(self.lines)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if bad := [line for line in self.lines if not line.passed]:
+            return f"FAIL: {bad[0].subject}: {bad[0].result}"
+        speeds = [f"{_interval(speed)} at {speed.concurrency} at a time" for speed in self.speeds if speed.speedup]
+        return "PASS: the server's text is the reference's" + (f"; {', '.join(speeds)}" if speeds else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for the JSON file."""
+        return {"passed": self.passed, "verdict": self.verdict, **asdict(self)}
+
+
+def check_tokens(
+    reader: Reader, questions: Sequence[Question], replies: Sequence[Reply], where: str, tolerance: float, told: Told
+) -> CertificateLine:
+    """Check that each greedy token is the reference's most probable one, but for near ties."""
+    readings = reader.read([question.ids for question in questions], replies, told)
+    deficits = [reading.deficit for answer in readings for reading in answer]
+    wrong = [deficit for deficit in deficits if deficit > tolerance]
+    ties = [deficit for deficit in deficits if 0 < deficit <= tolerance]
+    result = f"{len(wrong)} wrong tokens, {len(ties)} near ties (at most {max(ties, default=0):.2g} nats)"
+    if wrong:
+        result += f"; the worst is {max(wrong):.2g} nats below the best. {_cause(wrong, len(deficits))}"
+    return CertificateLine(
+        subject=f"greedy answers{where}, {len(deficits)} tokens",
+        method=f"each the reference's most probable, or within {tolerance:g} nats of it",
+        num_cases=len(replies),
+        result=result,
+        passed=not wrong,
+    )
+
+
+def _cause(wrong: Sequence[float], num_tokens: int) -> str:
+    share = len(wrong) / num_tokens
+    if share >= OTHER_MODEL_SHARE:
+        return "So many are another model's, or another prompt's"
+    if median(wrong) >= ISOLATED_NATS and share < ISOLATED_SHARE:
+        return "Few and far from the best: the server accepts drafts that it should reject, or its cache is damaged"
+    return "Many and near the best: one side has other weights (a quantisation, a type, a checkpoint)"
+
+
+def check_samples(reader: Reader, questions: Sequence[Question], replies: Sequence[Reply], told: Told) -> CertificateLine:
+    """Test that tokens sampled at temperature 1 have the reference's probabilities (see `certify_sampling`)."""
+    generator = torch.Generator().manual_seed(0)
+    quantiles = torch.rand(len(replies), SAMPLED_TOKENS, generator=generator, dtype=torch.float64)  # after an end: any number
+    for row, readings in enumerate(reader.read([question.ids for question in questions], replies, told)):
+        for place, reading in enumerate(readings[:SAMPLED_TOKENS]):
+            quantiles[row, place] = reading.greater + reading.own * quantiles[row, place]
+    values = pair_tests(quantiles)
+    return CertificateLine(
+        subject=f"sampled answers, {sum(len(reply.tokens) for reply in replies)} tokens",
+        method=f"G-tests of {len(replies)} texts at temperature 1",
+        num_cases=len(values),
+        result=f"p at least {min(values):.2g}",
+        passed=all(value > FALSE_ALARM_RATE for value in values),
+        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
+    )
+
+
+def ask_one_by_one(
+    server: Server, questions: Sequence[Question], max_new_tokens: int, told: Told
+) -> tuple[list[Reply], list[DraftCounts] | None]:
+    """Ask the questions one by one; return the replies, and what the server counts of its drafts for each.
+
+    None if it counts none. Nobody else may use the server meanwhile.
+    """
+    counts, replies, before = list[DraftCounts](), list[Reply](), server.counts()
+    for question in questions:
+        replies += ask(server, [question], concurrency=1, max_new_tokens=max_new_tokens, told=told)[0]
+        after = server.counts()
+        if before is not None and after is not None:
+            counts.append(change := after.since(before))
+            if min(change.steps, change.accepted, change.drafted - change.accepted) < 0:
+                raise ValueError(
+                    f"{server.url} counts {change.accepted} accepted of {change.drafted} drafts: /metrics is wrong"
+                )
+        before = after
+    return replies, counts if len(counts) == len(questions) and any(count.steps for count in counts) else None
+
+
+@torch.inference_mode()
+def drafts_here(
+    target: HFTarget, method: Method, questions: Sequence[Question], max_new_tokens: int, num_depths: int, told: Told
+) -> list[DraftCounts]:
+    """Decode the questions here; return what is accepted for each, at `num_depths`."""
+    counts = []
+    for question in questions:
+        prompt = torch.tensor(question.ids, device=target.device)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": target.stop_ids, "seeds": [0]}
+        generation = time_generation(target, method.drafter, GreedyAcceptance(), [prompt], loop=method.loop, **options)
+        answer = generation.answer(0)
+        counts.append(
+            DraftCounts(
+                steps=sum(answer.accepted_histogram),
+                drafted=answer.num_draft_tokens,
+                accepted=answer.num_accepted,
+                by_depth=tuple(sum(answer.accepted_histogram[depth + 1 :]) for depth in range(num_depths)),
+            )
+        )
+        told()
+    return counts
+
+
+def check_drafts(server: Sequence[DraftCounts], here: Sequence[DraftCounts], *, seed: int) -> CertificateLine:
+    """Check that a server accepts as much per step as outrider does with the same drafter on the same prompts."""
+    sums = np.array([[(count.accepted, count.steps) for count in side] for side in (server, here)], dtype=float)
+    with np.errstate(invalid="ignore", divide="ignore"):  # where nothing is accepted
+        _, interval = bootstrap(sums, ratio_of_ratios, seed=seed)
+    theirs, ours = ratio(sums.sum(1))
+    share = theirs / ours if ours else 1.0
+    passed = not (share < LEAST_ACCEPTED and (interval is None or not interval[1] >= LEAST_ACCEPTED))
+    result = f"{theirs:.3f} accepted per step against {ours:.3f} here"
+    if not passed:
+        result += ". Compare the drafter's weights, its feature layers, its number of drafts and the chat template"
+    return CertificateLine(
+        subject=f"drafts of {sum(count.steps for count in server)} steps",
+        method="outrider's decoding of the same prompts",
+        num_cases=len(server),
+        result=result,
+        passed=passed,
+    )
+
+
+def by_category(questions: Sequence[Question], counts: Sequence[DraftCounts]) -> dict[str, DraftCounts]:
+    """Sum the drafts of all questions, under "all", and of each category."""
+    groups: dict[str, list[DraftCounts]] = {"all": list(counts)}
+    for question, count in zip(questions, counts, strict=True):
+        groups.setdefault(question.prompt.category, []).append(count)
+    return {name: reduce(DraftCounts.plus, group) for name, group in groups.items()}
+
+
+def check_quality(
+    questions: Sequence[Question],
+    sides: Sequence[Sequence[Reply]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    may_run: bool,
+    seed: int,
+) -> list[CertificateLine]:
+    """Score the answers of each suite that can be scored, with the drafter and without."""
+    lines = []
+    for suite in dict.fromkeys(question.suite for question in questions):
+        scores = []
+        for replies in sides:
+            texts = [tokenizer.decode(reply.tokens, skip_special_tokens=True) for reply in replies]
+            pairs = [(question, text) for question, text in zip(questions, texts, strict=True) if question.suite == suite]
+            scores.append([is_right(question, text, may_run=may_run) for question, text in pairs])
+        if None in scores[0]:
+            continue
+        sums = np.stack([np.array([[float(bool(score)), 1.0] for score in side]) for side in scores])
+        right = [int(sum(map(bool, side))) for side in scores]
+        result, passed = f"{right[0]} of {len(scores[0])}", True
+        if len(sides) > 1:
+            change, interval = bootstrap(sums, _difference, seed=seed)
+            passed = interval is None or interval[1] >= 0
+            shown = f" [{interval[0]:+.1%}, {interval[1]:+.1%}]" if interval else ""
+            result += f", without it {right[1]}: {change:+.1%}{shown}"
+        lines.append(
+            CertificateLine(
+                subject=f"right answers of {suite}", method="scored by its solutions", num_cases=len(scores[0]), result=result,
+                passed=passed,
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _difference(sums: np.ndarray) -> np.ndarray:
+    first, second = ratio(sums)
+    return np.asarray(first - second)
+
+
+def measure_speed(
+    sides: Sequence[Server],
+    questions: Sequence[Question],
+    concurrency: int,
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    seed: int,
+    told: Told,
+) -> tuple[Speed, list[Reply]]:
+    """Time the server, and the one without the drafter, in turns; return the speed and the server's replies."""
+    replies: list[list[list[Reply]]] = [[] for _ in sides]
+    walls = [0.0 for _ in sides]
+    for repeat in range(repeats):
+        for side in range(len(sides)) if repeat % 2 == 0 else reversed(range(len(sides))):
+            answers, wall = ask(sides[side], questions, concurrency=concurrency, max_new_tokens=max_new_tokens, told=told)
+            replies[side].append(answers)
+            walls[side] += wall
+    sums = np.stack([_by_question(side) for side in replies])
+    times = [float(side[:, 0].sum() / side[:, 1].sum()) for side in sums]
+    firsts = [median(reply.first_seconds for answers in side for reply in answers) for side in replies]
+    faster, interval = bootstrap(sums[::-1], ratio_of_ratios, seed=seed) if len(sides) > 1 else (None, None)
+    speed = Speed(
+        concurrency=concurrency,
+        tokens_per_second=float(sums[0][:, 1].sum()) / walls[0],
+        seconds_per_token=times[0],
+        first_token_seconds=firsts[0],
+        plain_seconds_per_token=times[1] if len(sides) > 1 else None,
+        plain_first_token_seconds=firsts[1] if len(sides) > 1 else None,
+        speedup=faster,
+        speedup_ci95=interval,
+    )
+    return speed, [reply for answers in replies[0] for reply in answers]
+
+
+def _by_question(rounds: Sequence[Sequence[Reply]]) -> np.ndarray:
+    """Sum seconds and tokens, with the end as one, of each question."""
+    return np.array(
+        [
+            [sum(reply.seconds for reply in replies), sum(len(reply.tokens) + 1 for reply in replies)]
+            for replies in zip(*rounds, strict=True)
+        ]
+    )
+
+
+def _interval(speed: Speed) -> str:
+    if speed.speedup is None:
+        return "-"
+    interval = f" [{speed.speedup_ci95[0]:.2f}, {speed.speedup_ci95[1]:.2f}]" if speed.speedup_ci95 else ""
+    return f"{speed.speedup:.2f}x{interval}"
+
+
+def speed_table(speeds: Sequence[Speed]) -> Table:
+    """Format the speeds for a terminal."""
+    table = Table(
+        "At a time", "Tok/s", "ms/token", "First ms", "Without: ms/token", "First ms", "Speedup [95 %]", box=box.SIMPLE
+    )
+    for speed in speeds:
+        plain = [speed.plain_seconds_per_token, speed.plain_first_token_seconds]
+        times = [speed.seconds_per_token, speed.first_token_seconds, *plain]
+        cells = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in times]
+        table.add_row(str(speed.concurrency), f"{speed.tokens_per_second:.1f}", *cells, _interval(speed))
+    return table
+
+
+def drafts_table(drafts: dict[str, dict[str, DraftCounts]]) -> Table:
+    """Format what is accepted, by depth and by category, for a terminal."""
+    table = Table("Prompts", "", "Steps", "Accepted per step", "By depth", box=box.SIMPLE)
+    for category in drafts["server"]:
+        for side, depths in drafts.items():
+            counts = depths[category]
+            steps = max(1, counts.steps)
+            shares = " ".join(f"{count / steps:.2f}" for count in counts.by_depth) or "not reported"
+            table.add_row(category, side, str(counts.steps), f"{counts.accepted / steps:.3f}", shares)
+    return table

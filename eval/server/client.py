@@ -1,0 +1,302 @@
+"""A running server: its answers token by token, their times, and what it counts of its drafts.
+
+Two protocols: that of OpenAI's completions (vLLM, SGLang), and llama.cpp's own. Prompts are token ids, so
+the server's chat template has no part in the check.
+"""
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, shown
+
+CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
+"""Most seconds of a connection, between two parts of a reply, and of a whole reply."""
+MOST_REPLY_BYTES = 16 << 20
+"""Most bytes of a reply, which has some hundred bytes for each token."""
+COUNT = re.compile(
+    r'^\w+:spec_decode_num_(\w+?)(?:_total)?(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE
+)
+"""A counter of drafts in the text of /metrics, as vLLM and llama.cpp write it."""
+
+NO_FILTERS_LLAMA_CPP = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0}
+NO_FILTERS_LLAMA_CPP |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A server's answer to one prompt."""
+
+    tokens: list[int]
+    """Its tokens, without the stop token."""
+    ended: bool
+    """Whether a stop token ended it; else the limit did."""
+    tops: list[dict[int, float]]
+    """Log-probabilities of the most probable tokens at each place; empty unless they were asked for."""
+    seconds: float
+    first_seconds: float
+    """Seconds until the first token."""
+    is_retokenized: bool = False
+    """Whether the server gave text only, which was tokenized here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """Drafts of some steps."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    by_depth: tuple[int, ...]
+    """How often the first draft token was accepted, the second, ...; empty if the server doesn't say."""
+
+    def plus(self, other: "DraftCounts") -> "DraftCounts":
+        """Return the sum of two counts."""
+        return DraftCounts(
+            steps=self.steps + other.steps,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            by_depth=tuple(map(sum, zip(self.by_depth, other.by_depth, strict=True))),
+        )
+
+    def since(self, before: "DraftCounts") -> "DraftCounts":
+        """Return what was counted after `before`."""
+        return DraftCounts(
+            steps=self.steps - before.steps,
+            drafted=self.drafted - before.drafted,
+            accepted=self.accepted - before.accepted,
+            by_depth=tuple(now - then for now, then in zip(self.by_depth, before.by_depth, strict=False)),
+        )
+
+
+class _Logprobs(BaseModel):
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class _Choice(BaseModel):
+    token_ids: list[NonNegativeInt] | None = None
+    text: str = ""
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(BaseModel):
+    """A part of a reply of OpenAI's protocol."""
+
+    choices: list[_Choice] = []
+    usage: dict[str, Any] | None = None
+
+
+class _Top(BaseModel):
+    id: NonNegativeInt
+    logprob: float | None
+
+
+class _Place(BaseModel):
+    top_logprobs: list[_Top] = []
+
+
+class _Part(BaseModel):
+    """A part of a reply of llama.cpp's protocol."""
+
+    tokens: list[NonNegativeInt] = []
+    content: str = ""
+    completion_probabilities: list[_Place] = []
+    stop: bool = False
+    stop_type: str = ""
+    tokens_evaluated: int | None = None
+
+
+class Server:
+    """A server that answers prompts of token ids.
+
+    Every error of the server is a ValueError or a ConnectionError that names its address. A key, if it
+    needs one, is read from the environment only, and never printed.
+    """
+
+    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        if not is_address(url):
+            raise ValueError(f"a server's {NO_ADDRESS}")
+        self.url = re.sub(r"(/v1)?/*$", "", url)
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
+        key = os.environ.get(KEY_VARIABLE)
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(SILENT_SECONDS, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # a server may close idle ones
+            follow_redirects=False,
+            trust_env=False,
+        )
+        self.is_llama_cpp = "default_generation_settings" in self._get("/props")
+        self.model = "" if self.is_llama_cpp else self._model()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _get(self, path: str) -> str:
+        """Return the text at a path; empty if the server doesn't have it."""
+        return "".join(part for _, part in self._parts("GET", path, None))
+
+    def _model(self) -> str:
+        try:
+            return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(
+                f"{self.url} is neither a server of OpenAI's completions nor one of llama.cpp: /v1/models lists no model, and "
+                "/props no settings. Is it the right address?"
+            ) from None
+
+    def counts(self) -> DraftCounts | None:
+        """Return what the server has counted of its drafts; None if it doesn't say (llama.cpp: --metrics)."""
+        sums: Counter[str] = Counter()
+        by_depth: Counter[int] = Counter()
+        for name, depth, value in COUNT.findall(self._get("/metrics")):
+            if depth:
+                by_depth[int(depth)] += round(float(value))
+            else:
+                sums[name] += round(float(value))
+        if not {"drafts", "draft_tokens", "accepted_tokens"} <= sums.keys():
+            return None
+        return DraftCounts(
+            steps=sums["drafts"],
+            drafted=sums["draft_tokens"],
+            accepted=sums["accepted_tokens"],
+            by_depth=tuple(by_depth[depth] for depth in sorted(by_depth)),
+        )
+
+    def complete(
+        self, prompt: Sequence[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0, num_top: int = 0
+    ) -> Reply:
+        """Answer a prompt. `num_top` asks for the log-probabilities of so many tokens at each place.
+
+        Without it the server is asked to read the whole prompt, also one that it has read before.
+        """
+        body: dict[str, Any] = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "stream": True}
+        if self.is_llama_cpp:
+            path, body = "/completion", {**NO_FILTERS_LLAMA_CPP, **body, "n_predict": max_tokens, "return_tokens": True}
+            body |= {"n_probs": num_top} if num_top else {"cache_prompt": False}
+        else:
+            path, body = "/v1/completions", {**NO_FILTERS, **body, "model": self.model, "max_tokens": max_tokens}
+            body |= {"stop_token_ids": list(self._stop_ids), "skip_special_tokens": False, "return_token_ids": True}
+            body |= {"stream_options": {"include_usage": True}}
+            body |= {"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {"cache_salt": token_hex(8)}
+        started, first = time.perf_counter(), None
+        tokens, text, tops, reason, num_read, has_ids = list[int](), "", list[dict[int, float]](), "", None, False
+        for at, event in self._events(path, body):
+            part = self._part(event) if self.is_llama_cpp else self._chunk(event)
+            first = at if first is None and (part.tokens or part.content) else first
+            tokens += part.tokens or []
+            has_ids |= part.tokens is not None and bool(part.tokens)
+            text += part.content
+            tops += [
+                {top.id: top.logprob for top in place.top_logprobs if top.logprob is not None}
+                for place in part.completion_probabilities
+            ]
+            reason, num_read = part.stop_type or reason, part.tokens_evaluated or num_read
+        seconds = time.perf_counter() - started
+        if not reason:
+            raise ConnectionError(f"{self.url}{path} ended its reply without a reason after {len(tokens)} tokens; is it busy?")
+        if num_read not in (None, len(prompt)):
+            raise ValueError(
+                f"{self.url} read {num_read} tokens of a prompt of {len(prompt)}: it adds tokens to prompts, or truncates "
+                "them; turn that off in the server"
+            )
+        is_retokenized = bool(text) and not has_ids
+        if is_retokenized:
+            tokens = list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)[:max_tokens]
+        ended = reason not in ("limit", "length")
+        end = next((index for index, token in enumerate(tokens) if token in self._stop_ids), None)
+        if end is not None:
+            tokens, ended = tokens[:end], True
+        if len(tokens) > max_tokens or any(token >= self._vocab_size for token in tokens):
+            raise ValueError(
+                f"{self.url}{path} was asked for {max_tokens} tokens and sent {len(tokens)}, the largest {max(tokens)} of a "
+                f"vocabulary of {self._vocab_size}: it ignores limits, or serves another model"
+            )
+        return Reply(
+            tokens=tokens, ended=ended, tops=tops, seconds=seconds, first_seconds=(first or time.perf_counter()) - started,
+            is_retokenized=is_retokenized,
+        )  # fmt: skip
+
+    def _part(self, event: str) -> _Part:
+        return self._valid(_Part, event)
+
+    def _chunk(self, event: str) -> _Part:
+        """Read a part of OpenAI's protocol as one of llama.cpp's."""
+        chunk = self._valid(_Chunk, event)
+        num_read = (chunk.usage or {}).get("prompt_tokens")
+        if not chunk.choices:
+            return _Part(tokens_evaluated=num_read)
+        choice = chunk.choices[0]
+        places = choice.logprobs.top_logprobs if choice.logprobs else []
+        return _Part(
+            tokens=choice.token_ids or [],
+            content=choice.text,
+            completion_probabilities=[_Place(top_logprobs=_tops(place)) for place in places],
+            stop_type=choice.finish_reason or "",
+            tokens_evaluated=num_read,
+        )
+
+    def _valid(self, kind: Any, event: str) -> Any:
+        try:
+            return kind.model_validate_json(event)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            place = ".".join(map(str, fault["loc"])) or "the reply"
+            raise ValueError(f"{self.url} answers {shown(event)}, where {place}: {fault['msg']}") from None
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[tuple[float, str]]:
+        """Yield each event of a stream with its time; a reply that isn't a stream is one event."""
+        rest = ""
+        for at, part in self._parts("POST", path, body):
+            *lines, rest = (rest + part).split("\n")
+            for line in lines:
+                if line.startswith("data:") and (event := line[5:].strip()) != "[DONE]":
+                    yield at, event
+        if rest.strip().startswith("{"):
+            yield time.perf_counter(), rest
+
+    def _parts(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[tuple[float, str]]:
+        """Yield the parts of a reply with their times. Raises an error that names the address and the fault."""
+        deadline, num_bytes, url = time.perf_counter() + ANSWER_SECONDS, 0, f"{self.url}{path}"
+        try:
+            with self._client.stream(method, url, json=body) as response:
+                is_bad = response.status_code != 200
+                if is_bad and body is None:
+                    return
+                message = ""
+                for part in response.iter_text():
+                    num_bytes += len(part)
+                    if num_bytes > MOST_REPLY_BYTES:
+                        raise ValueError(f"{url} answers with more than {MOST_REPLY_BYTES:,} bytes, which no answer has")
+                    if time.perf_counter() > deadline:
+                        raise ConnectionError(f"{url} gave no complete reply within {ANSWER_SECONDS:.0f} s")
+                    if is_bad:
+                        message += part
+                    else:
+                        yield time.perf_counter(), part
+                if is_bad:
+                    raise ValueError(f"{url} answers {response.status_code}: {shown(message)}")
+        except httpx.TimeoutException:
+            raise ConnectionError(
+                f"{url} sent nothing for {SILENT_SECONDS:.0f} s, or no connection for {CONNECT_SECONDS:.0f} s; is it busy?"
+            ) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConnectionError(f"{url} can't be read ({type(error).__name__}: {shown(str(error))})") from None
+
+
+def _tops(place: dict[str, float] | None) -> list[_Top]:
+    """Read the log-probabilities of a place, whose keys are `token_id:123`."""
+    found = ((re.fullmatch(r"token_id:(\d+)", key), value) for key, value in (place or {}).items())
+    return [_Top(id=int(match[1]), logprob=value) for match, value in found if match]

@@ -1,0 +1,85 @@
+"""The questions of a check, a server's answers to them, and whether an answer is right."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ...data.suites import Prompt
+from .client import Reply, Server
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+CODE_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+RUN_SECONDS = 10.0
+"""Longest run of an answer's program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt's first turn, as token ids."""
+
+    suite: str
+    prompt: Prompt
+    ids: list[int]
+
+
+def ask(
+    server: Server,
+    questions: Sequence[Question],
+    *,
+    concurrency: int,
+    max_new_tokens: int,
+    told: Callable[[], object],
+    temperature: float = 0.0,
+) -> tuple[list[Reply], float]:
+    """Ask a server so many questions at a time; return its replies, and the seconds of all. Calls `told` after each reply.
+
+    Sampled answers have the index of their question as seed.
+    """
+    started = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        options = {"max_tokens": max_new_tokens, "temperature": temperature}
+        futures = [pool.submit(server.complete, question.ids, seed=seed, **options) for seed, question in enumerate(questions)]
+        try:
+            replies = []
+            for future in futures:
+                replies.append(future.result())
+                told()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            server.close()  # ends the other requests
+            raise
+    return replies, time.perf_counter() - started
+
+
+def is_right(question: Question, text: str, *, may_run: bool) -> bool | None:
+    """Return whether an answer is right; None if the suite says nothing about that.
+
+    gsm8k: the answer's last number is the right one. human_eval: with `may_run` its program is run on this
+    machine, in a process of its own, and passes the suite's tests.
+    """
+    solution = question.prompt.solution
+    if question.suite == "gsm8k" and solution:
+        numbers, wanted = NUMBER.findall(text), NUMBER.findall(solution)
+        return bool(numbers and wanted) and _value(numbers[-1]) == _value(wanted[-1])
+    if question.suite == "human_eval" and solution and may_run:
+        blocks = CODE_BLOCK.findall(text)
+        body = blocks[0] if blocks else text
+        program = body if "def " in body else question.prompt.turns[0] + body
+        return _runs(f"{program}\n\n{solution}\n")
+    return None
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def _runs(program: str) -> bool:
+    try:
+        command = [sys.executable, "-I", "-c", program]
+        return subprocess.run(command, timeout=RUN_SECONDS, check=False, capture_output=True).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

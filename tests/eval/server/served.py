@@ -1,0 +1,160 @@
+"""A server of our own for the tests of `outrider check-server`: a target and a drafter behind HTTP, with faults."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from outrider.models.decoding import GreedyAcceptance, Sampling, SpeculativeSampling
+from outrider.models.decoding.loop import generate
+from outrider.models.decoding.sampling import RowSeeds
+from outrider.models.drafters import NullDrafter
+from outrider.models.llm.hf_target import HFTarget
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: "Served"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        served = self.server
+        if self.path == "/metrics" and served.counts_drafts:
+            self._send("\n".join(served.metrics()))
+        elif self.path == "/props" and served.is_llama_cpp:
+            self._send('{"default_generation_settings": {}}')
+        elif self.path == "/v1/models" and not served.is_llama_cpp:
+            self._send('{"data": [{"id": "served"}]}')
+        else:
+            self.send_error(404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.add(self.headers.get("Authorization"))
+        if self.server.stalls:
+            self.server.ends.wait()
+            return
+        if self.server.error:
+            self._send(self.server.error, 500)
+            return
+        with self.server.lock:  # one at a time: the target has one cache
+            events = list(self.server.answer(body))
+        self._send("".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events))
+
+    def _send(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+class Served(ThreadingHTTPServer):
+    """The server. Its attributes are its faults."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, target: HFTarget, drafter: Any = None, *, is_llama_cpp: bool = False) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.target, self.drafter, self.is_llama_cpp = target, drafter, is_llama_cpp
+        self.lock, self.ends, self.keys = threading.Lock(), threading.Event(), set[str | None]()
+        self.accepted: Counter[int] = Counter()
+        self.num_drafted = 0
+        self.num_drafted_each = 1
+        self.counts_drafts = drafter is not None
+        self.wrong_one_in: int | None = None
+        """Every so many tokens, one is replaced by an arbitrary one, from which the text goes on."""
+        self.num_written = 0
+        self.ignores_temperature = self.ignores_limit = self.stalls = self.gives_text = False
+        self.num_prompt_tokens: int | None = None
+        self.error = ""
+
+    def metrics(self) -> Iterator[str]:
+        """The text of /metrics, as vLLM and llama.cpp write it."""
+        steps, accepted = self.accepted.total(), sum(length * count for length, count in self.accepted.items())
+        for name, value in (("drafts", steps), ("draft_tokens", self.num_drafted), ("accepted_tokens", accepted)):
+            yield f"# TYPE vllm:spec_decode_num_{name} counter"
+            labels = "" if self.is_llama_cpp else '{engine="0",model_name="served"}'
+            yield f"{'llamacpp' if self.is_llama_cpp else 'vllm'}:spec_decode_num_{name}_total{labels} {float(value)}"
+        if not self.is_llama_cpp:
+            for depth in range(4):
+                count = sum(number for length, number in self.accepted.items() if length > depth)
+                labels = f'{{engine="0",model_name="served",position="{depth}"}}'
+                yield f"vllm:spec_decode_num_accepted_tokens_per_pos_total{labels} {float(count)}"
+
+    def answer(self, body: dict[str, Any]) -> Iterator[Any]:
+        """The events of an answer."""
+        limit = body["n_predict" if self.is_llama_cpp else "max_tokens"] + 3 * self.ignores_limit
+        num_top = body.get("n_probs" if self.is_llama_cpp else "logprobs") or 0
+        temperature = 0.0 if self.ignores_temperature else body["temperature"]
+        tokens, prompt, num_prompt = list[int](), body["prompt"], self.num_prompt_tokens or len(body["prompt"])
+        while len(tokens) < limit and not (tokens and tokens[-1] in self.target.stop_ids):
+            room = limit - len(tokens)
+            if self.wrong_one_in:
+                room = min(room, self.wrong_one_in - self.num_written % self.wrong_one_in)
+            new = self._decode([*prompt, *tokens], room, temperature, body["seed"] + len(tokens))
+            self.num_written += len(new)
+            if self.wrong_one_in and self.num_written % self.wrong_one_in == 0:
+                new[-1] = (new[-1] + 1234) % self.target.vocab_size
+            tokens += new
+        tops = self._tops(prompt, tokens, num_top)
+        ended = tokens[-1] in self.target.stop_ids
+        for token, top in zip(tokens, tops, strict=True):
+            text = self.target.tokenizer.decode([token])
+            if self.is_llama_cpp:
+                places = [{"id": id, "logprob": value} for id, value in top.items()]
+                written = [] if token in self.target.stop_ids else [token]
+                yield {
+                    "content": text,
+                    "tokens": written,
+                    "completion_probabilities": [{"top_logprobs": places}] if top else [],
+                }
+            else:
+                choice = {"text": text, "token_ids": None if self.gives_text else [token]}
+                logprobs = {"top_logprobs": [{f"token_id:{id}": value for id, value in top.items()}]} if top else None
+                yield {"choices": [{**choice, "logprobs": logprobs, "finish_reason": None}]}
+        if self.is_llama_cpp:
+            yield {"content": "", "stop": True, "stop_type": "eos" if ended else "limit", "tokens_evaluated": num_prompt}
+        else:
+            yield {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop" if ended else "length"}]}
+            yield {"choices": [], "usage": {"prompt_tokens": num_prompt}}
+            yield "[DONE]"
+
+    @torch.inference_mode()
+    def _decode(self, text: list[int], limit: int, temperature: float, seed: int) -> list[int]:
+        rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
+        options: dict[str, Any] = {"max_new_tokens": limit, "stop_ids": self.target.stop_ids, "generator": RowSeeds([seed])}
+        drafter = self.drafter or NullDrafter()
+        steps = list(generate(self.target, drafter, rule, [torch.tensor(text)], **options))
+        self.accepted.update(step.num_accepted[0] for step in steps if not step.is_prefill)
+        self.num_drafted += self.num_drafted_each * sum(step.num_nodes for step in steps)
+        return [token for step in steps for token in step.tokens[0]]
+
+    @torch.inference_mode()
+    def _tops(self, prompt: list[int], tokens: list[int], num_top: int) -> list[dict[int, float]]:
+        if not num_top:
+            return [{} for _ in tokens]
+        logits = self.target.plain_logits(torch.tensor([[*prompt, *tokens[:-1]]]), len(tokens))[0]
+        values, ids = logits.log_softmax(-1).topk(num_top)
+        return [dict(zip(place, value, strict=True)) for place, value in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+@contextmanager
+def serving(server: Served) -> Iterator[Served]:
+    """Run a server until the end of the block."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ends.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

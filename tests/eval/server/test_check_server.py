@@ -1,0 +1,207 @@
+"""`outrider check-server` against a server of our own: a sound one passes, and each fault is found and named."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.suites import Prompt
+from outrider.eval.server import check as checks
+from outrider.eval.server import client
+from outrider.eval.server.questions import Question, is_right
+from outrider.models.drafters import load_drafter
+from outrider.models.drafters.saved.parts import parse_drafter_name
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+
+from ...commands import Result, invoke
+from .served import Served, serving
+
+CHAIN = "{tree_nodes: 4}"
+PROMPTS = (
+    "import os",
+    "import re",
+    "def add(a, b):",
+    "def main(args):",
+    "class Queue:",
+    "for line in lines:",
+    "if x is None:",
+    "try:",
+)
+
+
+@pytest.fixture(scope="module")
+def target(demo_target_dir: Path) -> HFTarget:
+    return load(demo_target_dir)
+
+
+def load(folder: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(folder), dtype="float32"), torch.device("cpu"))
+
+
+@pytest.fixture(name="check")
+def run_check(
+    demo_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Result, dict[str, Any]]]:
+    """Check a server; return the command's result, and the JSON file if there is one."""
+    monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
+
+    prompts = tmp_path / "short.jsonl"
+    records = [{"id": text, "prompt": text, "category": text.split()[0]} for text in PROMPTS]
+    prompts.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    def run(url: str, *options: str) -> tuple[Result, dict[str, Any]]:
+        output = tmp_path / "check.json"
+        usual = ("--target", str(demo_target_dir), "--suites", str(prompts), "--max-new-tokens", "24")
+        quick = ("--concurrency", "2", "--repeats", "1", "--samples", "0", "--tolerance", "0.01", "--output", str(output))
+        result = invoke(["check-server", url, *usual, *quick, *options])
+        return result, json.loads(output.read_text()) if output.exists() else {}
+
+    return run
+
+
+def served(target: HFTarget, name: str | None = "prompt_lookup", *, is_llama_cpp: bool = False, **setting: Any) -> Served:
+    drafter = load_drafter(parse_drafter_name(name), target, **setting) if name else None
+    return Served(target, drafter, is_llama_cpp=is_llama_cpp)
+
+
+@pytest.fixture
+def running(target: HFTarget) -> Iterator[Served]:
+    with serving(served(target)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("is_llama_cpp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTarget, is_llama_cpp: bool) -> None:
+    options = ("--drafter", "prompt_lookup", "--settings", CHAIN, "--samples", "64")
+    with serving(served(target, tree_nodes=4, is_llama_cpp=is_llama_cpp)) as server:
+        result, found = check(server.url + "/v1", *options)
+    assert result.exit_code == 0, result.output
+    assert "\nPASS: the server's text is the reference's" in result.output
+    assert [line["passed"] for line in found["lines"]] == [True] * 4
+    assert found["drafts"]["server"] == found["drafts"]["here"], "by depth and category"
+    assert len(found["drafts"]["here"]["all"]["by_depth"]) == (0 if is_llama_cpp else 4)
+    assert found["speeds"][0]["tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_llama_cpp", [False, True])
+def test_another_server_is_the_reference_and_the_baseline(
+    check: Any, target: HFTarget, is_llama_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "SAMPLED_TOKENS", 2)
+    with serving(served(target)) as server, serving(served(target, None, is_llama_cpp=is_llama_cpp)) as plain:
+        result, found = check(server.url, "--without", plain.url, "--samples", "0" if is_llama_cpp else "64")
+        assert result.exit_code == 0, result.output
+        assert found["speeds"][0]["speedup"] > 0
+        assert "x [" in found["verdict"]
+        # A server that writes other tokens than this reference.
+        server.wrong_one_in = 10
+        result, found = check(server.url, "--without", plain.url)
+    assert result.exit_code == 1
+    assert "wrong tokens" in found["verdict"]
+
+
+def test_one_wrong_token_in_200_is_found(check: Any, running: Served) -> None:
+    running.wrong_one_in = 200
+    result, found = check(running.url, "--max-new-tokens", "64")
+    assert result.exit_code == 1
+    assert "Few and far from the best: the server accepts drafts that it should reject" in found["verdict"]
+    assert "FAIL" in result.output
+
+
+@pytest.mark.slow
+def test_a_quantised_server_is_found(check: Any, demo_target_dir: Path) -> None:
+    coarse = load(demo_target_dir)
+    with torch.no_grad():
+        for weight in coarse.model.model.layers.parameters():
+            if weight.dim() == 2:  # four bits, one scale a row
+                scale = weight.abs().amax(1, keepdim=True) / 7
+                weight.copy_((weight / scale).round() * scale)
+    with serving(served(coarse)) as server:
+        result, found = check(server.url, "--tolerance", "0.25")
+    assert result.exit_code == 1
+    assert "one side has other weights (a quantisation, a type, a checkpoint)" in found["verdict"]
+
+
+def test_a_server_that_ignores_temperature_is_found(check: Any, running: Served) -> None:
+    running.ignores_temperature = True
+    result, found = check(running.url, "--samples", "64")
+    assert result.exit_code == 1
+    assert found["verdict"].startswith("FAIL: sampled answers")
+    assert [line["passed"] for line in found["lines"]] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_a_server_that_accepts_less_than_outrider_is_found(check: Any, target: HFTarget) -> None:
+    with serving(served(target, "recycling", tree_nodes=1, is_llama_cpp=True)) as server:
+        result, found = check(server.url, "--drafter", "recycling", "--settings", CHAIN, "--max-new-tokens", "96")
+    assert result.exit_code == 1, result.output
+    assert "accepted per step against" in found["verdict"]
+    assert "feature layers" in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"num_prompt_tokens": 7}, "adds tokens to prompts"),
+        ({"ignores_limit": True}, "was asked for 24 tokens and sent 27"),
+        ({"error": "out of memory: key sk-secret\x1b[2J"}, "answers 500: out of memory: key *** [2J"),
+        ({"num_drafted_each": 0}, "/metrics is wrong"),
+        ({"stalls": True}, "sent nothing for 0 s"),
+    ],
+)
+def test_a_server_that_fails_or_lies_is_named(
+    check: Any, running: Served, fault: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(client.KEY_VARIABLE, "sk-secret")
+    monkeypatch.setattr(client, "SILENT_SECONDS", 0.3 if "stalls" in fault else 60.0)
+    for name, value in fault.items():
+        setattr(running, name, value)
+    result, found = check(running.url)
+    assert result.exit_code == 2
+    message = result.message
+    assert words in message
+    assert running.url in message
+    assert "sk-secret" not in message
+    assert not found
+    assert running.keys <= {"Bearer sk-secret"}
+
+
+def test_no_server_and_no_address_are_errors(check: Any) -> None:
+    assert "can't be read (ConnectError" in check("http://127.0.0.1:9")[0].message
+    assert "is not an address of the form" in check("127.0.0.1")[0].message
+
+
+def test_text_alone_is_tokenized_again_and_said(check: Any, running: Served) -> None:
+    running.gives_text = True
+    result, found = check(running.url)
+    assert "gives text, not token ids" in result.output
+    assert found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("suite", "text", "is_good"),
+    [
+        ("gsm8k", "So she has 1,018 dollars.", True),
+        ("gsm8k", "16 - 3 = 13", False),
+        ("gsm8k", "None.", False),
+        ("human_eval", "```python\ndef twice(x):\n    return 2 * x\n```", True),
+        ("human_eval", "    return 2 * x\n", True),
+        ("human_eval", "    return x\n", False),
+        ("human_eval", "    while True: pass\n", False),
+        ("mt_bench", "anything", None),
+    ],
+)
+def test_answers_are_scored(suite: str, text: str, is_good: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.eval.server.questions.RUN_SECONDS", 2.0)
+    solutions = {"gsm8k": "9 * 113.1 = <<>>\n#### 1018", "human_eval": "def check(f):\n    assert f(3) == 6\ncheck(twice)"}
+    prompt = Prompt(id="1", category="c", turns=("def twice(x):\n",), solution=solutions.get(suite))
+    question = Question(suite=suite, prompt=prompt, ids=[1])
+    assert is_right(question, text, may_run=True) is is_good
+    if suite == "human_eval":
+        assert is_right(question, text, may_run=False) is None, "nothing runs unless it was asked for"
