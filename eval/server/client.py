@@ -25,7 +25,7 @@ CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
 COUNT = re.compile(
-    r'^\w+:spec_decode_num_(\w+?)(?:_total)?(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE
+    r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE
 )
 """A counter of drafts in the text of /metrics, as vLLM and llama.cpp write it."""
 
