@@ -88,6 +88,7 @@ class Served(ThreadingHTTPServer):
                 count = sum(number for length, number in self.accepted.items() if length > depth)
                 labels = f'{{engine="0",model_name="served",position="{depth}"}}'
                 yield f"vllm:spec_decode_num_accepted_tokens_per_pos_total{labels} {float(count)}"
+                yield f"vllm:spec_decode_num_accepted_tokens_per_pos_created{labels} 1.7957e+09"
 
     def answer(self, body: dict[str, Any]) -> Iterator[Any]:
         """The events of an answer."""
