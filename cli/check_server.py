@@ -152,7 +152,7 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
             found.drafts = {"server": checks.by_category(questions, drafts)}
         else:
             assert target is not None
-            num_depths = len(drafts[0].by_depth)
+            num_depths = max(len(count.by_depth) for count in drafts)
             here = checks.drafts_here(target, method, questions, config.max_new_tokens, num_depths, bar.update)
             found.drafts = {"server": checks.by_category(questions, drafts), "here": checks.by_category(questions, here)}
             found.lines.append(checks.check_drafts(drafts, here, seed=config.seed))

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from secrets import token_hex
 from typing import Any
 
@@ -58,7 +59,8 @@ class DraftCounts:
     drafted: int
     accepted: int
     by_depth: tuple[int, ...]
-    """How often the first draft token was accepted, the second, ...; empty if the server doesn't say."""
+    """How often the first draft token was accepted, the second, ...; empty if the server doesn't say, as llama.cpp
+    before its first draft."""
 
     def plus(self, other: "DraftCounts") -> "DraftCounts":
         """Return the sum of two counts."""
@@ -66,7 +68,7 @@ class DraftCounts:
             steps=self.steps + other.steps,
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
-            by_depth=tuple(map(sum, zip(self.by_depth, other.by_depth, strict=True))),
+            by_depth=tuple(map(sum, zip_longest(self.by_depth, other.by_depth, fillvalue=0))),
         )
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
@@ -75,7 +77,7 @@ class DraftCounts:
             steps=self.steps - before.steps,
             drafted=self.drafted - before.drafted,
             accepted=self.accepted - before.accepted,
-            by_depth=tuple(now - then for now, then in zip(self.by_depth, before.by_depth, strict=False)),
+            by_depth=tuple(now - then for now, then in zip_longest(self.by_depth, before.by_depth, fillvalue=0)),
         )
 
 

@@ -1,0 +1,160 @@
+"""Exports in running engines: the same text as plain decoding, and the same accepted tokens as outrider, by depth.
+
+`make engines` makes the engines and runs these tests. They write their figures to the file that
+OUTRIDER_ENGINES_RECORD names, which is benchmarks/engines.json there. OUTRIDER_ENGINES_RUN names a folder
+that keeps the drafters for the next run.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from outrider.data.suites import load_suite
+from outrider.models.drafters.saved.folder import read_drafter_config
+
+from ..commands import invoke
+from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, require, vllm
+
+pytestmark = pytest.mark.engines
+
+RECIPE = Path(__file__).parent / "recipe.yaml"
+NUM_PROMPTS, MAX_NEW_TOKENS = 8, 96
+WORDS = {
+    "eagle3": "EAGLE-3",
+    "reduced": "EAGLE-3, reduced vocabulary",
+    "eagle31": "EAGLE-3.1",
+    "layers": "EAGLE-3, other layers of the target",
+    "eagle": "EAGLE-1",
+    "draft_model": "draft model",
+    "medusa": "Medusa",
+    "dspark": "DSpark",
+    "dspark_reduced": "DSpark, reduced vocabulary",
+}
+"""The recipe's drafters, as the record names them."""
+
+
+class Cell(NamedTuple):
+    """A drafter in an engine."""
+
+    engine: str
+    drafter: str
+    format: str
+    method: str
+    """The engine's name of such drafters."""
+
+
+VLLM, LLAMA = "vLLM 0.32.0", "llama.cpp b11434"
+CELLS = [
+    Cell(VLLM, "eagle3", "eagle3", "eagle3"),
+    Cell(VLLM, "reduced", "eagle3", "eagle3"),
+    Cell(VLLM, "eagle31", "eagle3", "eagle3"),
+    Cell(VLLM, "layers", "speculators", "eagle3"),
+    Cell(VLLM, "eagle", "eagle1-vllm", "eagle"),
+    Cell(VLLM, "draft_model", "transformers", "draft_model"),
+    Cell(VLLM, "medusa", "medusa", "medusa"),
+    Cell(LLAMA, "eagle3", "gguf", "draft-eagle3"),
+    Cell(LLAMA, "layers", "gguf", "draft-eagle3"),
+    Cell(LLAMA, "reduced", "gguf", "draft-eagle3"),
+    Cell(LLAMA, "dspark", "gguf", "draft-dspark"),
+    Cell(LLAMA, "dspark_reduced", "gguf", "draft-dspark"),
+    Cell(LLAMA, "draft_model", "gguf", "draft-simple"),
+]
+
+
+@pytest.fixture(scope="session")
+def run(once_per_run: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    """The folder of a run that trained all drafters on the same labels."""
+
+    def train(folder: Path) -> None:
+        result = invoke(["run", RECIPE, f"output_dir={os.environ.get('OUTRIDER_ENGINES_RUN', folder / 'run')}"])
+        assert result.exit_code == 0, result.output
+
+    folder = once_per_run("engines", train)
+    return Path(os.environ.get("OUTRIDER_ENGINES_RUN", folder / "run"))
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of the demo's suite, each a category of its own, so that each answer is counted alone."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    chosen = enumerate(load_suite("stdlib", limit=NUM_PROMPTS).prompts)
+    path.write_text("".join(f"{json.dumps({'prompt': prompt.turns[0], 'category': str(at)})}\n" for at, prompt in chosen))
+    return path
+
+
+def chain(drafter: Path, length: int) -> dict[str, Any]:
+    """Return the run-time options of a chain of `length` draft tokens."""
+    match read_drafter_config(drafter).kind:
+        case "medusa":
+            return {"tree_paths": [[0] * depth for depth in range(1, length + 1)], "tree_nodes": None}
+        case "draft_model":
+            return {"length": length, "top_k": 1, "tree_nodes": length}
+        case "block":
+            return {"depth": length, "width": 1, "tree_nodes": length}
+    return {"depth": length, "top_k": 1, "tree_nodes": length}
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.engine.split()[0]}-{cell.drafter}-{cell.format}")
+def test_an_engine_accepts_what_outrider_accepts(
+    cell: Cell, length: int, run: Path, prompts: Path, demo_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 1. Export.
+    is_vllm = cell.engine == VLLM
+    require(VLLM_PYTHON if is_vllm else LLAMA_SERVER)
+    monkeypatch.setenv("OUTRIDER_LLAMA_CPP", str(LLAMA_CPP))
+    drafter, exported = run / "variants" / cell.drafter / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
+    converter = [] if is_vllm else ["--converter", CONVERTER]
+    result = invoke(["export", drafter, "--target", demo_target_dir, "--to", cell.format, "--output", exported, *converter])
+    assert result.exit_code == 0, result.output
+
+    # 2. Serve, and compare its answers with plain decoding: without tolerance, so every token is the most probable one.
+    served = demo_target_dir if is_vllm else converted(demo_target_dir, run / "target.gguf")
+    output = tmp_path / "check.json"
+    with (vllm if is_vllm else llama_cpp)(served, cell.method, exported, length, tmp_path / "log") as url:
+        checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--concurrency", 4, "--repeats", 1, "--samples", 0]
+        options = ["--drafter", drafter, "--settings", json.dumps(chain(drafter, length)), "--tolerance", 0]
+        result = invoke(["check-server", url, "--target", demo_target_dir, *checks, *options, "--output", output])
+
+    # 3. Compare what is accepted, answer by answer.
+    assert output.exists(), result.output
+    found = json.loads(output.read_text())
+    assert found["drafts"], found["notes"]
+    there, here = (found["drafts"][side] for side in ("server", "here"))
+    same = {answer: _is_same(there[answer], here[answer], is_vllm=is_vllm) for answer in here if answer != "all"}
+    greedy = [line for line in found["lines"] if line["subject"].startswith("greedy")]
+    is_right = all(line["passed"] for line in greedy)
+    _record(cell, length, there["all"], here["all"], text=is_right, same=all(same.values()))
+    assert is_right, greedy
+    assert len(same) == NUM_PROMPTS
+    assert here["all"]["accepted"] > 0, "nothing is accepted, so nothing is compared"
+    assert all(same.values()), {answer: (there[answer], here[answer]) for answer in same if not same[answer]}
+
+
+def _is_same(there: dict[str, Any], here: dict[str, Any], *, is_vllm: bool) -> bool:
+    """Whether an engine's counts of one answer are ours.
+
+    vLLM drafts past the end of an answer, as we do. llama.cpp doesn't, and then accepts fewer in the last step.
+    """
+    if is_vllm:
+        return there == here
+    late = max(0, 1 + here["steps"] + here["accepted"] - MAX_NEW_TOKENS)
+    fewer = [ours - theirs for theirs, ours in zip(there["by_depth"], here["by_depth"], strict=True)]
+    return sum(fewer) == late and set(fewer) <= {0, 1} and here["steps"] - there["steps"] in (0, 1)
+
+
+def _record(cell: Cell, length: int, there: dict[str, Any], here: dict[str, Any], *, text: bool, same: bool) -> None:
+    """Add a cell to the record, if one is asked for."""
+    if not (name := os.environ.get("OUTRIDER_ENGINES_RECORD")):
+        return
+    path = Path(name)
+    record = json.loads(path.read_text()) if path.exists() else {"command": "make engines", "rows": []}
+    row = {"engine": cell.engine, "format": cell.format, "drafter": WORDS[cell.drafter], "chain": length}
+    date = datetime.now(UTC).date().isoformat()
+    record["rows"].append({**row, "date": date, "same_text": text, "same_counts": same, "there": there, "here": here})
+    path.write_text(json.dumps(record, indent=1) + "\n")
