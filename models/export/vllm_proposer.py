@@ -86,7 +86,7 @@ class Proposer:
         drafter = drafter_of_weights(spec, self.folder, target).eval().requires_grad_(False)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(self.dtype)
-        self.drafter = drafter.to(embed_tokens.weight.device)
+        self.drafter: Any = drafter.to(embed_tokens.weight.device)
 
     def receive(self, states: Float[torch.Tensor, "row hidden"], num_drafts: list[int] | None) -> None:
         """Take the last hidden states of a step: a row for each request's last token and each of its draft tokens."""
