@@ -15,7 +15,6 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..models.drafters.losses import MIXTURE_EXAMPLE
 from ..models.drafters.options import DRAFTER_OPTIONS
 from ..models.drafters.shared_options import START_FROM
 from .build import build, field_problems, merged, partial_problems, problem_report
@@ -127,11 +126,6 @@ def compose(line: CommandLine) -> Composed:
     chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
     layers.add(dict(chosen))
     layers.add(line.nested(without=[*chosen, *own]))
-    layers.problems += [
-        f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
-        for name in line.values
-        if name.startswith("train.loss.")
-    ]
     mistakes = [*layers.problems, *layers.mistakes()]
     if mistakes and not line.values.get("show"):
         raise ValueError(problem_report(mistakes))
@@ -252,16 +246,13 @@ class Layers:
 def on_top(below: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Put values on top of a configuration.
 
-    A drafter of another kind inherits no options of the one below, and a mixture of losses replaces
-    the loss below.
+    A drafter of another kind inherits no options of the one below.
     """
     below = dict(below)
-    drafter, train = values.get("drafter"), values.get("train")
+    drafter = values.get("drafter")
     kind = drafter.get("kind") if isinstance(drafter, Mapping) else None
     if kind is not None and isinstance(below.get("drafter"), Mapping) and kind != below["drafter"].get("kind"):
         below["drafter"] = {}
-    if isinstance(train, Mapping) and isinstance(train.get("loss"), Mapping) and isinstance(below.get("train"), Mapping):
-        below["train"] = {**below["train"], "loss": None}
     return merged(below, values)
 
 

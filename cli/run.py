@@ -43,7 +43,6 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.losses import needs_teacher
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon, require_memory
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
@@ -220,7 +219,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         with works_together(target, drafter.drafter.kind):
             require_memory(drafter.drafter, target)
             fresh = build_drafter(drafter.drafter, target)
-        if needs_teacher(drafter.train.loss):
+        if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
