@@ -20,7 +20,7 @@ from huggingface_hub.utils import WeakFileLock
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...data.files import replacing_directory, sha256_file
+from ...data.files import read_json, replacing_directory, sha256_file, write_json
 from ...data.paths import PACKAGE_PREFIX
 from ..bounded_build import bounded_build, require_possible_numbers
 from .config import TargetConfig
@@ -29,8 +29,10 @@ from .pretrained import record_tie, require_complete
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-"""Version of the conversion, part of the folder's name. Raise it if the same file gives other weights."""
+VERSION = 2
+"""Version of the conversion, part of the folder's name. Raise it if the same file gives other files."""
+SIZES_FILE = "sizes.json"
+"""Beside the converted target: the bytes of each of its files."""
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.*)-\d{5}-of-\d{5}")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -99,7 +101,8 @@ def dequantised(path: Path) -> Path:
     The first call writes the folder, atomically, into huggingface_hub's cache of assets. The folder
     depends on the file's content only, so a moved file is the same target. Other processes wait
     meanwhile. Raises ValueError, without leaving a folder, if the file is split, damaged, or of an
-    architecture that transformers can't read, if there is no room, and without the package `gguf`.
+    architecture that transformers can't read, if there is no room, and without the package `gguf`. Also
+    raises it if the folder of an earlier call is damaged.
     """
     stat = path.stat()
     return _dequantised(path.absolute(), stat.st_size, stat.st_mtime_ns)
@@ -125,8 +128,28 @@ def _dequantised(path: Path, _size: int, _changed: int) -> Path:
 
 
 def _converted(folder: Path) -> Path | None:
-    """Return the converted target below `folder`: it has the name that the file had."""
-    return next(folder.glob("*/"), None)
+    """Return the converted target below `folder`: it has the name that the file had.
+
+    Raises ValueError if a file is missing there, or has another size than when it was written.
+    """
+    if (known := next(folder.glob("*/"), None)) is None:
+        return None
+    sizes = _sizes(known)
+    try:
+        damaged = [name for name, size in read_json(folder / SIZES_FILE).items() if sizes.get(name) != size]
+    except ValueError:
+        damaged = [SIZES_FILE]
+    if damaged:
+        raise ValueError(
+            f"{folder} is the conversion of a GGUF file, and {damaged[0]} in it is missing or damaged; delete that folder: the "
+            "next use of the GGUF file converts it again"
+        )
+    return known
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file of a folder."""
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -162,6 +185,7 @@ def _convert(path: Path, folder: Path) -> None:
                 f"{folder} can't be written: {error}. Free some space, or set HF_HOME to a folder elsewhere"
             ) from error
         tokenizer.save_pretrained(partial / path.stem)
+        write_json(partial / SIZES_FILE, _sizes(partial / path.stem))
 
 
 def _plain_weights() -> Any:

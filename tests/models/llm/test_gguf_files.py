@@ -206,6 +206,17 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+def test_a_damaged_conversion_is_named_for_deletion(file: Path, assets: Path) -> None:
+    for damage in (Path.unlink, lambda path: path.write_text("{")):
+        for pattern in ("config.json", "tokenizer.json", "model.safetensors", "../sizes.json"):
+            damage(Path(folder_of(str(file))) / pattern)
+            gguf_files._dequantised.cache_clear()
+            with pytest.raises(ValueError, match=f"{Path(pattern).name} in it is missing or damaged; delete that folder"):
+                folder_of(str(file))
+            shutil.rmtree(*kept(assets))
+    assert load_target(str(file)).vocab_size
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_file_that_cant_be_read_is_one_error_and_leaves_nothing(case: str, file: Path, assets: Path) -> None:
     change, message = BROKEN[case]
