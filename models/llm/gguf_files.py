@@ -16,13 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import cached_assets_path
+from huggingface_hub import cached_assets_path, constants
 from huggingface_hub.utils import WeakFileLock
 from packaging.requirements import InvalidRequirement, Requirement
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data.files import read_json, replacing_directory, sha256_file, write_json
+from ...data.hub import require_cache_folder
 from ...data.paths import PACKAGE_PREFIX
 from ..bounded_build import bounded_build, require_possible_numbers
 from .config import TargetConfig
@@ -122,6 +123,7 @@ def dequantised(path: Path) -> Path:
 @cache
 def _dequantised(path: Path, _size: int, _changed: int) -> Path:
     key = f"{sha256_file(path)}-{VERSION}"
+    require_cache_folder(constants.HF_ASSETS_CACHE)
     try:
         folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
     except OSError as error:

@@ -247,8 +247,12 @@ def test_what_the_machine_lacks_is_named(file: Path, assets: Path, monkeypatch: 
         with pytest.raises(ValueError, match=r"pip install 'outrider\[gguf\]'"):
             folder_of(str(file))
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: Path("/dev/null/x").mkdir())
-        with pytest.raises(ValueError, match="Not a directory.*set HF_HOME"):
+        patch.setattr(gguf_files, "cached_assets_path", Mock(side_effect=PermissionError("Permission denied")))
+        with pytest.raises(ValueError, match="Permission denied.*set HF_HOME"):
+            folder_of(str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", f"{file}/assets")
+        with pytest.raises(ValueError, match=f"^{file} is a file, and the cache {file}/assets must be a folder; set HF_HOME"):
             folder_of(str(file))
     with monkeypatch.context() as patch:
         full = SafetensorError("I/O error: No space left on device (os error 28)")
