@@ -33,7 +33,7 @@ from ..distill.label.features import require_features
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
-from ..distill.regenerate.self_written import write_conversations
+from ..distill.regenerate.self_written import require_openings, write_conversations
 from ..eval.measure.methods import Settings
 from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
@@ -113,6 +113,8 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
+    if "distill" in config.stages:
+        require_openings(config.data, target)
     if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
         require_features(labels, target)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
