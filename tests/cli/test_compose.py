@@ -275,6 +275,16 @@ def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monk
     assert [suite.path for suite in config.eval.suites] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/c.jsonl"]
 
 
+def test_variants_replace_those_of_the_base_and_one_option_changes_one_variant(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: ablation_demo\nvariants: {mine: {train: {seed: 1}}, others: {train: {seed: 2}}}\n")
+    assert list(load_recipe(str(recipe)).variants) == ["mine", "others"]
+    assert list(load_recipe(str(recipe), "variants={a: {train: {seed: 3}}}").variants) == ["a"]
+    runs = load_recipe(str(recipe), "variants.mine.train.seed=5").drafter_runs()
+    assert [run.train.seed for run in runs] == [5, 2]
+    assert not load_recipe("ablation_demo", "variants={}").variants
+
+
 def test_a_mixture_of_losses_replaces_the_recipes_and_is_not_merged_with_it(tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.yaml"
     variants = "variants: {a: {train: {loss: {kl: 1, cross_entropy: 2}}}, b: {train: {loss: kl}}, c: {train: {seed: 3}}}"
