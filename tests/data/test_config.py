@@ -11,7 +11,7 @@ TEXT = DataSource(source="text", path="a")
     ("values", "problem"),
     [
         ({"source": "sharegpt"}, "path is missing; the source sharegpt needs"),
-        ({"source": "stdlib", "split": "distill", "path": "a"}, "path is 'a', and the source stdlib takes no path; leave it out"),
+        ({"source": "stdlib", "split": "distill", "path": "a"}, "path is 'a', and the source stdlib takes no path; leave it"),
         ({"source": "stdlib"}, "split is 'train'; the splits of stdlib are target_train, target_heldout, distill, eval"),
         ({"source": "text", "path": "a", "prompt_chars": [10, 9]}, "give the shortest prompt first"),
         ({}, "source is missing; give the form of the records"),

