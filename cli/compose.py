@@ -5,7 +5,7 @@ This module doesn't import torch, so a mistyped option gets an answer at once.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -125,7 +125,7 @@ def compose(line: CommandLine) -> Composed:
         layers.add_recipe(recipe)
     chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
     layers.add(dict(chosen))
-    layers.add(line.nested(without=[*chosen, *own]))
+    layers.add(line.nested(without=[*chosen, *own]), replaced={"variants"} & line.values.keys())
     mistakes = [*layers.problems, *layers.mistakes()]
     if mistakes and not line.values.get("show"):
         raise ValueError(problem_report(mistakes))
@@ -196,10 +196,14 @@ class Layers:
                 self.add({group: choice})
             else:
                 self.add_recipe(group)
-        self.add({"name": path.stem, **values})
+        self.add({"name": path.stem, **values}, replaced={"variants"} & values.keys())
 
-    def add(self, values: dict[str, Any]) -> None:
-        """Add values. A name in place of a section is a packaged choice: {"drafter": "medusa"}."""
+    def add(self, values: dict[str, Any], replaced: Collection[str] = ()) -> None:
+        """Add values. A name in place of a section is a packaged choice: {"drafter": "medusa"}.
+
+        Nothing below stays of the sections that are `replaced`; others are merged.
+        """
+        self.values.append(dict.fromkeys(replaced))
         for group in GROUPS[:-1]:
             if isinstance(name := values.get(group), str):
                 del values[group]

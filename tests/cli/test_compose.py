@@ -272,3 +272,13 @@ def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monk
     config = load_recipe("demo", "data.source=text", "data.path=~/a.jsonl", suites)
     assert config.data.path == f"{tmp_path}/a.jsonl"
     assert [suite.path for suite in config.eval.suites] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/c.jsonl"]
+
+
+def test_variants_replace_those_of_the_base_and_one_option_changes_one_variant(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: ablation_demo\nvariants: {mine: {train: {seed: 1}}, others: {train: {seed: 2}}}\n")
+    assert list(load_recipe(str(recipe)).variants) == ["mine", "others"]
+    assert list(load_recipe(str(recipe), "variants={a: {train: {seed: 3}}}").variants) == ["a"]
+    runs = load_recipe(str(recipe), "variants.mine.train.seed=5").drafter_runs()
+    assert [run.train.seed for run in runs] == [5, 2]
+    assert not load_recipe("ablation_demo", "variants={}").variants
