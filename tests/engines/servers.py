@@ -19,7 +19,12 @@ LLAMA_CPP = Path(os.environ.get("OUTRIDER_LLAMA_CPP", ENGINES / "llama.cpp"))
 """The source of llama.cpp, with its converter, and its program in build/bin."""
 LLAMA_SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
 CONVERTER = Path(__file__).parent / "convert_demo_target.py"
-VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+VLLM_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 START_SECONDS = 300.0
 
 
@@ -33,7 +38,16 @@ def require(path: Path) -> None:
 def vllm(target: Path, method: str, drafter: Path, length: int, log: Path) -> Iterator[str]:
     """Serve a target and a drafter with vLLM in float32; yield the address."""
     speculative = json.dumps({"method": method, "model": str(drafter), "num_speculative_tokens": length})
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "4",
+        "--no-enable-prefix-caching",
+    ]
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     with _running([*command, "--speculative-config", speculative], "/v1/models", log, VLLM_VARIABLES) as url:
         yield url
@@ -56,12 +70,17 @@ def _running(command: list[object], path: str, log: Path, variables: dict[str, s
         port = free.getsockname()[1]
     url, environment = f"http://127.0.0.1:{port}", {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in (*command, "--host", "127.0.0.1", "--port", port)]
-    with log.open("w") as output, subprocess.Popen(words, stdout=output, stderr=output, env=environment, cwd=log.parent) as process:
+    with (
+        log.open("w") as output,
+        subprocess.Popen(words, stdout=output, stderr=output, env=environment, cwd=log.parent) as process,
+    ):
         try:
             deadline = time.monotonic() + START_SECONDS
             while not _answers(url + path):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"the engine doesn't start; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+                    pytest.fail(
+                        f"the engine doesn't start; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
+                    )
                 time.sleep(0.5)
             yield url
         finally:
