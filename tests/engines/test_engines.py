@@ -96,7 +96,7 @@ def chain(drafter: Path, length: int) -> dict[str, Any]:
     """Return the run-time options of a chain of `length` draft tokens."""
     match read_drafter_config(drafter).kind:
         case "medusa":
-            return {"tree_paths": [[0] * depth for depth in range(1, length + 1)], "tree_nodes": None}
+            return {"tree_paths": [[0] * depth for depth in range(1, length + 1)]}
         case "draft_model":
             return {"length": length, "top_k": 1, "tree_nodes": length}
         case "block":
