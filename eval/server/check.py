@@ -209,7 +209,7 @@ def check_quality(
     for suite in dict.fromkeys(question.suite for question in questions):
         scores = []
         for replies in sides:
-            texts = [tokenizer.decode(reply.tokens, skip_special_tokens=True) for reply in replies]
+            texts = [str(tokenizer.decode(reply.tokens, skip_special_tokens=True)) for reply in replies]
             pairs = [(question, text) for question, text in zip(questions, texts, strict=True) if question.suite == suite]
             scores.append([is_right(question, text, may_run=may_run) for question, text in pairs])
         if None in scores[0]:

@@ -25,9 +25,7 @@ CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
-COUNT = re.compile(
-    r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE
-)
+COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)
 """A counter of drafts in the text of /metrics, as vLLM and llama.cpp write it."""
 
 NO_FILTERS_LLAMA_CPP = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from ...data.suites import Prompt
 from .client import Reply, Server
@@ -41,7 +42,7 @@ def ask(
     """
     started = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        options = {"max_tokens": max_new_tokens, "temperature": temperature}
+        options: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
         futures = [pool.submit(server.complete, question.ids, seed=seed, **options) for seed, question in enumerate(questions)]
         try:
             replies = []

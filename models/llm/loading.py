@@ -146,7 +146,7 @@ def ends_without_weights(config: TargetConfig) -> tuple[tuple[int, ...], int]:
     config = with_folder(config)
     described = read_config(config).get_text_config()
     try:
-        eos = GenerationConfig.from_pretrained(config.name_or_path, revision=config.revision).eos_token_id
+        eos = GenerationConfig.from_pretrained(config.name_or_path, revision=config.revision or "main").eos_token_id
     except OSError:
         eos = described.eos_token_id
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), described.vocab_size
