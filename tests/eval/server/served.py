@@ -83,12 +83,14 @@ class Served(ThreadingHTTPServer):
             yield f"# TYPE vllm:spec_decode_num_{name} counter"
             labels = "" if self.is_llama_cpp else '{engine="0",model_name="served"}'
             yield f"{'llamacpp' if self.is_llama_cpp else 'vllm'}:spec_decode_num_{name}_total{labels} {float(value)}"
-        if not self.is_llama_cpp:
-            for depth in range(4):
-                count = sum(number for length, number in self.accepted.items() if length > depth)
-                labels = f'{{engine="0",model_name="served",position="{depth}"}}'
+        for depth in range(4):
+            count = sum(number for length, number in self.accepted.items() if length > depth)
+            labels = f'{{engine="0",model_name="served",position="{depth}"}}'
+            if not self.is_llama_cpp:
                 yield f"vllm:spec_decode_num_accepted_tokens_per_pos_total{labels} {float(count)}"
                 yield f"vllm:spec_decode_num_accepted_tokens_per_pos_created{labels} 1.7957e+09"
+            elif steps:  # not before its first draft
+                yield f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{depth}"}} {count}'
 
     def answer(self, body: dict[str, Any]) -> Iterator[Any]:
         """The events of an answer."""

@@ -84,7 +84,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
     assert "\nPASS: the server's text is the reference's" in result.output
     assert [line["passed"] for line in found["lines"]] == [True] * 4
     assert found["drafts"]["server"] == found["drafts"]["here"], "by depth and category"
-    assert len(found["drafts"]["here"]["all"]["by_depth"]) == (0 if is_llama_cpp else 4)
+    assert len(found["drafts"]["here"]["all"]["by_depth"]) == 4
     assert found["speeds"][0]["tokens_per_second"] > 0
 
 
