@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..eval.server.check import ServerCheck
+    from ..eval.server.client import Server
     from ..eval.server.questions import Question
+    from ..eval.server.readings import Reader
     from ..models.llm.hf_target import HFTarget
 
 USED = frozenset({"suites", "settings", "max_new_tokens", "repeats", "seed"})
@@ -107,36 +109,58 @@ def check_server_command(options: CheckServerOptions) -> None:
 
 
 def _check(options: CheckServerOptions) -> "ServerCheck":
-    from tqdm import tqdm
-
-    from ..eval.server import check as checks
+    from ..data.chat import use_chat_template
     from ..eval.server.client import Server
-    from ..eval.server.questions import ask
     from ..eval.server.readings import Reader, ServerThere, TargetHere
+    from ..models.llm.loading import ends_without_weights, load_tokenizer
 
-    # 1. The target, or its tokenizer alone, and the servers: what is wrong is said before any long work.
-    tokenizer, stop_ids, vocab_size, target = _target(options)
+    # 1. The tokenizer, the prompts and the servers: what is wrong with them is said before the weights are read.
+    tokenizer = load_tokenizer(options.target)
+    use_chat_template(tokenizer, options.chat_template, options.template_options)
+    stop_ids, vocab_size = ends_without_weights(options.target)
     config = with_limit(options.eval, options.limit)
-    questions = _questions(config, tokenizer, None if target is None else target.context_length)
+    questions = _questions(config, tokenizer)
     with ExitStack() as stack:
         sides = []
         for url in filter(None, (options.url, options.without)):
             sides.append(Server(url, tokenizer, vocab_size, stop_ids))
             stack.callback(sides[-1].close)
-        server = sides[0]
+        target = None
+        if options.without is None or options.drafter is not None:
+            target = load_chosen_target(options.target, options.chat_template, options.template_options)
+            questions = [q for q in questions if len(q.ids) + config.max_new_tokens <= target.context_length]
+        if not questions:
+            raise ValueError(f"no prompt leaves room for {config.max_new_tokens} tokens; lower eval.max_new_tokens")
         method = None if target is None or options.drafter is None else _method(config, options.drafter, target)
         reader = Reader(ServerThere(server=sides[1], stop_ids=stop_ids) if target is None else TargetHere(target=target))
-        shortest = sorted(questions, key=lambda question: len(question.ids))[: checks.NUM_SAMPLED_PROMPTS]
-        sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
+        return _checked(options, config, questions, sides, reader, target, method, tokenizer)
 
-        # 2. Count the work, for one bar over the whole.
-        num_speed = len(options.concurrency) * config.repeats * len(questions)
-        num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
-        total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(sampled)
-        bar = stack.enter_context(tqdm(total=total, desc="check-server", unit="answer"))
-        found = checks.ServerCheck()
 
-        # 3. Greedy answers one by one, with the server's counts of drafts.
+def _checked(
+    options: CheckServerOptions,
+    config: EvalConfig,
+    questions: "list[Question]",
+    sides: "list[Server]",
+    reader: "Reader",
+    target: "HFTarget | None",
+    method: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> "ServerCheck":
+    """Run all checks. `sides` are the server, and the one without a drafter."""
+    from tqdm import tqdm
+
+    from ..eval.server import check as checks
+    from ..eval.server.questions import ask
+
+    # 1. Count the work, for one bar over the whole.
+    found, server = checks.ServerCheck(), sides[0]
+    shortest = sorted(questions, key=lambda question: len(question.ids))[: checks.NUM_SAMPLED_PROMPTS]
+    sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
+    num_speed = len(options.concurrency) * config.repeats * len(questions)
+    num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
+    total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(sampled)
+    with tqdm(total=total, desc="check-server", unit="answer") as bar:
+        # 2. Greedy answers one by one, with the server's counts of drafts.
         replies, drafts = checks.ask_one_by_one(server, questions, config.max_new_tokens, bar.update)
         found.lines.append(checks.check_tokens(reader, questions, replies, "", options.tolerance, bar.update))
         answers = [replies]
@@ -158,7 +182,7 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
             found.lines.append(checks.check_drafts(drafts, here, seed=config.seed))
         found.lines += checks.check_quality(questions, answers, tokenizer, may_run=options.execute, seed=config.seed)
 
-        # 4. The speed, in turns, whose answers are checked too: a server's batches are computed in another order.
+        # 3. The speed, in turns, whose answers are checked too: a server's batches are computed in another order.
         for level in options.concurrency:
             speed, replies = checks.measure_speed(
                 sides, questions, level, max_new_tokens=config.max_new_tokens, repeats=config.repeats, seed=config.seed,
@@ -170,7 +194,7 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
                 checks.check_tokens(reader, questions * config.repeats, replies, where, options.tolerance, bar.update)
             )
 
-        # 5. Samples.
+        # 4. Samples.
         if sampled:
             options_of_samples: dict[str, Any] = {
                 "concurrency": checks.SAMPLED_AT_ONCE,
@@ -181,34 +205,20 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
         return found
 
 
-def _target(options: CheckServerOptions) -> "tuple[PreTrainedTokenizerBase, tuple[int, ...], int, HFTarget | None]":
-    """Return the tokenizer, the stop tokens, the size of the vocabulary, and the target if it is needed."""
-    from ..data.chat import use_chat_template
-    from ..models.llm.loading import ends_without_weights, load_tokenizer
-
-    if options.without is None or options.drafter is not None:
-        target = load_chosen_target(options.target, options.chat_template, options.template_options)
-        return target.tokenizer, target.stop_ids, target.vocab_size, target
-    tokenizer = load_tokenizer(options.target)
-    use_chat_template(tokenizer, options.chat_template, options.template_options)
-    stop_ids, vocab_size = ends_without_weights(options.target)
-    return tokenizer, stop_ids, vocab_size, None
-
-
-def _questions(config: EvalConfig, tokenizer: "PreTrainedTokenizerBase", context_length: int | None) -> "list[Question]":
+def _questions(config: EvalConfig, tokenizer: "PreTrainedTokenizerBase") -> "list[Question]":
     from ..data.chat import encode_prompt
     from ..eval.run import load_suites
     from ..eval.server.questions import Question
 
-    questions = []
-    for suite in load_suites(config):
-        for prompt in suite.prompts:
-            ids = encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools)[0].tolist()
-            if context_length is None or len(ids) + config.max_new_tokens <= context_length:
-                questions.append(Question(suite=suite.name, prompt=prompt, ids=ids))
-    if not questions:
-        raise ValueError(f"no prompt leaves room for {config.max_new_tokens} tokens; lower eval.max_new_tokens")
-    return questions
+    return [
+        Question(
+            suite=suite.name,
+            prompt=prompt,
+            ids=encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools)[0].tolist(),
+        )
+        for suite in load_suites(config)
+        for prompt in suite.prompts
+    ]
 
 
 def _method(config: EvalConfig, name: str, target: "HFTarget") -> Any:
