@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 12
 NEW_TOKENS = 64
-"""Prompts, and tokens of each answer. They take seconds on the demo; decoding corrects the rest."""
+"""Prompts, and most tokens of each answer. They take seconds on the demo; decoding corrects the rest."""
 
 
 def calibrate(config: RunConfig, target: HFTarget, folder: Path) -> None:
@@ -37,7 +37,7 @@ def calibrate(config: RunConfig, target: HFTarget, folder: Path) -> None:
     The prompts come from the labelled texts, which contain none of the evaluation's
     (`data.overlap_words`). Without these texts decoding starts uncalibrated.
     """
-    shards = folder / "distill"
+    shards, new_tokens = folder / "distill", min(NEW_TOKENS, config.eval.max_new_tokens)
     if not config.eval.merge or not (shards / MANIFEST_FILE).is_file():
         return
     for run in config.drafter_runs():
@@ -49,10 +49,10 @@ def calibrate(config: RunConfig, target: HFTarget, folder: Path) -> None:
         # 2. Decode answers to prompts of the training data.
         drafter = load_drafter(parts, target)
         assert isinstance(drafter, MergedDrafter)
-        longest = min(target.context_length, drafter.context_length or target.context_length) - NEW_TOKENS
+        longest = min(target.context_length, drafter.context_length or target.context_length) - new_tokens
         prompts = list(islice(_prompts(shards, label_store(shards).load(), longest), NUM_PROMPTS))
         on_device = (prompt.to(target.device) for prompt in tqdm(prompts, desc="calibrate", unit="answer"))
-        measured = measure_prior(target, drafter.sources, on_device, max_new_tokens=NEW_TOKENS)
+        measured = measure_prior(target, drafter.sources, on_device, max_new_tokens=new_tokens)
         # 3. Write what was counted.
         write_prior(run.drafter_dir, target.identity, measured if prior is None else prior.updated(measured))
         log.info("%s is calibrated for drafting together with %s", run.drafter_dir, ", ".join(config.eval.merge))

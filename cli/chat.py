@@ -28,6 +28,8 @@ COMMANDS = {
     "/help": "list the commands",
     "/exit": "end the chat (Ctrl-D, too); Ctrl-C ends an answer, whose text so far stays in the history",
 }
+COMMAND = re.compile(r"/[^/*\s]*(\s|$)")
+"""The beginning of a command, right or wrong. A question may begin with a path or a comment of a program."""
 COLOURS, SEVERAL = (32, 36, 35, 34, 31), 33
 """A terminal's codes for a drafter's sources (further ones begin again), and for tokens that several sources proposed."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -166,8 +168,8 @@ class Chat:
             if self.last is None or self.options.drafter is None:
                 raise ValueError("/compare needs an answer that a drafter has helped with; ask something first, with --drafter")
             note(self.model.compare(self.last, stops=self.is_interactive))
-        elif re.fullmatch(r"/[a-z]+", line):
-            raise ValueError(f"there is no command {line}; the commands are {', '.join(COMMANDS)}")
+        elif COMMAND.match(line):
+            raise ValueError(f"there is no command {line}; the commands are {', '.join(COMMANDS)}, each alone in its line")
         else:
             self.ask(line)
 

@@ -5,7 +5,7 @@ This module doesn't import torch, so a mistyped option gets an answer at once.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +15,6 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..models.drafters.losses import MIXTURE_EXAMPLE
 from ..models.drafters.options import DRAFTER_OPTIONS
 from ..models.drafters.shared_options import START_FROM
 from .build import build, field_problems, merged, partial_problems, problem_report
@@ -126,12 +125,7 @@ def compose(line: CommandLine) -> Composed:
         layers.add_recipe(recipe)
     chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
     layers.add(dict(chosen))
-    layers.add(line.nested(without=[*chosen, *own]))
-    layers.problems += [
-        f"{name} is a part of a mixture; give the whole, such as 'train.loss={MIXTURE_EXAMPLE}'"
-        for name in line.values
-        if name.startswith("train.loss.")
-    ]
+    layers.add(line.nested(without=[*chosen, *own]), replaced={"variants"} & line.values.keys())
     mistakes = [*layers.problems, *layers.mistakes()]
     if mistakes and not line.values.get("show"):
         raise ValueError(problem_report(mistakes))
@@ -202,10 +196,14 @@ class Layers:
                 self.add({group: choice})
             else:
                 self.add_recipe(group)
-        self.add({"name": path.stem, **values})
+        self.add({"name": path.stem, **values}, replaced={"variants"} & values.keys())
 
-    def add(self, values: dict[str, Any]) -> None:
-        """Add values. A name in place of a section is a packaged choice: {"drafter": "medusa"}."""
+    def add(self, values: dict[str, Any], replaced: Collection[str] = ()) -> None:
+        """Add values. A name in place of a section is a packaged choice: {"drafter": "medusa"}.
+
+        Nothing below stays of the sections that are `replaced`; others are merged.
+        """
+        self.values.append(dict.fromkeys(replaced))
         for group in GROUPS[:-1]:
             if isinstance(name := values.get(group), str):
                 del values[group]
@@ -252,16 +250,13 @@ class Layers:
 def on_top(below: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Put values on top of a configuration.
 
-    A drafter of another kind inherits no options of the one below, and a mixture of losses replaces
-    the loss below.
+    A drafter of another kind inherits no options of the one below.
     """
     below = dict(below)
-    drafter, train = values.get("drafter"), values.get("train")
+    drafter = values.get("drafter")
     kind = drafter.get("kind") if isinstance(drafter, Mapping) else None
     if kind is not None and isinstance(below.get("drafter"), Mapping) and kind != below["drafter"].get("kind"):
         below["drafter"] = {}
-    if isinstance(train, Mapping) and isinstance(train.get("loss"), Mapping) and isinstance(below.get("train"), Mapping):
-        below["train"] = {**below["train"], "loss": None}
     return merged(below, values)
 
 

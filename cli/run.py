@@ -33,7 +33,7 @@ from ..distill.label.features import require_features
 from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import regenerate
-from ..distill.regenerate.self_written import write_conversations
+from ..distill.regenerate.self_written import require_openings, write_conversations
 from ..eval.measure.methods import Settings
 from ..eval.measure.plan import require_room
 from ..eval.records.names import RECORDS_FILE, RUN_FILE, TABLE_FILE
@@ -43,7 +43,6 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.losses import needs_teacher
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon, require_memory
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.saved.parts import parse_drafter_name
@@ -113,6 +112,8 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
+    if "distill" in config.stages:
+        require_openings(config.data, target)
     if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
         require_features(labels, target)
     context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
@@ -192,8 +193,8 @@ def _files_to_open(config: RunConfig, folder: Path) -> dict[Path, str]:
 def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None:
     """Rename the evaluation of earlier drafters, so that today's drafters are evaluated.
 
-    A drafter changes in its folder where the training got more steps. An evaluation that has all of
-    today's drafters stays: it is resumed, or refused with the reason.
+    A drafter changes in its folder where the training got more steps, and recipes may share the run's
+    folder. An evaluation that has all of today's drafters stays: it is resumed, or refused with the reason.
     """
     if not (evaluation / RUN_FILE).is_file():
         return
@@ -202,10 +203,11 @@ def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None
     present = {sha256_file(directory / WEIGHTS_FILE) for directory in drafter_dirs}
     if present <= recorded or recorded <= present:
         return
-    names = (evaluation.with_name(f"{evaluation.name}_earlier_{number}") for number in count(1))
-    aside = next(name for name in names if not name.exists())
+    paths = (evaluation.with_name(f"{evaluation.name}_earlier_{number}") for number in count(1))
+    aside = next(path for path in paths if not path.exists())
     evaluation.rename(aside)
-    log.warning("%s was of drafters that have been trained further since: it is now %s", evaluation, aside)
+    names = ", ".join(map(str, drafter_dirs))
+    log.warning("%s is of other drafters than %s, or of these before more training: it is now %s", evaluation, names, aside)
 
 
 def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
@@ -220,7 +222,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         with works_together(target, drafter.drafter.kind):
             require_memory(drafter.drafter, target)
             fresh = build_drafter(drafter.drafter, target)
-        if needs_teacher(drafter.train.loss):
+        if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:

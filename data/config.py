@@ -31,6 +31,9 @@ TRAIN_ON = ("all", "last", "every token")
 HUB_PREFIX = "hf:"
 OF_SELF = {"count": None, "turns": 1, "prefix": "", "question_temperature": QUESTION_TEMPERATURE}
 """The options of the source `self`, and their defaults."""
+OF_DATA_SETS: dict[str, str | None] = dict.fromkeys(("path", "subset", "file", "revision"))
+UNREAD = {SELF: OF_DATA_SETS | {"split": "train"}, "stdlib": OF_DATA_SETS}
+"""The options that a source without a file or data set doesn't take, and their defaults."""
 ONE_SOURCE = dict.fromkeys(("source", "path", "subset", "file", "revision", "weight")) | OF_SELF
 """Options of a single source, which `sources` takes the place of, and their defaults."""
 
@@ -89,20 +92,20 @@ class DataSource:
         """Return a line for each rule that the options break together."""
         if self.source is None:
             return ["source is missing; give the form of the records"]
+        problems = [
+            f"{name} is {value!r}, and the source {self.source} takes no {name}; leave it out, or set it to {default or 'null'}"
+            for name, default in UNREAD.get(self.source, {}).items()
+            if (value := getattr(self, name)) != default
+        ]
         if self.source == SELF:
-            problems = [f"path is {self.path!r}, but the source {SELF} reads no file; leave it out"] if self.path else []
             missing = "count is missing; give the number of conversations that the target begins"
             return problems if self.count else [*problems, missing]
         if idle := [name for name, value in OF_SELF.items() if getattr(self, name) != value]:
             return [f"{', '.join(idle)}: set for the source {SELF} only; leave out, or set source={SELF}"]
-        if self.source != "stdlib":
-            missing = f"path is missing; the source {self.source} needs a local file or a data set id of the Hub"
-            return [missing] if self.path is None else []
-        problems = []
-        if self.path is not None:
-            problems.append(f"path is {self.path!r}, but the source stdlib reads files of the running Python; leave it out")
-        if self.split not in get_args(Split):
+        if self.source == "stdlib" and self.split not in get_args(Split):
             problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
+        if self.source != "stdlib" and self.path is None:
+            problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
         return problems
 
 

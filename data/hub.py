@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from functools import cache
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +23,11 @@ def use_hub() -> bool:
 
     If it doesn't, the libraries read only their caches from then on. Call this before any possible
     download. huggingface_hub alone would try each file six times, for half a minute, with two
-    warnings per try.
+    warnings per try. Raises ValueError if the cache is a file.
     """
     from huggingface_hub import constants
 
+    require_cache_folder(constants.HF_HUB_CACHE)
     bound_requests()
     if constants.HF_HUB_OFFLINE:
         return False
@@ -34,6 +36,16 @@ def use_hub() -> bool:
     if not constants.HF_HUB_OFFLINE:
         go_offline(constants.ENDPOINT, f"the Hub ({constants.ENDPOINT}) can't be reached")
     return False
+
+
+def require_cache_folder(cache: str) -> None:
+    """Raise ValueError if the path of a cache, or of a folder above it, is a file."""
+    existing = next(path for path in (Path(cache), *Path(cache).parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(
+            f"{existing} is a file, and the cache {cache} must be a folder; set HF_HOME (or HF_HUB_CACHE or HF_ASSETS_CACHE, "
+            "whichever is set) to a folder"
+        )
 
 
 @cache

@@ -104,8 +104,8 @@ def looks_like_path(value: str) -> bool:
     owner/name and gpt2 may be on the Hub.
     """
     is_relative = value in (".", "..") or value.startswith(("./", "../"))
-    is_file = value.endswith(FILE_SUFFIXES) and not value.startswith(PACKAGE_PREFIX)
-    return is_relative or value.startswith(("/", "~")) or is_file or value.count("/") > 1
+    is_local = is_relative or value.startswith(("/", "~")) or value.endswith(FILE_SUFFIXES) or value.count("/") > 1
+    return is_local and not value.startswith(PACKAGE_PREFIX)
 
 
 def built_in_templates() -> list[str]:

@@ -11,13 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
 
+from outrider.cli import calibration_stage
 from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.data.files import sha256_file
+from outrider.models.llm.loading import load_target
 
 REPOSITORY = Path(__file__).parents[1]
 ROW_KEYS = {
@@ -316,6 +319,20 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
     assert digests(folder) == before
 
 
+def test_the_calibration_writes_no_longer_answers_than_the_evaluation(
+    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    measure = Mock(side_effect=calibration_stage.measure_prior)
+    monkeypatch.setattr(calibration_stage, "measure_prior", measure)
+    for limit in (1, 9, 1000):
+        (folder / "drafter/calibration.json").unlink()
+        config = load_recipe("conf=demo", *overrides, f"output_dir={folder}", f"eval.max_new_tokens={limit}")
+        calibration_stage.calibrate(config, load_target(config.target), folder)
+        assert measure.call_args.kwargs["max_new_tokens"] == min(limit, calibration_stage.NEW_TOKENS)
+
+
 @pytest.mark.slow
 def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -327,6 +344,7 @@ def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
     assert digests(folder / "eval") == before
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *options, "stages=[train,eval]", "train.steps=4")
+    assert f"other drafters than {folder / 'drafter'}, or of these before more training: it is now " in caplog.text
     assert str(folder / "eval_earlier_1") in caplog.text
     assert digests(folder / "eval_earlier_1") == before
     assert digests(folder / "eval")["records.jsonl"] != before["records.jsonl"]

@@ -24,6 +24,7 @@ RULES = {
     "TypicalAcceptance": f"{CONFORMANCE}::test_typical_acceptance_gives_complete_answers",
 }
 COMMANDS = {
+    "check-server": "tests/eval/server/test_check_server.py::test_a_sound_server_passes_against_the_target_here",
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
     "chat": "tests/cli/test_chat.py::test_a_pipe_gets_exactly_the_texts_of_generate",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
@@ -73,7 +74,6 @@ def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> 
     cases = quick_cases(collected, f"{CONFORMANCE}::test_every_objective_has_a_finite_gradient")
     for loss in LossKind:
         assert kinds(case for case in cases if case["loss"] == loss) == DRAFTERS.keys(), loss
-    assert kinds(case for case in cases if isinstance(case["loss"], dict)) == DRAFTERS.keys(), "a mixture"
     for weights in WEIGHTS:
         assert kinds(case for case in cases if case["weights"] == weights) == DRAFTERS.keys(), weights
 

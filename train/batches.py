@@ -175,9 +175,9 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
 
 def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
     """Return which states of the target the training of this drafter needs."""
-    top = objective.needs_teacher and objective.teacher == "top_k"
+    top = objective.loss.needs_teacher and objective.teacher == "top_k"
     return TargetReads(
-        hidden_states=drafter.reads_hidden_states or (objective.needs_teacher and not top),
+        hidden_states=drafter.reads_hidden_states or (objective.loss.needs_teacher and not top),
         layers=drafter.feature_layers,
         top=top,
     )

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.config import LABELS
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, SmallCount, one_of, raise_problems
-from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind, check_loss, needs_teacher
+from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -27,9 +27,6 @@ MAY_CHANGE_ON_RESUME = frozenset(
     }
 )
 """Options that don't change what is learned: a run may resume with other values."""
-
-
-TrainLoss = Annotated[LossKind | dict[LossKind, float], BeforeValidator(check_loss)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -64,11 +61,9 @@ class TrainConfig:
     """What the drafter learns to predict: `distilled`, the target's own continuations, or `text`,
     the next tokens of the text at the same positions (for an ablation)."""
 
-    loss: TrainLoss = LossKind.cross_entropy
-    """The loss. `cross_entropy` needs only the labels. `kl`, `reverse_kl`, `tv` (total variation),
-    `acceptance`, `kl_tv` and `kl_acceptance` compare the drafter with the target's distribution, at
-    depths where the continuation equals the text. A mixture gives each of its losses a weight, and
-    is their sum: {cross_entropy: 0.1, tv: 0.9}. See `LossKind`."""
+    loss: Annotated[LossKind, Field(strict=False)] = LossKind.cross_entropy
+    """The loss. `cross_entropy` needs only the labels. `kl` and `kl_acceptance` compare the drafter
+    with the target's distribution, at depths where the continuation equals the text. See `LossKind`."""
     teacher: Annotated[str, one_of(*TEACHERS)] = "full"
     """The target's distribution that all losses but `cross_entropy` use. `full` computes it from
     the target's hidden states. `top_k` uses the likeliest tokens that `distill.top_logprobs`
@@ -126,7 +121,7 @@ class TrainConfig:
     @property
     def mixes_teacher_and_labels(self) -> bool:
         """Whether the loss learns from the target's distribution, and from labels off the text."""
-        return needs_teacher(self.loss) and self.labels == "distilled"
+        return self.loss.needs_teacher and self.labels == "distilled"
 
     def __post_init__(self) -> None:
         problems = []

@@ -160,7 +160,7 @@ def new_drafter(config: TrainConfig, spec: DrafterSpec, target: HFTarget) -> Tra
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Build the objective, with the target's head if the loss compares with the target."""
     objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
-    if not objective.needs_teacher:
+    if not objective.loss.needs_teacher:
         return objective
     target.require_plain_head()
     return replace(objective, head=target.head)

@@ -52,6 +52,14 @@ class Opening:
         self.end = max(starts, key=len) if starts else first_word[0] if first_word else behind
         """What ends a question where the target writes on: the beginning of what stands behind it."""
 
+    def require_prefix(self, prefix: str) -> None:
+        """Raise ValueError for a beginning of questions with a mark that no question may have."""
+        if mark := next((mark for mark in [self.end, *self._marks] if mark in prefix), None):
+            raise ValueError(
+                f"data.prefix is {prefix!r}, and {mark!r} is a special token or a mark of the chat template, which no question "
+                "may have; leave it out of the prefix"
+            )
+
     def _parts(self, turns: Sequence[Turn]) -> tuple[str, str]:
         text = self._template.prompt([*turns, Turn(role="user", content=QUESTION)])
         if text.count(QUESTION) != 1:

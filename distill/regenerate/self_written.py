@@ -131,6 +131,13 @@ class SelfSource:
         return [record for record, again in zip(records, repeated, strict=True) if not again]
 
 
+def require_openings(data: DataConfig, target: HFTarget) -> None:
+    """Raise ValueError for a chat template or a prefix with which the target can't begin conversations."""
+    for source in data.all_sources:
+        if source.source == SELF:
+            Opening(target).require_prefix(source.prefix)
+
+
 def write_conversations(
     config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path, accelerator: Accelerator
 ) -> DataConfig:

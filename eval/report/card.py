@@ -24,7 +24,6 @@ from ...data.files import read_dataclass, sha256_file
 from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals
 from ...data.shards import label_store
 from ...data.template_options import DATE
-from ...models.drafters.losses import LossChoice, check_loss, describe_loss
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
@@ -234,7 +233,7 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
         seconds = read_dataclass(LabelTotals, stats).process_seconds
         lines.append(Markdown("Labelling: {:,.0f} s, summed over processes").format(seconds))
     if loss is not None:
-        lines.append(Markdown("Loss: {}").format(code_span(describe_loss(loss))))
+        lines.append(Markdown("Loss: {}").format(code_span(loss)))
     if (start := drafter.get("start_from") or drafter.get("path")) is not None:
         trained = _public(str(start), run) or "a trained model"
         lines.append(Markdown("Started from: the weights of {}, not from random ones").format(trained))
@@ -249,7 +248,7 @@ def _described(source: Mapping[str, Any], run: Path) -> Markdown:
     return Markdown(STDLIB) if form == "stdlib" else Markdown("texts in the form {}").format(code_span(form))
 
 
-def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], LossChoice | None]:
+def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], str | None]:
     """Read the data, the drafter and the loss of a run's configuration, or of one of its variants."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -257,7 +256,7 @@ def _run_sections(path: Path, variant: str) -> tuple[RunData, dict[str, Any], Lo
         train = {**config.get("train", {}), **changes.get("train", {})}
         names = [field.name for field in fields(RunData) if field.name in config["data"]]
         data = RunData(**{name: config["data"][name] for name in names})
-        loss = check_loss(train["loss"]) if "loss" in train else None
+        loss = str(train["loss"]) if "loss" in train else None
         return data, {**config["drafter"], **changes.get("drafter", {})}, loss
     except ValidationError as error:
         raise ValueError(f"{path}: {'; '.join(problems_of(error, 'data'))}; restore it") from error

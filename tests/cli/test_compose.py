@@ -86,7 +86,6 @@ def test_a_drafter_kind_that_is_not_text_is_an_error(kind: str) -> None:
         ("variants=[a]", 'variants=["a"]: must be a mapping'),
         ("stages=null", "stages=null: must be a list"),
         ("data.path=${nothing}", "nothing"),
-        ("train.loss.tv=0.5", "train.loss.tv is a part of a mixture; give the whole"),
         ("conf=null", "conf=null: must be a list"),
         ("conf=[{a: 1}]", 'conf[0]={"a": 1}: must be a text'),
         ("drafter=[a]", 'drafter=["a"]: must be a mapping'),
@@ -275,15 +274,11 @@ def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monk
     assert [suite.path for suite in config.eval.suites] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/c.jsonl"]
 
 
-def test_a_mixture_of_losses_replaces_the_recipes_and_is_not_merged_with_it(tmp_path: Path) -> None:
-    recipe = tmp_path / "mixed.yaml"
-    variants = "variants: {a: {train: {loss: {kl: 1, cross_entropy: 2}}}, b: {train: {loss: kl}}, c: {train: {seed: 3}}}"
-    recipe.write_text(f"base: demo\ntrain: {{loss: {{cross_entropy: 0.1, tv: 0.9}}}}\n{variants}\n")
-    config = load_recipe(str(recipe))
-    assert config.train.loss == {"cross_entropy": 0.1, "tv": 0.9}
-    losses = [{"cross_entropy": 2, "kl": 1}, "kl", {"cross_entropy": 0.1, "tv": 0.9}]
-    assert [run.train.loss for run in config.drafter_runs()] == losses
-    assert load_recipe(str(recipe), "train.loss={kl: 3, tv: 1}").train.loss == {"kl": 3, "tv": 1}
-    assert "variants.a.train.loss={\"kll\": 1}: has 'kll', which is no loss" in problems(
-        "demo", "variants={a: {train: {loss: {kll: 1}}}}"
-    )
+def test_variants_replace_those_of_the_base_and_one_option_changes_one_variant(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: ablation_demo\nvariants: {mine: {train: {seed: 1}}, others: {train: {seed: 2}}}\n")
+    assert list(load_recipe(str(recipe)).variants) == ["mine", "others"]
+    assert list(load_recipe(str(recipe), "variants={a: {train: {seed: 3}}}").variants) == ["a"]
+    runs = load_recipe(str(recipe), "variants.mine.train.seed=5").drafter_runs()
+    assert [run.train.seed for run in runs] == [5, 2]
+    assert not load_recipe("ablation_demo", "variants={}").variants

@@ -40,7 +40,7 @@ def test_types_defaults_and_choices_are_those_of_the_config_classes() -> None:
     assert options["data.limit"].type == "whole number above 0, or null"
     assert options["eval.temperatures"].default == [0.0]
     assert options["train.schedule"].choices == ("cosine", "linear", "constant")
-    assert "kl_tv" in options["train.loss"].choices
+    assert "kl" in options["train.loss"].choices
     assert suites.type.startswith("list of mappings")
     assert options["eval.suites[].limit"].meaning
 

@@ -23,7 +23,7 @@ def test_a_path_is_never_asked_of_the_hub(value: str) -> None:
     assert looks_like_path(value)
 
 
-@pytest.mark.parametrize("value", ["gpt2", "owner/name", "owner/name-1.5", "light"])
+@pytest.mark.parametrize("value", ["gpt2", "owner/name", "owner/name-1.5", "light", "package:a==1/b/c.gguf"])
 def test_a_name_may_be_the_hubs(value: str) -> None:
     assert not looks_like_path(value)
 

