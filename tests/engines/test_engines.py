@@ -17,7 +17,7 @@ from outrider.data.suites import load_suite
 from outrider.models.drafters.saved.folder import read_drafter_config
 
 from ..commands import invoke
-from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, require, vllm
+from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, missing, vllm
 
 pytestmark = pytest.mark.engines
 
@@ -68,7 +68,12 @@ CELLS = [
     Cell(LLAMA, "dspark_reduced", "gguf", "draft-dspark"),
     Cell(LLAMA, "draft_model", "gguf", "draft-simple"),
 ]
-CHAINS = [(cell, length) for cell in CELLS for length in (1, 4) if length == 4 or cell.method != "draft-dspark"]
+CHAINS = [
+    pytest.param(cell, length, marks=missing(VLLM_PYTHON if cell.engine == VLLM else LLAMA_SERVER), id=f"{cell}-{length}")
+    for cell in CELLS
+    for length in (1, 4)
+    if length == 4 or cell.method != "draft-dspark"
+]
 """Chains of one token and of four. The slots of a DSpark see each other, so it drafts whole blocks, of four."""
 
 
@@ -105,13 +110,12 @@ def chain(drafter: Path, length: int) -> dict[str, Any]:
     return {"depth": length, "top_k": 1, "tree_nodes": length}
 
 
-@pytest.mark.parametrize(("cell", "length"), CHAINS, ids=str)
+@pytest.mark.parametrize(("cell", "length"), CHAINS)
 def test_an_engine_accepts_what_outrider_accepts(
     cell: Cell, length: int, run: Path, prompts: Path, demo_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 1. Export.
     is_vllm = cell.engine == VLLM
-    require(VLLM_PYTHON if is_vllm else LLAMA_SERVER)
     monkeypatch.setenv("OUTRIDER_LLAMA_CPP", str(LLAMA_CPP))
     drafter, exported = run / "variants" / cell.drafter / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
     converter = [] if is_vllm else ["--converter", CONVERTER]
