@@ -207,7 +207,8 @@ class Page:
         setting = (
             f"{record['num_prompts']} prompts, greedy answers of at most {record['max_new_tokens']} tokens, {record['dtype']}"
         )
-        return f"{table(rows, text_columns=4)}\n\nOn {record['date']}, on a CPU: {setting}, chains of {chains}."
+        setting += f", chains of {chains} (DSpark: whole blocks)"
+        return f"{table(rows, text_columns=4)}\n\nOn {record['date']}, on a CPU: {setting}."
 
 
 def _by_depth(chains: Sequence[dict[str, Any]], side: str) -> str:

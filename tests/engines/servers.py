@@ -28,10 +28,9 @@ VLLM_VARIABLES = {
 START_SECONDS = 300.0
 
 
-def require(path: Path) -> None:
-    """Skip the test if an engine isn't there."""
-    if not path.exists():
-        pytest.skip(f"no {path}: run make engines")
+def missing(path: Path) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if an engine isn't there."""
+    return pytest.mark.skipif(not path.exists(), reason=f"no {path}: run make engines")
 
 
 @contextmanager
