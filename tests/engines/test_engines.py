@@ -26,6 +26,7 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 8, 96
 CANDIDATES = 1024
 """Tokens that a slot of a block drafter ranks: engines rank all 4,096, and so many pairs don't fit in memory here."""
 WORDS = {
+    "redrafter": "ReDrafter",
     "eagle3": "EAGLE-3",
     "reduced": "EAGLE-3, reduced vocabulary",
     "eagle31": "EAGLE-3.1",
@@ -49,10 +50,12 @@ class Cell(NamedTuple):
     """The engine's name of such drafters."""
 
     def __str__(self) -> str:
-        return f"{self.engine.split()[0]}-{self.drafter}-{self.format}"
+        return f"{self.engine.split()[0]}-{self.drafter}-{self.format.split()[-1]}"
 
 
 VLLM, LLAMA = "vLLM 0.32.0", "llama.cpp b11434"
+PROPOSER = "none: a proposer"
+"""In place of a format: vLLM loads the drafter's own folder by outrider's proposer."""
 CELLS = [
     Cell(VLLM, "eagle3", "eagle3", "eagle3"),
     Cell(VLLM, "reduced", "eagle3", "eagle3"),
@@ -61,6 +64,8 @@ CELLS = [
     Cell(VLLM, "eagle", "eagle1-vllm", "eagle"),
     Cell(VLLM, "draft_model", "transformers", "draft_model"),
     Cell(VLLM, "medusa", "medusa", "medusa"),
+    Cell(VLLM, "redrafter", PROPOSER, "custom_class"),
+    Cell(VLLM, "medusa", PROPOSER, "custom_class"),
     Cell(LLAMA, "eagle3", "gguf", "draft-eagle3"),
     Cell(LLAMA, "layers", "gguf", "draft-eagle3"),
     Cell(LLAMA, "reduced", "gguf", "draft-eagle3"),
@@ -103,6 +108,8 @@ def chain(drafter: Path, length: int) -> dict[str, Any]:
     match read_drafter_config(drafter).kind:
         case "medusa":
             return {"tree_paths": [[0] * depth for depth in range(1, length + 1)]}
+        case "redrafter":
+            return {"beam_width": 1, "beam_length": length, "tree_nodes": length}
         case "draft_model":
             return {"length": length, "top_k": 1, "tree_nodes": length}
         case "block":
@@ -119,8 +126,11 @@ def test_an_engine_accepts_what_outrider_accepts(
     monkeypatch.setenv("OUTRIDER_LLAMA_CPP", str(LLAMA_CPP))
     drafter, exported = run / "variants" / cell.drafter / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
     converter = [] if is_vllm else ["--converter", CONVERTER]
-    result = invoke(["export", drafter, "--target", demo_target_dir, "--to", cell.format, "--output", exported, *converter])
-    assert result.exit_code == 0, result.output
+    if cell.format == PROPOSER:
+        exported = drafter
+    else:
+        result = invoke(["export", drafter, "--target", demo_target_dir, "--to", cell.format, "--output", exported, *converter])
+        assert result.exit_code == 0, result.output
 
     # 2. Serve, and compare its answers with plain decoding: without tolerance, so every token is the most probable one.
     served = demo_target_dir if is_vllm else converted(demo_target_dir, run / "target.gguf")
