@@ -3,7 +3,7 @@
 DeepSpec (github.com/deepseek-ai/DeepSpec) trains the published drafters. The programs need other
 versions than outrider, so two Pythons run this script. outrider's Python makes a small target, block
 drafters for it, their exports and logits. A Python with the programs loads the exports and compares.
-Of vLLM only the model's files are imported: see `check_vllm.py`.
+Of vLLM only the model's files are imported, with plain layers in place of its own, which need a GPU.
 
     python3 -m venv dspark-env                                              # torch's CPU build, and no torchvision
     dspark-env/bin/pip install torch==2.13.0 'transformers<=5.19.0' safetensors pydantic pydantic-settings loguru openai \
