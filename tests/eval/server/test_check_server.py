@@ -89,7 +89,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_llama_cpp", [False, True])
+@pytest.mark.parametrize("is_llama_cpp", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_another_server_is_the_reference_and_the_baseline(
     check: Any, target: HFTarget, is_llama_cpp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
