@@ -75,6 +75,8 @@ class CheckServerOptions:
 
     def __post_init__(self) -> None:
         require_used(self.eval, USED, "check-server")
+        if self.drafter is None and self.eval.settings != [{}]:
+            raise ValueError("eval.settings is the form of a drafter's drafts, and drafter is not given; give both, or neither")
         if 0 < self.samples < 64:
             raise ValueError(f"samples is {self.samples}; a test needs 64 texts at least, or 0 for none")
 

@@ -10,7 +10,7 @@ MOST_SHOWN = 300
 """Most characters of a server's message that are printed."""
 # Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
-    f"base_url is not an address of the form http://HOST:8000/v1; put a key into the environment variable {KEY_VARIABLE}, not "
+    f"is not an address of the form http://HOST:8000/v1; put a key into the environment variable {KEY_VARIABLE}, not "
     "into the address"
 )
 

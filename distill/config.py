@@ -165,7 +165,7 @@ class DistillConfig:
         elif self.base_url is not None and self.engine is not None:
             problems.append(f"base_url belongs to the engine openai, and engine is {self.engine!r}; leave it out")
         if self.base_url is not None and not is_address(self.base_url):
-            problems.append(NO_ADDRESS)
+            problems.append(f"base_url {NO_ADDRESS}")
         return problems
 
 

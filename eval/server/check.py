@@ -25,8 +25,9 @@ from .questions import Question, ask, is_right
 from .readings import Reader
 
 NUM_SAMPLED_PROMPTS, SAMPLED_TOKENS, SAMPLED_AT_ONCE = 4, 4, 16
+"""Extent of the test of samples: prompts at most, tokens of a text, and requests at a time."""
 ISOLATED_NATS, ISOLATED_SHARE, OTHER_MODEL_SHARE = 3.0, 0.02, 0.2
-"""What names the cause of wrong tokens: few and far from the best ones, or a fifth of all."""
+"""Bounds that name the cause of wrong tokens: nats below the best token, and two shares of all tokens."""
 LEAST_ACCEPTED = 0.9
 """Least share of what outrider accepts: a server that stops drafting at an answer's end accepts a little less."""
 
@@ -101,9 +102,10 @@ def _cause(wrong: Sequence[float], num_tokens: int) -> str:
     share = len(wrong) / num_tokens
     if share >= OTHER_MODEL_SHARE:
         return "So many are another model's, or another prompt's"
-    if median(wrong) >= ISOLATED_NATS and share < ISOLATED_SHARE:
-        return "Few and far from the best: the server accepts drafts that it should reject, or its cache is damaged"
-    return "Many and near the best: one side has other weights (a quantisation, a type, a checkpoint)"
+    if median(wrong) >= ISOLATED_NATS:
+        far = "Few and far" if share < ISOLATED_SHARE else "Far"
+        return f"{far} from the best: the server accepts drafts that it should reject, or its cache is damaged"
+    return "Near the best: one side has other weights (a quantisation, a type, a checkpoint)"
 
 
 def check_samples(reader: Reader, questions: Sequence[Question], replies: Sequence[Reply], told: Told) -> CertificateLine:
@@ -272,10 +274,10 @@ def measure_speed(
 
 
 def _by_question(rounds: Sequence[Sequence[Reply]]) -> np.ndarray:
-    """Sum seconds and tokens, with the end as one, of each question."""
+    """Sum seconds and tokens of each question: [question, (seconds, tokens)]. A stop token counts as one."""
     return np.array(
         [
-            [sum(reply.seconds for reply in replies), sum(len(reply.tokens) + 1 for reply in replies)]
+            [sum(reply.seconds for reply in replies), sum(len(reply.tokens) + reply.ended for reply in replies)]
             for replies in zip(*rounds, strict=True)
         ]
     )

@@ -23,6 +23,8 @@ from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, sh
 
 CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
+ENDED, CUT = ("stop", "eos", "word"), ("length", "limit")
+"""Reasons for an answer's end in both protocols: the model ended it, or the limit did."""
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
 COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)
@@ -126,7 +128,7 @@ class Server:
 
     def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
         if not is_address(url):
-            raise ValueError(f"a server's {NO_ADDRESS}")
+            raise ValueError(f"the server's URL {NO_ADDRESS}")
         self.url = re.sub(r"(/v1)?/*$", "", url)
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
         key = os.environ.get(KEY_VARIABLE)
@@ -154,7 +156,7 @@ class Server:
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(
                 f"{self.url} is neither a server of OpenAI's completions nor one of llama.cpp: /v1/models lists no model, and "
-                "/props no settings. Is it the right address?"
+                f"/props no settings. Is it the right address, and {KEY_VARIABLE} its key?"
             ) from None
 
     def counts(self) -> DraftCounts | None:
@@ -192,12 +194,11 @@ class Server:
             body |= {"stream_options": {"include_usage": True}}
             body |= {"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {"cache_salt": token_hex(8)}
         started, first = time.perf_counter(), None
-        tokens, text, tops, reason, num_read, has_ids = list[int](), "", list[dict[int, float]](), "", None, False
+        tokens, text, tops, reason, num_read = list[int](), "", list[dict[int, float]](), "", None
         for at, event in self._events(path, body):
             part = self._part(event) if self.is_llama_cpp else self._chunk(event)
             first = at if first is None and (part.tokens or part.content) else first
-            tokens += part.tokens or []
-            has_ids |= part.tokens is not None and bool(part.tokens)
+            tokens += part.tokens
             text += part.content
             tops += [
                 {top.id: top.logprob for top in place.top_logprobs if top.logprob is not None}
@@ -205,6 +206,8 @@ class Server:
             ]
             reason, num_read = part.stop_type or reason, part.tokens_evaluated or num_read
         seconds = time.perf_counter() - started
+        if reason and reason not in (*ENDED, *CUT):
+            raise ValueError(f"{self.url}{path} ended an answer for the reason {shown(reason)!r}; see the server's log")
         if not reason:
             raise ConnectionError(f"{self.url}{path} ended its reply without a reason after {len(tokens)} tokens; is it busy?")
         if num_read not in (None, len(prompt)):
@@ -212,13 +215,15 @@ class Server:
                 f"{self.url} read {num_read} tokens of a prompt of {len(prompt)}: it adds tokens to prompts, or truncates "
                 "them; turn that off in the server"
             )
-        is_retokenized = bool(text) and not has_ids
+        is_retokenized = bool(text) and not tokens
         if is_retokenized:
             tokens = list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)[:max_tokens]
-        ended = reason not in ("limit", "length")
+        ended = reason in ENDED
         end = next((index for index, token in enumerate(tokens) if token in self._stop_ids), None)
         if end is not None:
             tokens, ended = tokens[:end], True
+        if not tokens and not ended:
+            raise ValueError(f"{self.url}{path} was asked for {max_tokens} tokens and sent none, without an end of the answer")
         if len(tokens) > max_tokens or any(token >= self._vocab_size for token in tokens):
             raise ValueError(
                 f"{self.url}{path} was asked for {max_tokens} tokens and sent {len(tokens)}, the largest {max(tokens)} of a "

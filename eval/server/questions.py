@@ -36,9 +36,9 @@ def ask(
     told: Callable[[], object],
     temperature: float = 0.0,
 ) -> tuple[list[Reply], float]:
-    """Ask a server so many questions at a time; return its replies, and the seconds of all. Calls `told` after each reply.
+    """Ask a server, `concurrency` questions at a time; return its replies in order, and the seconds of all.
 
-    Sampled answers have the index of their question as seed.
+    Calls `told` after each reply. Sampled answers have the index of their question as seed.
     """
     started = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:

@@ -170,7 +170,7 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
     if not is_address(base_url):
-        raise ValueError(f"distill.{NO_ADDRESS}")
+        raise ValueError(f"distill.base_url {NO_ADDRESS}")
 
     class BoundedClient(DefaultAsyncHttpxClient):
         """HTTP client that reads at most MOST_REPLY_BYTES of a reply."""

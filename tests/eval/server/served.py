@@ -74,6 +74,9 @@ class Served(ThreadingHTTPServer):
         self.num_written = 0
         self.ignores_temperature = self.ignores_limit = self.stalls = self.gives_text = False
         self.num_prompt_tokens: int | None = None
+        self.reason: str | None = None
+        """In place of the true reason for an answer's end."""
+        self.writes_nothing = False
         self.error = ""
 
     def metrics(self) -> Iterator[str]:
@@ -109,6 +112,8 @@ class Served(ThreadingHTTPServer):
             tokens += new
         tops = self._tops(prompt, tokens, num_top)
         ended = tokens[-1] in self.target.stop_ids
+        if self.writes_nothing:
+            tokens, tops = [], []
         for token, top in zip(tokens, tops, strict=True):
             text = self.target.tokenizer.decode([token])
             if self.is_llama_cpp:
@@ -126,7 +131,7 @@ class Served(ThreadingHTTPServer):
         if self.is_llama_cpp:
             yield {"content": "", "stop": True, "stop_type": "eos" if ended else "limit", "tokens_evaluated": num_prompt}
         else:
-            yield {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop" if ended else "length"}]}
+            yield {"choices": [{"text": "", "token_ids": [], "finish_reason": self.reason or ("stop" if ended else "length")}]}
             yield {"choices": [], "usage": {"prompt_tokens": num_prompt}}
             yield "[DONE]"
 

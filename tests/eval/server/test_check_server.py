@@ -153,6 +153,8 @@ def test_a_server_that_accepts_less_than_outrider_is_found(check: Any, target: H
         ({"error": "out of memory: key sk-secret\x1b[2J"}, "answers 500: out of memory: key *** [2J"),
         ({"num_drafted_each": 0}, "/metrics is wrong"),
         ({"stalls": True}, "sent nothing for 0 s"),
+        ({"writes_nothing": True, "reason": "length"}, "was asked for 24 tokens and sent none"),
+        ({"reason": "abort"}, "ended an answer for the reason 'abort'"),
     ],
 )
 def test_a_server_that_fails_or_lies_is_named(
@@ -174,7 +176,8 @@ def test_a_server_that_fails_or_lies_is_named(
 
 def test_no_server_and_no_address_are_errors(check: Any) -> None:
     assert "can't be read (ConnectError" in check("http://127.0.0.1:9")[0].message
-    assert "is not an address of the form" in check("127.0.0.1")[0].message
+    assert "the server's URL is not an address of the form" in check("127.0.0.1")[0].message
+    assert "drafter is not given; give both" in check("http://127.0.0.1:9", "--settings", CHAIN)[0].message
 
 
 def test_text_alone_is_tokenized_again_and_said(check: Any, running: Served) -> None:
