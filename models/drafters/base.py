@@ -14,7 +14,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from ..llm.tree_cache import CacheSnapshot, TreeCache, extent_step
+from ..llm.tree_cache import TreeCache, extent_step
 from .beams import SearchTree
 from .calibration import Prior
 from .objective import Loss, Objective
@@ -186,7 +186,7 @@ class LastStateDrafter(TrainableDrafter):
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
-    Its state has a snapshot of the cache, `text`, and the number of entries of each row that the
+    Its state has the cache, `text`, and the number of entries of each row that the
     cache still lacks, `num_unread`. A draft reads these entries first. Proposals are the `max_nodes`
     likeliest nodes of a search, if nothing is drawn.
     """
@@ -237,7 +237,7 @@ class CachedDrafter(TrainableDrafter):
         and the cache's extent. Of `num_unread` the host's numbers only tell what the cache counts.
         """
 
-    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> Any:
+    def drafted_in(self, text: TreeCache, last_token: Int[torch.Tensor, " batch"]) -> Any:
         """Return what `follow` needs after `search_in`; `text` is the cache's text then."""
         return text
 

@@ -30,7 +30,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from .base import CachedDrafter
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
@@ -326,16 +326,16 @@ class Block(ReducedVocabulary, CachedDrafter):
 
     def propose(
         self, state: BlockState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, CacheSnapshot]:
+    ) -> tuple[DraftTree, TreeCache]:
         """Draft the `tree_nodes` most probable nodes of the search."""
         tree_of_search, text = self.search(state, last_token)
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
-    def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
-        cache = state.text.writable()
+    def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
+        cache = state.text
         features = state.features[:, : max(state.num_unread.host)]
         hidden = draft_pass(self, cache, last_token, state.num_unread, features)
-        return self.search_slots(self.of_tokens(hidden, self.config.search_depth), last_token), cache.snapshot()
+        return self.search_slots(self.of_tokens(hidden, self.config.search_depth), last_token), cache
 
     def search_slots(
         self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
@@ -346,16 +346,16 @@ class Block(ReducedVocabulary, CachedDrafter):
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)
 
-    def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | BlockState:
+    def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | BlockState:
         """Leave the features unread, unless there are many of them."""
         if max(state.num_unread.host) < MAX_UNREAD:
             return state
-        cache = state.text.writable()
+        cache = state.text
         read_unread(self, cache, state)
-        return cache.snapshot()
+        return cache
 
     def follow(
-        self, drafted: CacheSnapshot | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+        self, drafted: TreeCache | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> BlockState:
         return advanced(drafted, accepted, self.target_features(output))
 

@@ -9,21 +9,22 @@ from jaxtyping import Float, Int
 
 from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockState:
     """State of a batch of texts. At least the features of each row's last token are unread."""
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the tokens that the layers have read."""
     features: Float[torch.Tensor, "batch unread feature"]
     num_unread: Counts
 
     def select(self, rows: Sequence[int]) -> "BlockState":
         """Return the state of these rows only."""
-        return BlockState(text=self.text.select(rows), features=self.features[rows], num_unread=self.num_unread.select(rows))
+        self.text.select(rows)
+        return BlockState(text=self.text, features=self.features[rows], num_unread=self.num_unread.select(rows))
 
 
 @runtime_checkable
@@ -58,7 +59,7 @@ def read_prompts(
     drafter.write_context(drafter.context(features[:, :num_read]), positions, cache)
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     last = prompts.last(features)[:, None]
-    return BlockState(text=cache.snapshot(), features=last, num_unread=Counts.of([1] * batch, features.device))
+    return BlockState(text=cache, features=last, num_unread=Counts.of([1] * batch, features.device))
 
 
 def read_unread(drafter: BlockReader, cache: TreeCache, state: BlockState) -> None:
@@ -105,7 +106,7 @@ def draft_pass(
 
 
 def advanced(
-    drafted: CacheSnapshot | BlockState, accepted: AcceptedPath, features: Float[torch.Tensor, "batch entry feature"]
+    drafted: TreeCache | BlockState, accepted: AcceptedPath, features: Float[torch.Tensor, "batch entry feature"]
 ) -> BlockState:
     """Return the state after an accepted path, whose features are those of the verified entries.
 
@@ -113,7 +114,7 @@ def advanced(
     """
     entries, counts = accepted.entries[..., None], accepted.num_read
     new = features.gather(1, entries.expand(-1, -1, features.shape[-1]))
-    if isinstance(drafted, CacheSnapshot):
+    if isinstance(drafted, TreeCache):
         return BlockState(text=drafted, features=new, num_unread=counts)
     features = append(drafted.features, drafted.num_unread, new)
     return BlockState(text=drafted.text, features=features, num_unread=drafted.num_unread + counts)

@@ -30,7 +30,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from ..machine import is_out_of_memory
 from .base import CachedDrafter
 from .beams import SearchTree
@@ -131,7 +131,7 @@ class DraftModel(CachedDrafter):
     def _after(self, prompts: Prompts, cache: TreeCache) -> Any:
         """Return the state after prompts that the cache holds."""
         cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
-        return self.drafting.begin(cache.snapshot(), prompts.last(prompts.input_ids))
+        return self.drafting.begin(cache, prompts.last(prompts.input_ids))
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:
@@ -187,7 +187,7 @@ class DraftModel(CachedDrafter):
         assert isinstance(self.drafting, FixedSearch)
         return self.drafting.search_in(cache, last_token, num_unread, *inputs)
 
-    def drafted_in(self, text: CacheSnapshot, last_token: Int[torch.Tensor, " batch"]) -> UnreadTree:
+    def drafted_in(self, text: TreeCache, last_token: Int[torch.Tensor, " batch"]) -> UnreadTree:
         return UnreadTree(text=text, last_token=last_token)
 
     # --- training

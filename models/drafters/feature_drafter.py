@@ -25,7 +25,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, append, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from .base import CachedDrafter
 from .beams import SearchTree, pack_likeliest
 from .branches import Branches, Entries, KeysAndValues, Masks
@@ -251,26 +251,26 @@ class FeatureDrafter(CachedDrafter):
 
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, CacheSnapshot]:
+    ) -> tuple[DraftTree, TreeCache]:
         """Draft the `tree_nodes` most probable nodes of a search, or groups drawn at random."""
         if self.config.temperature:
             return self._draw(state, last_token, generator)
         tree_of_search, text = self.search(state, last_token)
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
-    def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, CacheSnapshot]:
-        cache = state.text.writable()
+    def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
+        cache = state.text
         output = read_unread(self, cache, state, last_token)
-        return self._search_after(cache, output), cache.snapshot()
+        return self._search_after(cache, output), cache
 
     def _search_after(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
         return search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
 
     def _draw(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
-    ) -> tuple[DraftTree, CacheSnapshot]:
+    ) -> tuple[DraftTree, TreeCache]:
         """Draw a tree: see `group_search`."""
-        cache, num_children = state.text.writable(), min(self._num_children, self.config.tree_nodes)
+        cache, num_children = state.text, min(self._num_children, self.config.tree_nodes)
         drawing = GroupDrawing(
             temperature=self.config.temperature,
             num_children=num_children,
@@ -281,19 +281,19 @@ class FeatureDrafter(CachedDrafter):
         num_groups = self.config.tree_nodes // num_children
         depth = min(self.config.depth, num_groups)  # a deeper node has no room
         tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
-        return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache.snapshot()
+        return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache
 
-    def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> CacheSnapshot | FeatureState:
+    def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | FeatureState:
         """Leave the accepted entries unread, unless there are many of them."""
         if max(state.num_unread.host) < MAX_UNREAD:
             tokens = append(state.tokens, state.num_unread, last_token[:, None])
             return replace(state, tokens=tokens, num_unread=state.num_unread + 1)
-        cache = state.text.writable()
+        cache = state.text
         read_unread(self, cache, state, last_token)
-        return cache.snapshot()
+        return cache
 
     def follow(
-        self, drafted: CacheSnapshot | FeatureState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
+        self, drafted: TreeCache | FeatureState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> FeatureState:
         return completed(drafted, accepted, self.target_features(output))
 

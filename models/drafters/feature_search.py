@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, largest
 from .group_search import GroupDrawing, GroupSearch
 from .vocabulary import DraftVocabulary
@@ -30,7 +30,7 @@ class FeatureState:
     features per row, and one token fewer: the bonus token arrives with `propose`.
     """
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the entries that the layer has read."""
     tokens: Int[torch.Tensor, "batch unread"]
     features: Float[torch.Tensor, "batch entry feature"]
@@ -38,8 +38,9 @@ class FeatureState:
 
     def select(self, rows: Sequence[int]) -> "FeatureState":
         """Return the state of these rows only."""
+        self.text.select(rows)
         return FeatureState(
-            text=self.text.select(rows),
+            text=self.text,
             tokens=self.tokens[rows],
             features=self.features[rows],
             num_unread=self.num_unread.select(rows),
@@ -73,7 +74,7 @@ def read_prompts(
     drafter.read(prompts.input_ids[:, -num_read:], drafter.fuse(features[:, :num_read]), positions, cache, None)
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     return FeatureState(
-        text=cache.snapshot(),
+        text=cache,
         tokens=prompts.input_ids[:, :0],
         features=prompts.last(features)[:, None],
         num_unread=Counts.of([0] * batch, features.device),
@@ -112,7 +113,7 @@ def read_committed(
 
 
 def completed(
-    drafted: CacheSnapshot | FeatureState, accepted: AcceptedPath, features: Float[torch.Tensor, "batch entry feature"]
+    drafted: TreeCache | FeatureState, accepted: AcceptedPath, features: Float[torch.Tensor, "batch entry feature"]
 ) -> FeatureState:
     """Return the state after an accepted path, with the path's tokens and features.
 
@@ -120,7 +121,7 @@ def completed(
     """
     tokens, entries = accepted.drafts, accepted.entries[..., None]
     features = features.gather(1, entries.expand(-1, -1, features.shape[-1]))
-    if isinstance(drafted, CacheSnapshot):
+    if isinstance(drafted, TreeCache):
         return FeatureState(text=drafted, tokens=tokens, features=features, num_unread=accepted.num_accepted)
     return FeatureState(
         text=drafted.text,

@@ -11,7 +11,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, append
 from ..llm.hf_target import HFTarget
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
 from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes
@@ -23,7 +23,7 @@ from .vocabulary import DraftVocabulary
 class DraftTextState:
     """State of a batch of texts without their last tokens, which `propose` gets."""
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the texts without the unread tokens and the last token."""
     tokens: Int[torch.Tensor, "batch unread"]
     """The unread tokens, at least one."""
@@ -34,7 +34,7 @@ class DraftTextState:
 class UnreadTree:
     """A tree of which the next draft reads the accepted tokens."""
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the texts without their last token."""
     last_token: Int[torch.Tensor, " batch"]
 
@@ -80,7 +80,7 @@ class FixedSearch:
     def use_prior(self, prior: Prior) -> None:
         """Do nothing: the tree's size doesn't depend on how likely its nodes are."""
 
-    def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> DraftTextState:
+    def begin(self, text: TreeCache, last_tokens: Int[torch.Tensor, " batch"]) -> DraftTextState:
         """Return the state of texts whose last tokens aren't in the cache."""
         num_unread = Counts(torch.ones_like(last_tokens), (1,) * len(last_tokens))
         return DraftTextState(text=text, tokens=last_tokens[:, None], num_unread=num_unread)
@@ -98,11 +98,11 @@ class FixedSearch:
             search = self._search(cache, logits, last_token)
             nodes = likeliest_nodes(search, self.max_nodes)
             tree, entries = take(search, nodes), 1 + nodes  # entry 0 is the last token
-        return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
+        return tree, DraftedTree(text=cache, last_token=last_token, entries=entries)
 
     def search(self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, DraftTextState]:
         cache, logits = self._read_unread(state, last_token)
-        return self._search(cache, logits, last_token), self.begin(cache.snapshot(), last_token)
+        return self._search(cache, logits, last_token), self.begin(cache, last_token)
 
     def skip(self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]) -> DraftTextState:
         """Leave the last token unread as well, unless there are many such tokens."""
@@ -110,13 +110,13 @@ class FixedSearch:
             tokens = append(state.tokens, state.num_unread, last_token[:, None])
             return DraftTextState(text=state.text, tokens=tokens, num_unread=state.num_unread + 1)
         cache, _ = self._read_unread(state, last_token)
-        return self.begin(cache.snapshot(), last_token)
+        return self.begin(cache, last_token)
 
     def _read_unread(
         self, state: DraftTextState, last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[TreeCache, Float[torch.Tensor, "batch 1 vocab"]]:
         """Read the last tokens, keep all but the last, and return the logits after the last."""
-        cache = state.text.writable()
+        cache = state.text
         tokens = append(state.tokens, state.num_unread, last_token[:, None])
         if self.reader.has_fixed_shapes:  # few lengths: each is compiled or recorded
             num_nodes = tokens.shape[1] - 1
@@ -199,22 +199,18 @@ class FixedSearch:
         if not isinstance(drafted, DraftedTree):
             tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
             return DraftTextState(text=drafted.text, tokens=tokens, num_unread=accepted.num_read)
-        cache, entries = drafted.text.writable(), drafted.entries
-        # A cache that isn't the newest is a copy of the texts without the tree: read the tree
-        # again.
-        if not drafted.text.is_newest:
-            self.reader.read_tree(cache, drafted.last_token, tree)
-            entries = torch.arange(1, tree.num_nodes + 1, device=entries.device).expand_as(tree.tokens)
+        cache, entries = drafted.text, drafted.entries
         kept = None
         if num_kept := accepted.path.shape[1]:
             kept = pad(entries.gather(1, accepted.path.clamp(min=0)), (1, 0))[:, :num_kept]
         cache.keep(kept, accepted.num_accepted)
         tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
-        return self.begin(cache.snapshot(), tokens.gather(1, accepted.entry[:, None])[:, 0])
+        return self.begin(cache, tokens.gather(1, accepted.entry[:, None])[:, 0])
 
     def select(self, state: DraftTextState, rows: Sequence[int]) -> DraftTextState:
         """Return the state of these rows of the batch only."""
-        return DraftTextState(text=state.text.select(rows), tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
+        state.text.select(rows)
+        return DraftTextState(text=state.text, tokens=state.tokens[rows], num_unread=state.num_unread.select(rows))
 
 
 def draw_tree(

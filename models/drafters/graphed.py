@@ -37,8 +37,7 @@ class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
 class GraphedDrafter:
     """Wrapper that replays a recordable drafter, such as ReDrafter, as a CUDA graph.
 
-    A recording is a function of the state, so states are values as usual. But the next proposal
-    overwrites the tree. The drafter's settings must not change.
+    The next proposal overwrites the tree. The drafter's settings must not change.
     """
 
     def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
@@ -66,8 +65,7 @@ class GraphedCachedDrafter:
     """Wrapper that replays a drafter with a KV cache as a CUDA graph.
 
     The cache stays at its address: the next batch that fits takes it over, and the states of the
-    batch before are then gone. A state that isn't the newest drafts without a recording, in a copy.
-    The next proposal overwrites the tree.
+    batch before are then gone. The next proposal overwrites the tree.
     """
 
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
@@ -105,9 +103,8 @@ class GraphedCachedDrafter:
         return self._replayed(self._search, state, last_token)
 
     def _can_replay(self, state: Any) -> bool:
-        """Return whether the state is the newest of this cache, and its unread entries have room."""
-        is_newest = state.text.cache is self._cache and state.text.is_newest
-        return is_newest and max(self._num_kept(state)) <= self.drafter.draft_entries
+        """Return whether the state's unread entries have room."""
+        return max(self._num_kept(state)) <= self.drafter.draft_entries
 
     def _num_kept(self, state: Any) -> list[int]:
         """Return how many entries a draft adds to each row's text."""
@@ -116,7 +113,7 @@ class GraphedCachedDrafter:
     def _replayed(
         self, recordings: GraphedFunction[Output], state: Any, last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[Output, Any]:
-        cache: TreeCache = state.text.cache
+        cache: TreeCache = state.text
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
             self._forget()
@@ -124,7 +121,7 @@ class GraphedCachedDrafter:
         counts = cache.lengths.device, state.num_unread.device
         output = recordings(last_token, *counts, *self.drafter.draft_inputs(state), key=extent)
         cache.count(self._num_kept(state))
-        return output, self.drafter.drafted_in(cache.snapshot(), last_token)
+        return output, self.drafter.drafted_in(cache, last_token)
 
     def _forget(self) -> None:
         self._draft.forget()

@@ -35,7 +35,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
-from ..llm.tree_cache import CacheSnapshot, TreeCache
+from ..llm.tree_cache import TreeCache
 from .beams import SearchTree
 from .calibration import Prior, ScoreCalibration
 from .candidates import Nodes, add_children, learn, likeliest_children, tree_of
@@ -65,7 +65,7 @@ class GrowingRow:
 class GrowingState:
     """State of a batch of texts, without their last tokens."""
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the texts without the tokens of `rows`."""
     rows: tuple[GrowingRow, ...]
     has_tree: bool
@@ -76,7 +76,7 @@ class GrowingState:
 class GrowingDraft:
     """Trees in the making. `meanwhile` adds to them."""
 
-    text: CacheSnapshot
+    text: TreeCache
     """Keys and values of the texts without the tokens of `rows`; the trees' entries follow them."""
     rows: list[GrowingRow]
     is_rooted: bool
@@ -129,7 +129,7 @@ class GrowingSearch:
 
     # --- decoding: see `DraftModel`
 
-    def begin(self, text: CacheSnapshot, last_tokens: Int[torch.Tensor, " batch"]) -> GrowingState:
+    def begin(self, text: TreeCache, last_tokens: Int[torch.Tensor, " batch"]) -> GrowingState:
         """Return the state of texts whose last tokens aren't in the cache."""
         rows = tuple(GrowingRow(tokens=(token,)) for token in last_tokens.tolist())
         return GrowingState(text=text, rows=rows, has_tree=False)
@@ -182,7 +182,8 @@ class GrowingSearch:
         return replace(state, rows=tuple(replace(row, tokens=(*row.tokens, *tokens)) for row, tokens in rows))
 
     def select(self, state: GrowingState, rows: Sequence[int]) -> GrowingState:
-        return GrowingState(text=state.text.select(rows), rows=tuple(state.rows[row] for row in rows), has_tree=False)
+        state.text.select(rows)
+        return GrowingState(text=state.text, rows=tuple(state.rows[row] for row in rows), has_tree=False)
 
     # --- decoding one text without steps: see `streaming_models`
 
@@ -221,8 +222,7 @@ class GrowingSearch:
 
     def _draft_on(self, draft: GrowingDraft, seconds: float) -> bool:
         """Read some nodes while the target waits, if that fits the wait; return whether it did."""
-        # Where the cache was written since, for another draft, the tree's entries are gone.
-        if not draft.text.is_newest or self._pass_seconds.median > seconds or not self._has_room(draft):
+        if self._pass_seconds.median > seconds or not self._has_room(draft):
             return False
         reads = self.rule(1).spare_reads(draft.trees[0], seconds)
         if reads:
@@ -238,7 +238,7 @@ class GrowingSearch:
         for row in rows:
             learn(row.tree, row.scores, row.tokens[1:], self.calibration)
         if state.has_tree:
-            return self._rerooted(self._writable(state), rows[0])
+            return self._rerooted(state.text, rows[0])
         empty = [GrowingRow(tokens=row.tokens) for row in rows]
         return GrowingDraft(text=state.text, rows=empty, is_rooted=False, order=[[] for _ in empty])
 
@@ -252,23 +252,14 @@ class GrowingSearch:
             path = list(takewhile(lambda entry: entry != UNREAD, path))
             _keep(cache, [0, *path], 1 + len(path))
             rest = GrowingRow(tokens=row.tokens[1 + len(path) :])
-            return GrowingDraft(text=cache.snapshot(), rows=[rest], is_rooted=False, order=[[]])
+            return GrowingDraft(text=cache, rows=[rest], is_rooted=False, order=[[]])
         # 2. Move the entries that stay behind the text.
         _keep(cache, [0, *rerooted.path, *rerooted.entries], 1 + len(rerooted.path))
         # 3. Estimate the nodes anew: they are less deep now, and there is more to learn from.
         tree, scores = rerooted.tree, [row.scores[node] for node in rerooted.nodes]
         tree.reweigh([*map(self.calibration.estimate, tree.depths, scores)])
         kept = GrowingRow(tokens=row.tokens[-1:], tree=tree, scores=scores)
-        return GrowingDraft(text=cache.snapshot(), rows=[kept], is_rooted=True, order=[_order(tree)])
-
-    def _writable(self, state: GrowingState) -> TreeCache:
-        """Return a cache with the text and the tree; a copy has the text only, and reads the tree."""
-        cache = state.text.writable()
-        if not state.text.is_newest:
-            (row,) = state.rows
-            root = torch.tensor(row.tokens[:1], device=self.reader.device)
-            self.reader.read_tree(cache, root, tree_of([_nodes(row.tree, _order(row.tree))], self.reader.device))
-        return cache
+        return GrowingDraft(text=cache, rows=[kept], is_rooted=True, order=[_order(tree)])
 
     def _read(self, draft: GrowingDraft, reads: Sequence[Sequence[int]]) -> None:
         """Read some nodes of each row, or the tokens up to the roots, and append their children."""
@@ -285,19 +276,18 @@ class GrowingSearch:
 
     def _read_roots(self, draft: GrowingDraft) -> Float[torch.Tensor, "batch 1 vocab"]:
         """Read each row's unread tokens: all but the last join the text, the last is the root."""
-        cache, device = draft.text.writable(), self.reader.device
+        cache, device = draft.text, self.reader.device
         tokens = pad_sequence([torch.tensor(row.tokens) for row in draft.rows], batch_first=True).to(device)
         logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
         last = Counts.of([len(row.tokens) - 1 for row in draft.rows], device)
         cache.keep(None, last)
         draft.rows = [replace(row, tokens=row.tokens[-1:]) for row in draft.rows]
-        draft.text, draft.is_rooted = cache.snapshot(), True
+        draft.is_rooted = True
         return logits.gather(1, last.device[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def _read_nodes(self, draft: GrowingDraft, reads: Sequence[Sequence[int]]) -> Float[torch.Tensor, "batch node vocab"]:
         """Read some nodes of each row, behind those that were read before."""
-        assert draft.text.is_newest, "the tree's keys and values were overwritten"
-        cache, width, first = draft.text.writable(), max(map(len, reads)), 1 + len(draft.order[0])
+        cache, width, first = draft.text, max(map(len, reads)), 1 + len(draft.order[0])
         for row, order, nodes in zip(draft.rows, draft.order, reads, strict=True):
             for entry, node in enumerate(nodes, first):
                 row.tree.mark_read(node, entry)
@@ -306,9 +296,7 @@ class GrowingSearch:
         roots = torch.tensor([row.tokens[0] for row in draft.rows], device=self.reader.device)
         nodes_read = [_nodes(tree, order) for tree, order in zip(draft.trees, draft.order, strict=True)]
         tree = tree_of(nodes_read, self.reader.device)
-        logits = self.reader.read_tree(cache, roots, tree, num_read=first).logits
-        draft.text = cache.snapshot()
-        return logits
+        return self.reader.read_tree(cache, roots, tree, num_read=first).logits
 
     def _state_of(self, draft: GrowingDraft, accepted: AcceptedPath) -> GrowingState:
         """Return the state before the accepted tokens, and learn from the step."""

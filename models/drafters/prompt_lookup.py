@@ -1,6 +1,6 @@
 """Prompt lookup: the last tokens of the text, found again earlier in it, and what followed there.
 
-Papers: LLMA (arXiv 2304.04487), which copies from references, and prompt lookup decoding
+Papers: LLMA (arXiv 2304.04487), which copies from given documents, and prompt lookup decoding
 (github.com/apoorvumang/prompt-lookup-decoding; `prompt_lookup_num_tokens` in transformers), which
 copies from the prompt and the answer so far. Ours differs from transformers' in three ways. It takes
 the latest occurrence, since near text is more alike. A copy that reaches the end of the text
@@ -8,18 +8,15 @@ continues with its own first tokens, so a text that repeats itself is drafted at
 row of a batch has its own text.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import field
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
-from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
-from .training_free import NOWHERE, SEPARATOR, NgramIndex, TrainingFreeDrafter, continuation, ngram_keys, read_references
+from .training_free import NgramIndex, TrainingFreeDrafter, continuation, ngram_keys
 
 PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
 """Estimates that a draft token is accepted, by n (1, 2, more) and depth (1, 2, deeper)."""
@@ -37,33 +34,20 @@ class PromptLookupConfig:
     """Draft tokens: a chain of this length."""
     max_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 3
     """Most of the last tokens that are looked up; fewer if these occur nowhere else."""
-    references: list[str] = field(default_factory=list)
-    """Text files to copy from besides the prompt and the answer."""
 
 
 class PromptLookup(TrainingFreeDrafter):
     """Proposes the tokens that followed the latest occurrence of the text's last tokens.
 
-    The longest n-gram of the last tokens that occurs earlier decides, in the row's own text before
-    the references. Without such an n-gram the tree is empty.
+    The longest n-gram of the last tokens that occurs earlier decides. Without one the tree is empty.
     """
 
     Config = PromptLookupConfig
     config: PromptLookupConfig
     num_bins = len(PRIOR) * len(PRIOR[0])
 
-    def __init__(self, config: PromptLookupConfig, references: Sequence[Sequence[int]] = ()) -> None:
-        self.config = config
-        self.references = NgramIndex(config.max_ngram)
-        for reference in references:
-            self.references.add([*reference, SEPARATOR])
-
-    @classmethod
-    def for_target(cls, config: PromptLookupConfig, target: HFTarget) -> "PromptLookup":
-        return cls(config, read_references(config.references, target))
-
-    def store_factory(self) -> Callable[[], NgramIndex]:
-        return partial(NgramIndex, self.config.max_ngram)
+    def new_store(self) -> NgramIndex:
+        return NgramIndex(self.config.max_ngram)
 
     def candidates_of(self, store: NgramIndex, tokens: Sequence[int]) -> Candidates:
         length, max_ngram = self.config.tree_nodes, self.config.max_ngram
@@ -71,20 +55,7 @@ class PromptLookup(TrainingFreeDrafter):
         for n in range(len(keys), 0, -1):
             if (position := store.latest.get(keys[n - 1])) is not None:
                 return chain(continuation(store.text, position, tokens, length), n)
-            if copied := self.reference_after(n, keys[n - 1]):
-                return chain(copied, n)
         return NO_CANDIDATES
-
-    def reference_after(self, n: int, key: int) -> list[int]:
-        """Return the tokens that follow the latest n-gram in references that isn't at their end."""
-        text, earlier = self.references.text, self.references.earlier[n - 1]
-        position = self.references.latest.get(key, NOWHERE)
-        while position != NOWHERE and text[position + 1] == SEPARATOR:
-            position = earlier[position]
-        if position == NOWHERE:
-            return []
-        copied = text[position + 1 : position + 1 + self.config.tree_nodes]
-        return copied[: copied.index(SEPARATOR)] if SEPARATOR in copied else copied
 
 
 def chain(tokens: Sequence[int], n: int) -> Candidates:

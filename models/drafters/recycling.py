@@ -9,14 +9,12 @@ are its token's successors. Ours differs from the paper in four ways:
   context in the table decides. In the paper a row belongs to one token.
 - The tree isn't fixed: the likeliest node is next, by PRIOR. So known contexts are drafted deeper.
 - Accepted entries count as the latest of a step, and the prompt's tokens as successors, too.
-- The table is empty before each prompt, unless `share_answers` is set. The paper keeps it. But a
-  benchmark that repeats a prompt would then draft from the answer itself.
+- The table is empty before each prompt. The paper keeps it, but a benchmark that repeats a prompt
+  would then draft from the answer itself.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import islice
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from ..llm.hf_target import HFTarget
 from .beams import largest
 from .candidates import Candidates
-from .training_free import TOKEN_BITS, Journal, TrainingFreeDrafter
+from .training_free import TOKEN_BITS, TrainingFreeDrafter
 
 PRIOR = (
     (0.40, 0.12, 0.07, 0.05, 0.03, 0.02, 0.02, 0.02),
@@ -39,8 +37,6 @@ PRIOR = (
 later ranks have the last one. Measured on answers of the demo's target."""
 CONTEXT = len(PRIOR)
 """Most tokens of a context."""
-SHARED_ROWS = 100_000
-"""Most rows of the shared table; contexts that weren't seen for longest are forgotten first."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -53,13 +49,6 @@ class RecyclingConfig:
     """Most tokens on a path."""
     top_k: PositiveInt = 8
     """Successors that are kept for each context."""
-    share_answers: bool = False
-    """Whether a new text starts with the table of earlier ones. A draft then depends on the order of
-    requests; tokens don't. A table is passed on when the next batch begins."""
-
-
-Table = dict[int, list[int]]
-"""The successors after each context, likeliest first."""
 
 
 class Verified(NamedTuple):
@@ -76,11 +65,11 @@ class Verified(NamedTuple):
 
 
 class SuccessorTable:
-    """The successors after the contexts of one text, and the table that it started with."""
+    """The successors after each context of one text, likeliest first."""
 
-    def __init__(self, top_k: int, shared: Table) -> None:
-        self.top_k, self.shared = top_k, shared
-        self.rows: Table = {}
+    def __init__(self, top_k: int) -> None:
+        self.top_k = top_k
+        self.rows: dict[int, list[int]] = {}
         self.keys: list[int] = []
         """The contexts at the end of the text, the shortest first."""
 
@@ -110,7 +99,7 @@ class SuccessorTable:
     def find(self, keys: Sequence[int]) -> tuple[list[int], int]:
         """Return the successors after the longest known context, and its number of tokens."""
         for n in range(len(keys), 0, -1):
-            if row := self.rows.get(keys[n - 1]) or self.shared.get(keys[n - 1]):
+            if row := self.rows.get(keys[n - 1]):
                 return row, n
         return [], 0
 
@@ -122,31 +111,14 @@ class Recycling(TrainingFreeDrafter):
     config: RecyclingConfig
     num_bins = len(PRIOR) * len(PRIOR[0])
 
-    def __init__(self, config: RecyclingConfig) -> None:
-        self.config = config
-        self.shared: Table = {}
-
     @classmethod
     def for_target(cls, config: RecyclingConfig, target: HFTarget) -> "Recycling":
         if config.top_k > target.vocab_size:
             raise ValueError(f"recycling.top_k={config.top_k}: the target has only {target.vocab_size} tokens; lower it")
         return cls(config)
 
-    @property
-    def shares_answers(self) -> bool:
-        return self.config.share_answers
-
-    def store_factory(self) -> Callable[[], SuccessorTable]:
-        return partial(SuccessorTable, self.config.top_k, self.shared)
-
-    def remember(self, answers: Sequence[Journal]) -> None:
-        # A new dict, since earlier states read the one before. A context that is seen again is new.
-        table = dict(self.shared)
-        for answer in answers:
-            for key, row in answer.store.rows.items():
-                table.pop(key, None)
-                table[key] = row
-        self.shared = dict(islice(table.items(), max(0, len(table) - SHARED_ROWS), None))
+    def new_store(self) -> SuccessorTable:
+        return SuccessorTable(self.config.top_k)
 
     def first_entries(self, prompts: Sequence[list[int]], prefill: TargetOutput) -> list[Verified]:
         return [

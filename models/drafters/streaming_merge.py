@@ -164,8 +164,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
             leaf = state.row.parents[leaf]
         tokens = [state.last_token, *reversed(path)]
         proposals = [
-            Proposals(index, source.candidates_of(state.free[index].rows[0].store, tokens))
-            for index, source in self.free.items()
+            Proposals(index, source.candidates_of(state.free[index].stores[0], tokens)) for index, source in self.free.items()
         ]
         return [source for source in proposals if source.tokens]
 

@@ -11,25 +11,20 @@ As in prompt lookup, a position near the end of the text is taken to repeat.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.types import NO_NODE
-from ..llm.hf_target import HFTarget
 from .candidates import NO_CANDIDATES, Candidates
 from .training_free import (
     NOWHERE,
-    SEPARATOR,
-    Journal,
     NgramIndex,
     TrainingFreeDrafter,
     continuation,
     ngram_keys,
-    read_references,
 )
 
 INDEXED_NGRAM = 4
@@ -41,8 +36,6 @@ NODES_PER_TOKEN = 8
 tokens per step than 4, with 7 nodes per step instead of 4."""
 MIN_PROB = 0.1
 """Least probability of a path: the product of its tokens' shares of the positions."""
-SHARED_TOKENS = 100_000
-"""Most tokens of earlier answers; the oldest are forgotten, half of them at a time."""
 PRIOR = (
     (0.07, 0.13, 0.26, 0.26, 0.54),
     (0.07, 0.18, 0.37, 0.57, 0.79),
@@ -64,27 +57,6 @@ class SuffixConfig:
     """Most nodes of a tree."""
     depth: PositiveInt = 24
     """Most tokens of a match, and of a path."""
-    references: list[str] = field(default_factory=list)
-    """Text files to draft from besides the prompt and the answer."""
-    share_answers: bool = False
-    """Whether to draft from earlier answers, too. A draft then depends on the order of requests;
-    tokens don't. An answer is remembered when the next batch begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class SuffixSource:
-    """The first `size` tokens of an index: a value, since indexes only grow."""
-
-    index: NgramIndex
-    size: int
-
-
-class SuffixStore(NgramIndex):
-    """The index of a row's text, and the sources that it shares with others."""
-
-    def __init__(self, shared: Sequence[SuffixSource]) -> None:
-        super().__init__(INDEXED_NGRAM)
-        self.shared = shared
 
 
 @dataclass(slots=True)
@@ -113,73 +85,30 @@ class Growth:
 
 
 class Suffix(TrainingFreeDrafter):
-    """Proposes a tree of the likeliest continuations of the longest good match.
-
-    Each source (the row's text, references, earlier answers) has its own tree. The one with the
-    most expected tokens is proposed; of equal ones the first.
-    """
+    """Proposes a tree of the likeliest continuations of the longest good match."""
 
     Config = SuffixConfig
     config: SuffixConfig
     num_bins = len(PRIOR) * len(PRIOR[0])
 
-    def __init__(self, config: SuffixConfig, references: Sequence[Sequence[int]] = ()) -> None:
-        self.config = config
-        self.references = NgramIndex(INDEXED_NGRAM)
-        for reference in references:
-            self.references.add([*reference, SEPARATOR])
-        self.memory = AnswerMemory(SHARED_TOKENS)
+    def new_store(self) -> NgramIndex:
+        return NgramIndex(INDEXED_NGRAM)
 
-    @classmethod
-    def for_target(cls, config: SuffixConfig, target: HFTarget) -> "Suffix":
-        return cls(config, read_references(config.references, target))
-
-    def store_factory(self) -> Callable[[], SuffixStore]:
-        indexes = [self.references, *self.memory.indexes]
-        return partial(SuffixStore, [SuffixSource(index, len(index.text)) for index in indexes if index.text])
-
-    @property
-    def shares_answers(self) -> bool:
-        return self.config.share_answers
-
-    def remember(self, answers: Sequence[Journal]) -> None:
-        for answer in answers:
-            self.memory.add([token for tokens in answer.entries[1:] for token in tokens])
-
-    def candidates_of(self, store: SuffixStore, tokens: Sequence[int]) -> Candidates:
-        best = Growth(0)
-        for source in (None, *store.shared):
-            for growth in self._growths(store, source, tokens, best):
-                if growth.score > best.score:
-                    best = growth
+    def candidates_of(self, store: NgramIndex, tokens: Sequence[int]) -> Candidates:
+        best, config = Growth(0), self.config
+        query = [*store.text[-config.depth :], *tokens][-config.depth :]
+        for n, positions in reversed(matches(store, query)):
+            budget = min(config.tree_nodes, NODES_PER_TOKEN * n)
+            if budget <= best.score:  # a tree of k nodes can't score above k
+                break
+            length = min(config.depth, budget)
+            growth = grow(n, [continuation(store.text, position, tokens, length) for position in positions], budget)
+            best = max(best, growth, key=lambda grown: grown.score)  # of equal ones the longer match
         return best.candidates() if best.tokens else NO_CANDIDATES
 
-    def _growths(self, store: NgramIndex, source: SuffixSource | None, tokens: Sequence[int], best: Growth) -> Iterator[Growth]:
-        """Yield the trees of matches of a text and more tokens in one source, the longest first.
 
-        A tree of k nodes can't score above k, so shorter matches than the best score needs are
-        left out.
-        """
-        config, index = self.config, store if source is None else source.index
-        size = len(index.text) if source is None else source.size
-        query = [*store.text[-config.depth :], *tokens][-config.depth :]
-        score = best.score
-        for n, positions in reversed(matches(index, size, query)):
-            budget = min(config.tree_nodes, NODES_PER_TOKEN * n)
-            if budget <= score:
-                return
-            length = min(config.depth, budget)
-            if source is None:
-                windows = [continuation(index.text, position, tokens, length) for position in positions]
-            else:
-                windows = [index.text[position + 1 : min(position + 1 + length, size)] for position in positions]
-            growth = grow(n, windows, budget)
-            score = max(score, growth.score)
-            yield growth
-
-
-def matches(index: NgramIndex, size: int, query: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the latest positions of the query's end in the first `size` tokens of a text.
+def matches(index: NgramIndex, query: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return the latest positions of the query's end in a text.
 
     One entry (n, positions) for each n whose positions differ from those of n + 1, in ascending
     order.
@@ -189,7 +118,7 @@ def matches(index: NgramIndex, size: int, query: Sequence[int]) -> list[tuple[in
     positions: list[int] = []
     for n in range(1, len(query) + 1):
         if n <= INDEXED_NGRAM and (n == 1 or len(positions) == MAX_POSITIONS):
-            longer = latest_positions(index, size, n, keys[n - 1])
+            longer = latest_positions(index, n, keys[n - 1])
         else:
             longer = [position for position in positions if position >= n - 1 and text[position - n + 1] == query[-n]]
         if not longer:
@@ -201,11 +130,9 @@ def matches(index: NgramIndex, size: int, query: Sequence[int]) -> list[tuple[in
     return by_length
 
 
-def latest_positions(index: NgramIndex, size: int, n: int, key: int) -> list[int]:
-    """Return the latest MAX_POSITIONS positions of an n-gram in the first `size` tokens."""
+def latest_positions(index: NgramIndex, n: int, key: int) -> list[int]:
+    """Return the latest MAX_POSITIONS positions of an n-gram."""
     earlier, position = index.earlier[n - 1], index.latest.get(key, NOWHERE)
-    while position >= size:
-        position = earlier[position]
     positions: list[int] = []
     while position != NOWHERE and len(positions) < MAX_POSITIONS:
         positions.append(position)
@@ -227,7 +154,7 @@ def grow(match: int, windows: list[list[int]], budget: int) -> Growth:
         # 1. Push the children of the newest node.
         groups: dict[int, list[list[int]]] = {}
         for window in members:
-            if depth < len(window) and window[depth] != SEPARATOR:
+            if depth < len(window):
                 groups.setdefault(window[depth], []).append(window)
         total = sum(map(len, groups.values()))
         for token, group in groups.items():
@@ -258,19 +185,3 @@ def share_class(count: int, total: int) -> int:
     if count == total:
         return 3 if count == 1 else 4
     return min(4 * count // total, 2)
-
-
-class AnswerMemory:
-    """Indexes of earlier answers, of at most `max_tokens` tokens together."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.half = max(max_tokens // 2, 1)
-        self.indexes = [NgramIndex(INDEXED_NGRAM), NgramIndex(INDEXED_NGRAM)]
-        """The newer answers, and the older ones."""
-
-    def add(self, answer: Sequence[int]) -> None:
-        """Remember an answer; if the newer half is full, forget the older half."""
-        entry = [*answer[1 - self.half :], SEPARATOR] if self.half > 1 else [SEPARATOR]
-        if len(self.indexes[0].text) + len(entry) > self.half:
-            self.indexes = [NgramIndex(INDEXED_NGRAM), self.indexes[0]]
-        self.indexes[0].add(entry)

@@ -6,15 +6,13 @@ its n-grams from logits that verification computes anyway. On Spec-Bench (Vicuna
 lookahead has 1.64 tokens per step and 1.34x, recycling 2.73 and 2.22x.
 
 REST (arXiv 2311.08252) copies from a datastore of many texts by a suffix array. There it has 1.82
-tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66x. `references` copy
-from a few files that fit the task.
+tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66x.
 """
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from jaxtyping import Int
@@ -26,59 +24,6 @@ from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from .candidates import Candidates, tree_of
 
-
-@runtime_checkable
-class Store(Protocol):
-    """What a drafter keeps about the text of a row: a function of the entries that were added."""
-
-    def add(self, entry: Any) -> None: ...
-
-
-class Journal:
-    """Entries in order, and the store that they built.
-
-    An index of a text is too large to copy at each step. So successive states of a row share one
-    journal. The state of the whole journal adds to it. A state of fewer entries first builds a
-    journal of its own entries: a fork costs a new store, decoding costs none.
-    """
-
-    def __init__(self, make_store: Callable[[], Store], entries: Sequence[Any]) -> None:
-        self.make_store = make_store
-        self.store: Any = make_store()
-        self.entries: list[Any] = []
-        for entry in entries:
-            self.add(entry)
-
-    def add(self, entry: Any) -> None:
-        self.entries.append(entry)
-        self.store.add(entry)
-
-
-class Snapshot:
-    """The first `length` entries of a journal. A value: later entries don't change it."""
-
-    __slots__ = ("journal", "length")
-
-    def __init__(self, journal: Journal, length: int) -> None:
-        self.journal, self.length = journal, length
-
-    @property
-    def store(self) -> Any:
-        """The store of exactly these entries. Only `after` may add to it."""
-        journal = self.journal
-        if len(journal.entries) > self.length:  # a later state has added to it
-            journal = self.journal = Journal(journal.make_store, journal.entries[: self.length])
-        return journal.store
-
-    def after(self, entry: Any) -> "Snapshot":
-        """Return the snapshot with one more entry."""
-        _ = self.store
-        self.journal.add(entry)
-        return Snapshot(self.journal, self.length + 1)
-
-
-SEPARATOR = -1
-"""Stands between texts in an index of several texts."""
 NOWHERE = -1
 TOKEN_BITS = 24
 """More than any vocabulary has."""
@@ -118,7 +63,7 @@ def ngram_keys(text: Sequence[int], max_ngram: int) -> list[int]:
     """
     keys, key = [], 0
     for token in text[: -max_ngram - 1 : -1]:
-        key = key << TOKEN_BITS | token + 2  # no digit is 0, not even the separator's
+        key = key << TOKEN_BITS | token + 1  # no digit is 0
         keys.append(key)
     return keys
 
@@ -137,8 +82,9 @@ def continuation(text: Sequence[int], position: int, tokens: Sequence[int], leng
 class FreeState(NamedTuple):
     """The texts of a batch."""
 
-    rows: tuple[Snapshot, ...]
-    """A snapshot of each row's store, which lacks the last token."""
+    stores: tuple[Any, ...]
+    """What the drafter keeps about each row's text without the last token. `advance` adds to it: a
+    state is used once."""
     last_tokens: tuple[int, ...] | None = None
     """The last tokens; None if the host hasn't read them yet."""
 
@@ -153,7 +99,7 @@ class TextState(NamedTuple):
 class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     """Base class of drafters that need no training.
 
-    The state has a store for each row, on the host. Its tree is a function of the text (and of the
+    The state has a store for each row, on the host. A tree is a function of the text (and of the
     target's logits, which are one too), never of random numbers: so greedy answers are the target's
     own, and seeded samples are those of plain decoding. `advance` takes any tree that follows the
     same tokens, also one that other drafters' candidates were merged into.
@@ -164,17 +110,18 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     config: Any
     num_bins: int
     """Number of kinds of evidence that candidates have (`Candidates.bins`)."""
-    last_batch: Sequence[Journal] = ()
-    """The answers that the next batch remembers."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @classmethod
-    @abstractmethod
-    def for_target(cls, config: Any, target: HFTarget) -> "TrainingFreeDrafter":
-        """Return a drafter for this target. Raises ValueError for references without tokens."""
+    def for_target(cls, config: Any, target: HFTarget) -> Self:
+        """Return a drafter for this target. Raises ValueError for options that don't fit it."""
+        return cls(config)
 
     @abstractmethod
-    def store_factory(self) -> Callable[[], Store]:
-        """Return a function that makes the store of a row of a new batch, before its prompt."""
+    def new_store(self) -> Any:
+        """Return the store of an empty text. Its method `add` reads an entry."""
 
     @abstractmethod
     def candidates_of(self, store: Any, tokens: Sequence[int]) -> Candidates:
@@ -192,14 +139,6 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     ) -> Sequence[Any]:
         """Return what the store of each row reads after a step: by default the committed tokens."""
         return [[last_token, *tokens] for last_token, tokens in zip(last_tokens, accepted.tokens, strict=True)]
-
-    @property
-    def shares_answers(self) -> bool:
-        """Whether earlier answers help: a draft then depends on the order of requests."""
-        return False
-
-    def remember(self, answers: Sequence[Journal]) -> None:
-        """Add the answers of a batch to what the stores of later batches start with."""
 
     @property
     def max_nodes(self) -> int:
@@ -220,16 +159,14 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FreeState:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]
-        if self.last_batch:
-            self.remember(self.last_batch)
-        make_store = self.store_factory()
-        journals = [Journal(make_store, [entry]) for entry in self.first_entries(texts, prefill)]
-        self.last_batch = journals if self.shares_answers else ()
-        return FreeState(tuple(Snapshot(journal, 1) for journal in journals))
+        stores = tuple(self.new_store() for _ in texts)
+        for store, entry in zip(stores, self.first_entries(texts, prefill), strict=True):
+            store.add(entry)
+        return FreeState(stores)
 
     def candidates(self, state: FreeState, last_tokens: Sequence[int]) -> list[Candidates]:
         """Return the candidates of each row, after its last token."""
-        return [self.candidates_of(row.store, [token]) for row, token in zip(state.rows, last_tokens, strict=True)]
+        return [self.candidates_of(store, [token]) for store, token in zip(state.stores, last_tokens, strict=True)]
 
     def propose(
         self, state: FreeState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -239,33 +176,10 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
 
     def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
-        after = tuple(row.after(entry) for row, entry in zip(drafted.state.rows, entries, strict=True))
-        return FreeState(after, accepted.next_tokens)
+        for store, entry in zip(drafted.state.stores, entries, strict=True):
+            store.add(entry)
+        return FreeState(drafted.state.stores, accepted.next_tokens)
 
     def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:
         last_tokens = state.last_tokens
-        return FreeState(tuple(state.rows[row] for row in rows), last_tokens and tuple(last_tokens[row] for row in rows))
-
-
-def read_references(paths: Sequence[str], target: HFTarget) -> list[list[int]]:
-    """Return the tokens of text files.
-
-    Raises ValueError that names the file if it is missing, isn't UTF-8 text, has no tokens, or has
-    tokens that the target doesn't know.
-    """
-    texts = []
-    for path in paths:
-        remedy = "`references` are UTF-8 text files with tokens of the target's vocabulary; correct the list or the file"
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            tokens = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the reference {path} can't be read ({error}); {remedy}") from error
-        if not tokens:
-            raise ValueError(f"the reference {path} has no tokens; {remedy}")
-        if max(tokens) >= target.vocab_size:
-            raise ValueError(
-                f"the reference {path} has the token {max(tokens)}, and the target has {target.vocab_size} tokens; {remedy}"
-            )
-        texts.append(tokens)
-    return texts
+        return FreeState(tuple(state.stores[row] for row in rows), last_tokens and tuple(last_tokens[row] for row in rows))

@@ -114,7 +114,7 @@ def bind(
     parts = parse_drafter_name(name)
     key = (__name__, *(str(part.folder or part.name) for part in parts.parts), repr(sorted(options.items())))
     bound = drafters.by_name.pop(key, None)
-    state = _state(model, parts, options)
+    state = _state(model, parts)
     if bound is None or bound.state != state:
         bound = None  # frees its memory before the next load
         while len(drafters.by_name) >= MAX_KEPT:
@@ -129,10 +129,9 @@ def bind(
     return bound
 
 
-def _state(model: PreTrainedModel, parts: DrafterParts, options: dict[str, Any]) -> tuple[Any, ...]:
+def _state(model: PreTrainedModel, parts: DrafterParts) -> tuple[Any, ...]:
     paths = [folder / name for folder in parts.folders for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)]
     paths += [path for part in parts.with_weights if part.is_model and part.folder for path in sorted(part.folder.glob("*.*"))]
-    paths += map(Path, _references(parts, options))
     files = tuple(path.is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
     # Drafters refer to the model's embeddings and head, whose size may change
     # (resize_token_embeddings).
@@ -141,16 +140,9 @@ def _state(model: PreTrainedModel, parts: DrafterParts, options: dict[str, Any])
     return (files, *map(id, ends), *sizes, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
 
 
-def _references(parts: DrafterParts, options: dict[str, Any]) -> list[str]:
-    """List the text files that the parts copy from."""
-    return [path for config in parts.configs(options).values() for path in getattr(config, "references", None) or ()]
-
-
 def _load(
     model: PreTrainedModel, parts: DrafterParts, options: dict[str, Any], state: tuple[Any, ...], tokenizer: Any
 ) -> Bound:
-    if tokenizer is None and _references(parts, options):
-        raise ValueError("references are read with the model's tokenizer; give it to generate: tokenizer=tokenizer")
     config = model.config.get_text_config()
     trained_for = {folder: read_drafter_config(folder).target for folder in parts.folders}
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}

@@ -6,15 +6,10 @@
 Buffers are allocated once and written in place. A pass writes its entries directly after each
 row's committed columns. It sees the first `extent` columns; a mask hides the columns that a query
 must not see. Nothing moves until the owner keeps some of the entries.
-
-Committed columns are never written again, except by `rewind`, `select` and `restart`. So a
-`CacheSnapshot` only records how many columns were committed at its time.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,7 +106,6 @@ class TreeCache(Cache):
         self.extent_step, self.is_fixed = extent_step, is_fixed
         self.capacity, self.max_batch = self._rounded(capacity), batch
         self._host_lengths: tuple[int, ...] = ()
-        self._version = self._oldest_version = 0
         self.extent = self._least_extent = self.num_written = self._offset = 0
         self.num_moves = 0
         """How often the cache was too small and moved. Recordings made before are then invalid."""
@@ -144,7 +138,6 @@ class TreeCache(Cache):
     def restart(self) -> None:
         """Drop all rows. The next batch has at most as many rows as the first."""
         self._host_lengths, self._least_extent = (), 0
-        self._forget_snapshots()
         self._lengths.zero_()
         for buffer in self._buffers:
             buffer.zero_()  # masked values must be finite too
@@ -180,7 +173,6 @@ class TreeCache(Cache):
     def begin_prefill(self, batch: int, num_entries: int) -> None:
         """Prepare the first pass, over `num_entries` tokens in each of `batch` rows."""
         self._host_lengths = (0,) * batch
-        self._version += 1
         self.num_written = self.extent = num_entries
         self._columns = slice(0, num_entries)
 
@@ -191,7 +183,6 @@ class TreeCache(Cache):
         columns. Returns whether the cache was too small; it has then doubled and moved.
         """
         self.num_written, self._offset = num_entries, offset
-        self._version += 1
         end = max(self._host_lengths) + offset + num_entries
         has_moved = end > self.capacity
         if has_moved:
@@ -259,13 +250,11 @@ class TreeCache(Cache):
 
     def count(self, counts: Sequence[int]) -> None:
         """Do the host's part of `keep`: add `counts` to the rows' lengths."""
-        self._version += 1
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts, strict=True))
 
     def rewind(self, num_tokens: Counts) -> None:
         """Remove the last `num_tokens` committed tokens of each row."""
         self.keep(None, -num_tokens)
-        self._forget_snapshots()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch.
@@ -278,34 +267,6 @@ class TreeCache(Cache):
                 for buffer in self._buffers:
                     buffer[:, index] = buffer[:, row]
         self._host_lengths = tuple(self._host_lengths[row] for row in rows)
-        self._forget_snapshots()
-
-    def snapshot(self) -> "CacheSnapshot":
-        """Return the committed texts, and the entries after them, as a value."""
-        return CacheSnapshot(cache=self, version=self._version, lengths=self._host_lengths)
-
-    def _forget_snapshots(self) -> None:
-        """Invalidate earlier snapshots: some of their committed columns are gone."""
-        self._version += 1
-        self._oldest_version = self._version
-
-    @torch.inference_mode(False)
-    def copy_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> "TreeCache":
-        """Return a copy of these rows in new memory, with the first `lengths` columns of each."""
-        other = copy(self)
-        other.layers = [copy(layer) for layer in self.layers]
-        for layer in other.layers:
-            assert isinstance(layer, TreeCacheLayer)
-            layer.cache = other
-        other.max_batch, other._host_lengths = len(rows), tuple(lengths)
-        other._oldest_version = other._version
-        index, end = torch.tensor(rows, device=self._lengths.device), max(lengths)
-        other._lengths = torch.tensor(lengths, device=self._lengths.device)
-        other._buffers, other._used = [], list(self._used)
-        for buffer in self._buffers:
-            other._buffers.append(buffer.new_zeros(len(buffer), len(rows), *buffer.shape[2:]))
-            other._buffers[-1][:, :, :, :end] = buffer[:, :, :, :end].index_select(1, index.to(buffer.device))
-        return other
 
     def take(self, row: int) -> KeptText:
         """Copy a row's committed keys and values to the host."""
@@ -315,7 +276,6 @@ class TreeCache(Cache):
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:
         """Append rows with texts that `take` copied from a cache of the same model."""
-        self._version += 1
         # If nothing was read yet, allocate the buffers. Layers reserve slots in the same order as before.
         if not self._buffers:
             for kept in texts[0]:
@@ -350,44 +310,3 @@ class TreeCache(Cache):
             start = self._host_lengths[0] + offset
             return slice(start, start + num_entries)
         return self._lengths[: self.batch, None] + torch.arange(offset, offset + num_entries, device=self._lengths.device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSnapshot:
-    """The texts of a cache at one moment: a value, although the cache is written later."""
-
-    cache: TreeCache
-    version: int
-    lengths: tuple[int, ...]
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether the cache wasn't written since; entries after the texts are then valid."""
-        return self.cache._version == self.version
-
-    def writable(self) -> TreeCache:
-        """Return a writable cache of these texts: the original if newest, else a copy.
-
-        Raises RuntimeError if the memory has been taken over.
-        """
-        return self.cache if self.is_newest else self._copy(range(len(self.lengths)))
-
-    def select(self, rows: Sequence[int]) -> "CacheSnapshot":
-        """Return a snapshot of these rows.
-
-        It takes over memory of a fixed address, and copies all other memory.
-        """
-        if not self.cache.is_fixed:
-            return self._copy(rows).snapshot()
-        cache = self.writable()
-        cache.select(rows)
-        return cache.snapshot()
-
-    def _copy(self, rows: Sequence[int]) -> TreeCache:
-        if self.version < self.cache._oldest_version:
-            raise RuntimeError(
-                "the memory of this drafter's state was taken over by a later batch, or by a part of its batch: passes "
-                "that are compiled or recorded share one memory. Start the text again, or turn target.compiled and "
-                "target.cuda_graphs off"
-            )
-        return self.cache.copy_rows(rows, [self.lengths[row] for row in rows])

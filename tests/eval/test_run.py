@@ -747,8 +747,6 @@ def test_training_free_drafters_are_methods_without_a_folder(config: EvalConfig)
         check_inputs(replace(config, settings=[{}], baselines=["prompt_lookup"]), parts)
     with pytest.raises(ValueError, match=r"merge is suffix.*has no weights.*prompt_lookup\+suffix"):
         check_inputs(replace(config, settings=[{}], merge=["suffix"]), parts)
-    with pytest.raises(ValueError, match="suffix has share_answers"):
-        check_inputs(replace(config, settings=[{"share_answers": True}]), [parse_drafter_name("suffix")])
 
 
 def test_a_merge_has_the_first_setting_of_its_trained_drafter(tiny_drafter_dir: Path, config: EvalConfig) -> None:

@@ -20,7 +20,6 @@ from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, Gr
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.tree_cache import TreeCache
 
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
@@ -442,61 +441,9 @@ def accept(drafter, text, tree, drafted, choice: int, *, num_calls: int = 0) -> 
     return [*text, *tree.tokens[0, path].tolist(), bonus], drafter.advance(drafted, tree, accepted, NOTHING)
 
 
-def run(target, drafter, choices: Sequence[int], num_calls: int = 0) -> list[list[list[int]]]:
-    text, state = start(target, drafter)
-    drafts = []
-    for choice in choices:
-        paths, text, state = step(drafter, state, text, choice, num_calls=num_calls)
-        drafts.append(paths)
-    return drafts
-
-
-@pytest.mark.parametrize("num_calls", [0, 2])
-def test_forks_continue_as_unforked_runs_do(target, twin, kept, num_calls):
-    """A state whose cache was written since reads its tree again, in a copy."""
-    drafter = growing(twin, Steady(), calibrated=False)
-    expected = {branch: run(target, drafter, [1, 0, branch, branch, branch], num_calls) for branch in (0, 1, 3)}
-    assert max(kept) > 0
-    text, state = start(target, drafter)
-    _, text, state = step(drafter, state, text, 1, num_calls=num_calls)
-    _, text, state = step(drafter, state, text, 0, num_calls=num_calls)
-    paths, tree, drafted = proposal(drafter, state, text)
-    assert proposal(drafter, state, text)[0] == paths, "one state proposes the same tree again"
-    _, tree, drafted = proposal(drafter, state, text)
-    forks = {}
-    for branch in (0, 1, 3):
-        calls = num_calls if branch == 0 else 0  # grown once, for all branches
-        forks[branch] = ([paths], *accept(drafter, text, tree, drafted, branch, num_calls=calls))
-    for _ in range(2):
-        for branch, (drafts, fork_text, fork) in forks.items():
-            new, fork_text, fork = step(drafter, fork, fork_text, branch, num_calls=num_calls)
-            forks[branch] = ([*drafts, new], fork_text, fork)
-    assert {branch: drafts for branch, (drafts, _, _) in forks.items()} == {b: drafts[2:] for b, drafts in expected.items()}
-
-
-def test_a_draft_whose_cache_was_written_since_does_not_grow(target, twin):
-    drafter = growing(twin, Steady(), calibrated=False)
-    text, state = start(target, drafter)
-    _, _, drafted = proposal(drafter, state, text)
-    size = len(drafted.trees[0])
-    proposal(drafter, state, text)  # copies the text
-    _, _, other = proposal(drafter, state, text)
-    with torch.inference_mode():
-        assert drafter.meanwhile(other)(1e6)
-        step(drafter, drafter.advance(drafted, *nothing_accepted(drafted), NOTHING), [*text, 9], 0)
-        assert not drafter.meanwhile(drafted)(1e6)
-    assert len(drafted.trees[0]) == size
-
-
 def nothing_accepted(drafted) -> tuple[Any, Any]:
     tree = empty_tree(len(drafted.rows), torch.device("cpu"))
     return tree, accepted_path(tree, [[] for _ in drafted.rows])
-
-
-def test_decoding_copies_no_cache(target, twin, waits, monkeypatch):
-    monkeypatch.setattr(TreeCache, "copy_rows", lambda *_: pytest.fail("a copy of a KV cache in plain decoding"))
-    waits(2)
-    decode(target, growing(twin, Steady(), calibrated=False), ONE)
 
 
 # --- merges

@@ -10,12 +10,11 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import make_training_free
 from outrider.models.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
-from outrider.models.drafters.training_free import SEPARATOR
 
 
 def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
     """Return the draft tokens after a text."""
-    store = drafter.store_factory()()
+    store = drafter.new_store()
     for start in range(0, len(text) - 1, 3):
         store.add(text[start : min(start + 3, len(text) - 1)])
     found = drafter.candidates_of(store, text[-1:])
@@ -26,17 +25,13 @@ def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
     return list(found.tokens)
 
 
-def naive(text: list[int], references: list[list[int]], max_ngram: int, length: int) -> list[int]:
-    """Search all places for the longest match, the latest first, the text before references."""
+def naive(text: list[int], max_ngram: int, length: int) -> list[int]:
+    """Search all places for the longest match, the latest first."""
     for n in range(min(max_ngram, len(text)), 0, -1):
         ending = text[-n:]
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == ending:
                 return list(itertools.islice(itertools.cycle(text[start + n :]), length))
-        for reference in reversed(references):
-            for start in range(len(reference) - n, -1, -1):
-                if reference[start : start + n] == ending and start + n < len(reference):
-                    return reference[start + n : start + n + length]
     return []
 
 
@@ -44,12 +39,11 @@ def naive(text: list[int], references: list[list[int]], max_ngram: int, length: 
 def test_the_draft_is_that_of_a_naive_search(seed):
     chance = random.Random(seed)
     max_ngram, length, vocab = chance.randint(1, 5), chance.randint(1, 12), chance.choice([2, 5, 30])
-    references = [[chance.randrange(vocab) for _ in range(chance.randint(1, 30))] for _ in range(seed % 3)]
-    drafter = PromptLookup(PromptLookupConfig(tree_nodes=length, max_ngram=max_ngram), references)
+    drafter = PromptLookup(PromptLookupConfig(tree_nodes=length, max_ngram=max_ngram))
     num_found = 0
     for size in range(1, 60):
         text = [chance.randrange(vocab) for _ in range(size)]
-        expected = naive(text, references, max_ngram, length)
+        expected = naive(text, max_ngram, length)
         assert drafted(drafter, text) == expected
         num_found += bool(expected)
     assert num_found > 10
@@ -64,18 +58,6 @@ def test_a_text_that_repeats_itself_is_drafted_at_full_length():
 def test_a_text_without_a_match_has_an_empty_draft():
     drafter = PromptLookup(PromptLookupConfig())
     assert drafted(drafter, [1]) == drafted(drafter, [1, 2, 3]) == []
-
-
-def test_a_draft_ends_where_its_reference_ends():
-    drafter = PromptLookup(PromptLookupConfig(), [[1, 2, 3], [4, 5]])
-    assert drafted(drafter, [8, 1]) == [2, 3]
-    assert drafted(drafter, [8, 3]) == []
-    assert SEPARATOR not in drafted(drafter, [3, 4])
-
-
-def test_the_latest_match_with_a_continuation_is_copied_from_references():
-    drafter = PromptLookup(PromptLookupConfig(), [[1, 2, 3, 4], [2, 3], [2, 3]])
-    assert drafted(drafter, [2, 3]) == [4]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -116,7 +98,6 @@ def test_rows_of_a_batch_copy_from_their_own_texts(target):
         ({"max_ngram": 65}, "prompt_lookup.max_ngram=65: must be at most 64"),
         ({"max_ngram": "3"}, 'prompt_lookup.max_ngram="3": must be a whole number'),
         ({"nodes": 5}, "the drafter prompt_lookup has no option nodes"),
-        ({"references": "a.txt"}, "prompt_lookup.references="),
     ],
 )
 def test_wrong_options_are_errors(target, options, message):
@@ -127,30 +108,3 @@ def test_wrong_options_are_errors(target, options, message):
 def test_an_unknown_name_is_an_error_with_the_list(target):
     with pytest.raises(ValueError, match="'lookup' is no training-free drafter; there are: prompt_lookup"):
         make_training_free("lookup", {}, target)
-
-
-@pytest.mark.parametrize(("content", "problem"), [(None, "No such file"), (b"\xff\xfe\xfa", "decode"), (b"", "no tokens")])
-def test_a_reference_that_cant_be_read_is_named(target, tmp_path, content, problem):
-    path = tmp_path / "reference.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}.*{problem}"):
-        make_training_free("prompt_lookup", {"references": [str(path)]}, target)
-
-
-def test_a_reference_of_tokens_that_the_target_lacks_is_named(target, tmp_path, monkeypatch):
-    path = tmp_path / "reference.txt"
-    path.write_text("import os")
-    monkeypatch.setattr(type(target), "vocab_size", 5)
-    with pytest.raises(ValueError, match=f"{path} has the token .* and the target has 5 tokens"):
-        make_training_free("prompt_lookup", {"references": [str(path)]}, target)
-
-
-def test_references_are_copied(target, tmp_path):
-    path = tmp_path / "reference.txt"
-    path.write_text("import pathlib as paths")
-    tokens = target.tokenizer("import pathlib as paths")["input_ids"]
-    drafter = make_training_free("prompt_lookup", {"references": [str(path)]}, target)
-    store = drafter.store_factory()()
-    store.add([299, *tokens[:2]])
-    assert list(drafter.candidates_of(store, [tokens[2]]).tokens) == tokens[3:13]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from outrider.models.decoding import GreedyAcceptance, Prompts, TargetOutput, generate
+from outrider.models.decoding import Prompts, TargetOutput
 from outrider.models.decoding.tree import DraftTree, accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import make_training_free, recycling
@@ -122,50 +122,12 @@ def test_a_tree_of_other_drafters_is_read_too(monkeypatch):
     assert [list(row.tokens[:2]) for row in found] == [[7, 5], [5, 0], [9, 0]]
 
 
-@torch.inference_mode()
-def num_steps(target, drafter, prompt: list[int]) -> int:
-    return len(list(generate(target, drafter, GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=30)))
-
-
-def test_a_table_is_passed_on_only_if_answers_are_shared(target):
-    prompt = [40, 41, 42, 43, 44, 45, 46, 47]
-    for share in (False, True):
-        drafter = make_training_free("recycling", {"share_answers": share}, target)
-        first, _, again = (num_steps(target, drafter, text) for text in (prompt, [9, 8], prompt))
-        assert (again < first) == share
-        assert bool(drafter.shared) == share
-
-
-def test_the_shared_table_is_bounded_and_earlier_states_keep_theirs(target, monkeypatch):
-    monkeypatch.setattr(recycling, "SHARED_ROWS", 50)
-    drafter = make_training_free("recycling", {"share_answers": True}, target)
-    prompts = Prompts.of(torch.tensor([[1, 70, 71, 72, 2]]))
-    prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
-    num_steps(target, drafter, [9, 8])
-    state = drafter.init_state(prompts, prefill, max_new_tokens=4)
-    before = [drafter.candidates(state, [token]) for token in range(300)]
-    for prompt in ([9, 8], [5, 6, 7], [40, 41]):
-        num_steps(target, drafter, prompt)
-        assert len(drafter.shared) <= 50
-    assert [drafter.candidates(state, [token]) for token in range(300)] == before
-
-
-def test_a_context_that_is_seen_again_is_forgotten_last(monkeypatch):
-    monkeypatch.setattr(recycling, "SHARED_ROWS", 2)
-    monkeypatch.setattr(recycling, "CONTEXT", 1)
-    drafter = Recycling(RecyclingConfig(share_answers=True))
-    prefill = TargetOutput(logits=torch.zeros(1, 1, VOCAB), hidden_states=torch.zeros(1, 1, 1))
-    for prompt in ([1, 2, 9], [1, 7], [3, 8], [5]):
-        drafter.init_state(Prompts.of(torch.tensor([prompt])), prefill, max_new_tokens=4)
-    assert list(drafter.shared.values()) == [[7], [8]], "of 1 and 3; 2 was forgotten"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"depth": 0}, "recycling.depth=0: must be above 0"),
         ({"top_k": 301}, "recycling.top_k=301: the target has only 300 tokens"),
-        ({"references": []}, "the drafter recycling has no option references"),
+        ({"max_ngram": 3}, "the drafter recycling has no option max_ngram"),
     ],
 )
 def test_wrong_options_are_errors(target, options, message):

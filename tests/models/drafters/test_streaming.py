@@ -330,7 +330,7 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     recycling = make_training_free("recycling", {}, target)
     drafter = streaming_drafter(recycling)
     *_, last = stream(target, drafter)
-    store = last.state.free[0].rows[0].store
+    store = last.state.free[0].stores[0]
     logits = target.model(torch.tensor([last.text])).logits[0]
     rows: dict[int, list[int]] = {}
     keys: list[int] = []
@@ -346,7 +346,7 @@ def test_candidates_below_a_path_are_those_of_the_text_with_the_path(target):
     """Only what the path itself repeats isn't found."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2]
     for drafter in (make_training_free("prompt_lookup", {}, target), Suffix(SuffixConfig())):
-        store, longer = drafter.store_factory()(), drafter.store_factory()()
+        store, longer = drafter.new_store(), drafter.new_store()
         store.add(text[:-1])
         longer.add([*text, 3, 4])
         below = drafter.candidates_of(store, [text[-1], 3, 4, 5])

@@ -4,18 +4,16 @@ import itertools
 import random
 
 import pytest
-import torch
 
-from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.drafters import make_training_free
 from outrider.models.drafters import suffix as suffix_module
 from outrider.models.drafters.candidates import Candidates, depths_of
-from outrider.models.drafters.suffix import AnswerMemory, Suffix, SuffixConfig
+from outrider.models.drafters.suffix import Suffix, SuffixConfig
 
 
 def drafted(drafter: Suffix, text: list[int]) -> Candidates:
     """Return the candidates after a text."""
-    store = drafter.store_factory()()
+    store = drafter.new_store()
     for start in range(0, len(text) - 1, 3):
         store.add(text[start : min(start + 3, len(text) - 1)])
     found = drafter.candidates_of(store, text[-1:])
@@ -47,16 +45,13 @@ def naive_probs(windows: list[list[int]]) -> dict[tuple[int, ...], float]:
     return probs
 
 
-def naive(text: list[int], references: list[list[int]], config: SuffixConfig) -> list[tuple[float, dict]]:
-    """Return the score of each source's match of n tokens, and the probabilities of its paths."""
+def naive(text: list[int], config: SuffixConfig) -> list[tuple[float, dict]]:
+    """Return the score of each match of n tokens, and the probabilities of its paths."""
     trees = []
-    for n, source in itertools.product(range(1, min(len(text), config.depth) + 1), (text, *references)):
-        ends = range(n, len(source)) if source is text else range(n, len(source) + 1)
+    for n in range(1, min(len(text), config.depth) + 1):
         length = min(config.depth, config.tree_nodes, suffix_module.NODES_PER_TOKEN * n)
-        windows = [source[end:] for end in ends if source[end - n : end] == text[-n:]]
-        if source is text:
-            windows = [list(itertools.islice(itertools.cycle(window), length)) for window in windows]
-        probs = naive_probs([window[:length] for window in windows])
+        windows = [text[end:] for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
+        probs = naive_probs([list(itertools.islice(itertools.cycle(window), length)) for window in windows])
         budget = min(config.tree_nodes, suffix_module.NODES_PER_TOKEN * n)
         trees.append((sum(sorted((probs[path] for path in probs if path), reverse=True)[:budget]), probs))
     return trees
@@ -70,12 +65,11 @@ def test_the_tree_has_the_most_expected_tokens_by_naive_counts(seed, monkeypatch
     config = SuffixConfig(tree_nodes=chance.randint(1, 12), depth=chance.randint(1, 8))
     monkeypatch.setattr(suffix_module, "NODES_PER_TOKEN", chance.choice([1, 2, 4]))
     monkeypatch.setattr(suffix_module, "MIN_PROB", chance.choice([0.05, 0.3]))
-    references = [[chance.randrange(vocab) for _ in range(chance.randint(5, 30))]] * (seed % 2)
-    drafter, num_found = Suffix(config, references), 0
+    drafter, num_found = Suffix(config), 0
     for size in range(1, 50, 4):
         text = [chance.randrange(vocab) for _ in range(size)]
         paths = paths_of(drafted(drafter, text))
-        trees = naive(text, references, config)
+        trees = naive(text, config)
         best = max(score for score, _ in trees)
         sums = [sum(probs.get(path, -1.0) for path in paths) for score, probs in trees if score == pytest.approx(best)]
         assert any(value == pytest.approx(best) for value in sums), (text, paths)
@@ -122,49 +116,10 @@ def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
     assert list(drafted(Suffix(SuffixConfig()), text).tokens)[:2] == [5, 6]
 
 
-@torch.inference_mode()
-def answer(target, drafter, prompt: list[int]) -> tuple[list[int], int]:
-    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=30))
-    return [token for step in steps for token in step.tokens[0]], len(steps)
-
-
-def test_shared_answers_are_drafted_from_and_others_are_not(target):
-    prompt = [40, 41, 42, 43, 44, 45, 46, 47]
-    for share in (False, True):
-        drafter = make_training_free("suffix", {"share_answers": share}, target)
-        (first, num_first), _, (again, num_again) = (answer(target, drafter, text) for text in (prompt, [9, 8], prompt))
-        assert first == again
-        assert (num_again < num_first) == share
-
-
-@torch.inference_mode()
-def test_a_state_drafts_the_same_after_later_answers_were_shared(target):
-    drafter = make_training_free("suffix", {"share_answers": True}, target)
-    prompts = Prompts.of(torch.tensor([[1, 70, 71, 72, 2]]))
-    prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=0)
-    answer(target, drafter, [9, 8])
-    state = drafter.init_state(prompts, prefill, max_new_tokens=4)
-    before = [drafter.candidates(state, [token]) for token in range(300)]
-    for prompt in ([9, 8], [5, 6, 7], [40, 41]):
-        answer(target, drafter, prompt)
-    assert [drafter.candidates(state, [token]) for token in range(300)] == before
-    assert drafter.candidates(drafter.init_state(prompts, prefill, max_new_tokens=4), [9]) is not None
-
-
-def test_the_memory_of_answers_is_bounded_and_forgets_the_oldest():
-    memory = AnswerMemory(max_tokens=40)
-    for number in range(50):
-        memory.add([number] * (1 + number % 30))
-        texts = [index.text for index in memory.indexes]
-        assert sum(map(len, texts)) <= 40
-        assert number in texts[0]
-    assert not {0, 1, 2} & {token for text in texts for token in text}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share_answers": 1}, "suffix.share_answers=1: must be true or false"),
+        ({"depth": 0}, "suffix.depth=0: must be above 0"),
         ({"max_ngram": 3}, "the drafter suffix has no option max_ngram"),
     ],
 )

@@ -270,17 +270,3 @@ def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, folder, input
 def test_an_unknown_drafter_is_an_error_with_the_list(model):
     with pytest.raises(ValueError, match="'prompt_lokup' is neither a folder.*did you mean prompt_lookup"):
         generate(model, drafter="prompt_lokup", input_ids=PROMPT, max_new_tokens=3)
-
-
-def test_references_need_a_tokenizer(model, tiny_tokenizer, tmp_path):
-    """A model of transformers has none that they could be read with."""
-    (tmp_path / "reference.txt").write_text("some words to copy")
-    options = {"drafter": "prompt_lookup", "drafter_options": {"references": [str(tmp_path / "reference.txt")]}}
-    with pytest.raises(ValueError, match="give it to generate: tokenizer=tokenizer"):
-        generate(model, **options, input_ids=PROMPT, max_new_tokens=8)
-    tokens = generate(model, **options, tokenizer=tiny_tokenizer, input_ids=PROMPT, max_new_tokens=8)
-    assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=8))
-    # A changed reference is read again.
-    (tmp_path / "reference.txt").unlink()
-    with pytest.raises(ValueError, match=r"reference.txt can't be read"):
-        generate(model, **options, tokenizer=tiny_tokenizer, input_ids=PROMPT, max_new_tokens=8)

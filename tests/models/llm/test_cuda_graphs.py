@@ -261,20 +261,6 @@ def test_recordings_are_dropped_when_a_second_cache_grows(target, monkeypatch):
         assert trees[0] == trees[1]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "block"])
-def test_a_state_whose_memory_a_later_batch_took_over_is_an_error(target, name):
-    replayed = graphed_drafters.graphed(trained_of(target, name), ReplayingRecorder())
-    prompts = Prompts.of([torch.tensor(PROMPTS[0])])
-    layers = replayed.feature_layers
-    states = []
-    for _ in range(2):
-        prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=replayed.max_nodes, feature_layers=layers)
-        states.append(replayed.init_state(prompts, prefill, max_new_tokens=8))
-    replayed.propose(states[1], torch.tensor([5]))
-    with pytest.raises(RuntimeError, match="taken over by a later batch"):
-        replayed.propose(states[0], torch.tensor([5]))
-
-
 def test_a_drafter_that_draws_its_tree_is_not_recorded(target):
     drafter = trained_of(target, "eagle3", temperature=1.0)
     assert graphed_drafters.graphed(drafter) is drafter

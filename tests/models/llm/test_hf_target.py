@@ -16,7 +16,6 @@ from outrider.data.examples import encode_conversations
 from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.decoding.tree import empty_tree
 from outrider.models.drafters import build_drafter, parse_drafter
-from outrider.models.drafters.training_free import read_references
 from outrider.models.export.formats import write_folder
 from outrider.models.export.transformers_model import FORMAT
 from outrider.models.llm.config import TargetConfig
@@ -95,9 +94,6 @@ def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(c
     assert len(encode_conversations(texts[:1], AnswerFinder(target.tokenizer, [3]), 64)[0]) == 1
     with pytest.raises(ValueError, match=message):
         encode_conversations(texts, AnswerFinder(target.tokenizer, [3]), 64)
-    (tmp_path / "reference.txt").write_text(asked.content)
-    with pytest.raises(ValueError, match=f"reference.txt can't be read.*{message}"):
-        read_references([str(tmp_path / "reference.txt")], target)
     # An exported draft model has the same tokenizer, and transformers pads no batch with the token.
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1}), target)
     write_folder(FORMAT, drafter, tmp_path / "export", target)
