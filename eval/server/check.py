@@ -191,10 +191,13 @@ def check_drafts(server: Sequence[DraftCounts], here: Sequence[DraftCounts], *, 
 
 
 def by_category(questions: Sequence[Question], counts: Sequence[DraftCounts]) -> dict[str, DraftCounts]:
-    """Sum the drafts of all questions, under "all", and of each category."""
+    """Sum the drafts of all questions, under "all", of each suite if there are several, and of each category."""
     groups: dict[str, list[DraftCounts]] = {"all": list(counts)}
+    has_suites = len({question.suite for question in questions}) > 1
     for question, count in zip(questions, counts, strict=True):
-        groups.setdefault(question.prompt.category, []).append(count)
+        category = question.prompt.category
+        for name in (question.suite, f"{question.suite}, {category}") if has_suites else (category,):
+            groups.setdefault(name, []).append(count)
     return {name: reduce(DraftCounts.plus, group) for name, group in groups.items()}
 
 
@@ -304,12 +307,12 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
 
 
 def drafts_table(drafts: dict[str, dict[str, DraftCounts]]) -> Table:
-    """Format what is accepted, by depth and by category, for a terminal."""
-    table = Table("Prompts", "", "Steps", "Accepted per step", "By depth", box=box.SIMPLE)
+    """Format the tokens per step, and what is accepted by depth, for a terminal."""
+    table = Table("Prompts", "", "Steps", "Tokens per step", "Accepted by depth", box=box.SIMPLE)
     for category in drafts["server"]:
         for side, depths in drafts.items():
             counts = depths[category]
             steps = max(1, counts.steps)
             shares = " ".join(f"{count / steps:.2f}" for count in counts.by_depth) or "not reported"
-            table.add_row(category, side, str(counts.steps), f"{counts.accepted / steps:.3f}", shares)
+            table.add_row(category, side, str(counts.steps), f"{1 + counts.accepted / steps:.2f}", shares)
     return table

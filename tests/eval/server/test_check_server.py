@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from outrider.data.suites import Prompt
+from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
 from outrider.eval.server import client
 from outrider.eval.server.questions import Question, is_right
-from outrider.models.drafters import load_drafter
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -143,6 +147,60 @@ def test_a_server_that_accepts_less_than_outrider_is_found(check: Any, target: H
     assert result.exit_code == 1, result.output
     assert "accepted per step against" in found["verdict"]
     assert "feature layers" in found["verdict"]
+
+
+@pytest.mark.slow
+def test_a_drafter_that_reads_the_wrong_layers_in_the_server_is_found(check: Any, target: HFTarget, tmp_path: Path) -> None:
+    """Its text is right: only the count of accepted drafts shows the fault."""
+    torch.manual_seed(0)
+    options = {"kind": "eagle3", "feature_layers": [2, 4, 7], "depth": 4, "top_k": 1, "tree_nodes": 4}
+    drafter = build_drafter(parse_drafter(options), target)
+    learn_answers(drafter, target)
+    save_drafter(drafter.eval(), tmp_path / "drafter", target.identity)
+    found = {}
+    for layers in ([2, 4, 7], [0, 1, 3]):
+        moved = load_drafter(tmp_path / "drafter", target)
+        moved.config.feature_layers = layers
+        with serving(Served(target, moved, is_llama_cpp=True)) as server:
+            found[layers[0]] = check(server.url, "--drafter", str(tmp_path / "drafter"))
+    sound, wrong = found[2][0], found[0][0]
+    assert sound.exit_code == 0, sound.output
+    assert wrong.exit_code == 1, wrong.output
+    assert [line["passed"] for line in found[0][1]["lines"]] == [True, True, False], "greedy text, likely tokens, drafts"
+    assert "accepted per step against" in found[0][1]["verdict"]
+    assert "feature layers" in found[0][1]["verdict"]
+
+
+def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int = 4) -> None:
+    """Train a drafter of features on the target's own answers to the prompts, until it knows them."""
+    prompts = target.tokenizer(list(PROMPTS))["input_ids"]
+    texts = []
+    for prompt in prompts:
+        steps = generate(target, NullDrafter(), GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=24)
+        texts.append([*prompt, *(token for step in steps for token in step.tokens[0])])
+    size = max(map(len, texts))
+    ids = torch.zeros(len(texts), size, dtype=torch.long)
+    labels = torch.full((len(texts), size, num_depths + 1), UNKNOWN)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+        for column in range(len(prompts[row]) - 1, len(text) - 1):
+            known = text[column + 1 : column + 2 + num_depths]
+            labels[row, column, : len(known)] = torch.tensor(known)
+    _, features = target.hidden_states(ids, drafter.feature_layers)
+    batch = DrafterBatch(
+        input_ids=ids,
+        attention_mask=torch.arange(size) < torch.tensor([[len(text)] for text in texts]),
+        positions=labels[:, :, 0] != UNKNOWN,
+        continuations=labels,
+        features=features,
+    )
+    optimizer = torch.optim.AdamW([weight for weight in drafter.parameters() if weight.requires_grad], lr=4e-3)
+    for _ in range(60):
+        loss = drafter.loss(batch, Objective())
+        optimizer.zero_grad()
+        (loss.sums.sum() / loss.counts.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
