@@ -4,7 +4,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -40,6 +40,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.stalls:
             self.server.ends.wait()
             return
+        if self.server.trickle is not None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # the client has had enough
+                while not self.server.ends.wait(self.server.trickle):
+                    self.wfile.write(b"data: {" if self.server.trickle else b"x" * 100_000)
+            return
         if self.server.error:
             self._send(self.server.error, 500)
             return
@@ -74,6 +81,8 @@ class Served(ThreadingHTTPServer):
         self.num_written = 0
         self.ignores_temperature = self.ignores_limit = self.stalls = self.gives_text = False
         self.num_prompt_tokens: int | None = None
+        self.trickle: float | None = None
+        """Seconds between parts of a reply that never ends; 0 sends as much as it can."""
         self.reason: str | None = None
         """In place of the true reason for an answer's end."""
         self.writes_nothing = False

@@ -211,6 +211,8 @@ def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int =
         ({"error": "out of memory: key sk-secret\x1b[2J"}, "answers 500: out of memory: key *** [2J"),
         ({"num_drafted_each": 0}, "/metrics is wrong"),
         ({"stalls": True}, "sent nothing for 0 s"),
+        ({"trickle": 0.05}, "gave no complete reply within 0 s"),
+        ({"trickle": 0.0}, "answers with more than 1,000,000 bytes"),
         ({"writes_nothing": True, "reason": "length"}, "was asked for 24 tokens and sent none"),
         ({"reason": "abort"}, "ended an answer for the reason 'abort'"),
     ],
@@ -220,6 +222,8 @@ def test_a_server_that_fails_or_lies_is_named(
 ) -> None:
     monkeypatch.setenv(client.KEY_VARIABLE, "sk-secret")
     monkeypatch.setattr(client, "SILENT_SECONDS", 0.3 if "stalls" in fault else 60.0)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3 if fault.get("trickle") else 60.0)
+    monkeypatch.setattr(client, "MOST_REPLY_BYTES", 1_000_000)
     for name, value in fault.items():
         setattr(running, name, value)
     result, found = check(running.url)
