@@ -12,7 +12,7 @@ tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -115,7 +115,7 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
         self.config = config
 
     @classmethod
-    def for_target(cls, config: Any, target: HFTarget) -> Self:
+    def for_target(cls, config: Any, target: HFTarget) -> "TrainingFreeDrafter":
         """Return a drafter for this target. Raises ValueError for options that don't fit it."""
         return cls(config)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.tree import chain_tree
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.beams import pack
@@ -102,21 +102,16 @@ def test_a_drafter_that_is_never_asked_reads_its_text_now_and_then(target, draft
         assert torch.equal(expected[0], actual[0])
 
 
+def start(target, drafter) -> tuple[Any, torch.Tensor]:
+    """Return a state after the prompts, and tokens that follow them."""
+    prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    prefill = target.prefill(prompts, max_new_tokens=20, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
+    return drafter.init_state(prompts, prefill, max_new_tokens=20), torch.tensor([5, 6, 7])
+
+
 @torch.inference_mode()
 def test_a_search_has_the_nodes_of_the_proposal_with_falling_scores(target, drafter):
-    asked = Foreign(drafter, [[5] * 20] * len(PROMPTS), 1)
-    state = None
-
-    def keep(inner_state, last_token, *, original=drafter.search):
-        nonlocal state
-        state = inner_state, last_token
-        return original(inner_state, last_token)
-
-    drafter.search = keep
-    decode(target, asked, PROMPTS, 2)
-    del drafter.search
-    search, _ = drafter.search(*state)
-    tree, _ = drafter.propose(*state)
+    (search, _), (tree, _) = (draft(*start(target, drafter)) for draft in (drafter.search, drafter.propose))
     num_nodes = search.tokens.shape[1]
     assert sum(search.level_sizes) == num_nodes >= tree.num_nodes
     assert search.scores.isfinite().all()

@@ -346,7 +346,7 @@ def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
     draft_on = drafter.drafting._draft_on
 
     def watched(draft, seconds):
-        capacities.add(draft.text.cache.capacity)
+        capacities.add(draft.text.capacity)
         return draft_on(draft, seconds)
 
     drafter.drafting._draft_on = watched
