@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.data.chat import encode_prompt
 from outrider.data.suites import Prompt
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
@@ -153,27 +154,29 @@ def test_a_server_that_accepts_less_than_outrider_is_found(check: Any, target: H
 def test_a_drafter_that_reads_the_wrong_layers_in_the_server_is_found(check: Any, target: HFTarget, tmp_path: Path) -> None:
     """Its text is right: only the count of accepted drafts shows the fault."""
     torch.manual_seed(0)
-    options = {"kind": "eagle3", "feature_layers": [2, 4, 7], "depth": 4, "top_k": 1, "tree_nodes": 4}
-    drafter = build_drafter(parse_drafter(options), target)
-    learn_answers(drafter, target)
-    save_drafter(drafter.eval(), tmp_path / "drafter", target.identity)
-    found = {}
-    for layers in ([2, 4, 7], [0, 1, 3]):
-        moved = load_drafter(tmp_path / "drafter", target)
-        moved.config.feature_layers = layers
-        with serving(Served(target, moved, is_llama_cpp=True)) as server:
-            found[layers[0]] = check(server.url, "--drafter", str(tmp_path / "drafter"))
-    sound, wrong = found[2][0], found[0][0]
+    options = {"kind": "eagle3", "depth": 4, "top_k": 1, "tree_nodes": 4}
+    right, moved = (
+        build_drafter(parse_drafter({**options, "feature_layers": layers}), target) for layers in ([2, 4, 7], [0, 1, 3])
+    )
+    learn_answers(right, target)
+    moved.load_state_dict(right.state_dict())
+    found = []
+    for name, drafter in (("right", right), ("moved", moved)):
+        save_drafter(drafter.eval(), tmp_path / name, target.identity)
+        with serving(served(target, str(tmp_path / name), is_llama_cpp=True)) as server:
+            found.append(check(server.url, "--drafter", str(tmp_path / "right")))
+    (sound, _), (wrong, record) = found
     assert sound.exit_code == 0, sound.output
     assert wrong.exit_code == 1, wrong.output
-    assert [line["passed"] for line in found[0][1]["lines"]] == [True, True, False], "greedy text, likely tokens, drafts"
-    assert "accepted per step against" in found[0][1]["verdict"]
-    assert "feature layers" in found[0][1]["verdict"]
+    assert [line["passed"] for line in record["lines"]] == [True, False, True], "only the drafts are worse"
+    assert "accepted per step against" in record["verdict"]
+    assert "feature layers" in record["verdict"]
 
 
 def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int = 4) -> None:
     """Train a drafter of features on the target's own answers to the prompts, until it knows them."""
-    prompts = target.tokenizer(list(PROMPTS))["input_ids"]
+    asked = [Prompt(id=text, category="", turns=(text,)) for text in PROMPTS]
+    prompts = [encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer)[0].tolist() for prompt in asked]
     texts = []
     for prompt in prompts:
         steps = generate(target, NullDrafter(), GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=24)
