@@ -308,7 +308,7 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
         require_data(config.data)
     if plan:
         return  # a plan doesn't need the files of earlier stages
-    if "distill" in config.stages and config.distill.engine == "openai":
+    if "distill" in config.stages and config.distill.is_served:
         require_client()
     if "distill" in config.stages and config.distill.drafter is not None:
         parse_drafter_name(config.distill.drafter).configs(config.distill.drafter_settings)

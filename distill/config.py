@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 REGENERATION_OPTIONS = (
     *("temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
-    *("kv_budget_gib", "base_url"),
+    *("kv_budget_gib", "base_url", "states_dir"),
 )
-ENGINES = ("decoder", "batch", "openai")
+ENGINES = ("decoder", "batch", "openai", "vllm")
+SERVERS = ("openai", "vllm")
+"""Engines that are programs of their own."""
 
 
 @dataclass(kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True))
@@ -62,7 +64,8 @@ class DistillConfig:
     engine: Annotated[str, one_of(*ENGINES)] | None = None
     """Engine that regenerates: it first replaces all answers of the data by the target's. `decoder`
     is outrider's decode loop. `batch` is the same without drafters, in batches by predicted length
-    within `kv_budget_gib`. `openai` is a server at `base_url`. None labels the data's own answers."""
+    within `kv_budget_gib`. `openai` is a server at `base_url`. `vllm` is one too, and it also gives
+    the hidden states of the texts. None labels the data's own answers."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of regenerated answers; 0 is greedy."""
@@ -98,8 +101,13 @@ class DistillConfig:
     some more."""
 
     base_url: str | None = None
-    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1.
-    It must serve the target under `target.name_or_path`, or serve no other model."""
+    """Address of the server for the engines `openai` and `vllm`, with its version:
+    http://HOST:8000/v1. It must serve the target under `target.name_or_path`, or serve no other
+    model. Several servers, joined by commas, share the work."""
+
+    states_dir: str | None = None
+    """Folder into which the engine `vllm` writes hidden states (its `shared_storage_path`), as it is
+    called here. Files are deleted when they have been read."""
 
     def __post_init__(self) -> None:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._idle_problems())
@@ -111,6 +119,11 @@ class DistillConfig:
         from ..models.decoding.sampling import Sampling
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether another program regenerates."""
+        return self.engine in SERVERS
 
     @property
     def is_greedy(self) -> bool:
@@ -157,15 +170,25 @@ class DistillConfig:
 
     def _server_problems(self) -> list[str]:
         problems = []
-        if self.engine == "openai":
+        if self.is_served:
             if self.base_url is None:
                 problems.append(
-                    "engine is 'openai' and base_url is missing; set the server's address, such as http://HOST:8000/v1"
+                    f"engine is {self.engine!r} and base_url is missing; set the server's address, such as http://HOST:8000/v1"
                 )
         elif self.base_url is not None and self.engine is not None:
-            problems.append(f"base_url belongs to the engine openai, and engine is {self.engine!r}; leave it out")
-        if self.base_url is not None and not is_address(self.base_url):
+            problems.append(f"base_url belongs to the engines openai and vllm, and engine is {self.engine!r}; leave it out")
+        if self.base_url is not None and not all(map(is_address, self.base_url.split(","))):
             problems.append(f"base_url {NO_ADDRESS}")
+        if (self.engine == "vllm") != (self.states_dir is not None):
+            problems.append(
+                f"states_dir is {self.states_dir} and engine {self.engine}; the engine vllm needs the folder that it writes "
+                "hidden states into, and no other engine does"
+            )
+        if self.engine == "vllm" and (self.temperature or self.label_temperature):
+            problems.append(
+                "engine is 'vllm', whose texts are their own labels, so both temperature and label_temperature must be 0; set "
+                "engine to openai for sampled answers"
+            )
         return problems
 
 

@@ -107,6 +107,7 @@ def label_continuations(
     feature_layers: tuple[int, ...] = (),
     top_k: int | None = None,
     sampled: SampledLabels | None = None,
+    read: tuple[Float[torch.Tensor, "batch seq hidden"], dict[int, Float[torch.Tensor, "batch seq hidden"]]] | None = None,
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
     """Return the target's next `horizon` tokens after every wanted position: greedy, or `sampled`.
 
@@ -115,6 +116,8 @@ def label_continuations(
 
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
     of every needed position. `prune=False` decodes every wanted position; the labels are the same.
+    `read` are states that another program computed: then nothing is decoded, and the label of a position
+    where the target disagrees with the text ends after its first token.
 
     What is decoded is decided on the host, which the texts may be on. So the host waits for the first
     tokens, and for each further token except the last one. It also reads the texts if they are on the
@@ -124,7 +127,11 @@ def label_continuations(
     texts, move = HostTexts.of(input_ids, attention_mask, wanted), move_to(target.device)
     is_wanted = move(wanted)
     needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
-    first, (hidden_states, layers), cache = _prefill(target, move(input_ids), needed, feature_layers, sampled)
+    if read is None:
+        first, (hidden_states, layers), cache = _prefill(target, move(input_ids), needed, feature_layers, sampled)
+    else:
+        (hidden_states, layers), cache = read, None
+        first = _first_tokens(target, move(input_ids), hidden_states, needed, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()
@@ -134,7 +141,11 @@ def label_continuations(
     depth = _needed_depth(texts.wanted, borrows, horizon)
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
-    branches = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
+    if cache is None:
+        no_keys, no_places = [hidden_states[:, None]], np.zeros(0, np.int64)
+        branches = BranchCache(no_keys, no_keys, no_places, no_places)
+    else:
+        branches = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
     continuations, num_branch_tokens = _decode_branches(target, branches, first, host_first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
     continuations.masked_fill_(~is_wanted[..., None], UNKNOWN)
@@ -291,10 +302,21 @@ def _prefill(
     # No mask: under causal attention no token sees the padding on its right.
     hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
     inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
+    first = _first_tokens(target, input_ids, hidden_states, labelled, sampled)
+    return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
+
+
+def _first_tokens(
+    target: HFTarget,
+    input_ids: Int[torch.Tensor, "batch seq"],
+    hidden_states: Float[torch.Tensor, "batch seq hidden"],
+    labelled: Places,
+    sampled: SampledLabels | None,
+) -> Int[torch.Tensor, "batch seq"]:
+    """Return the next token at the places `labelled`; UNKNOWN elsewhere."""
     states = hidden_states.flatten(0, 1)[labelled.index]
     tokens = _next_tokens(target.model, states, labelled.rows, labelled.columns + 1, sampled)
-    first = torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, labelled.index, tokens).view_as(input_ids)
-    return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
+    return torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, labelled.index, tokens).view_as(input_ids)
 
 
 def _within(

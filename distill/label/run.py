@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -35,8 +36,10 @@ from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import Behind, peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from ..regenerate.engines.openai import open_servers
 from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
 from .features import TextFeatures, require_features, require_space, start_storing
+from .served_states import ServedStates
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +86,9 @@ def distill(
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, target, overlap)
-    longest = max(len(example.input_ids) for example in examples)
-    require_branch_attention(target, longest + max(config.horizon - 2, 0))
+    if config.engine != "vllm":
+        longest = max(len(example.input_ids) for example in examples)
+        require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
     if config.label_temperature:
         target.require_plain_head("leave distill.label_temperature out")
@@ -100,18 +104,34 @@ def distill(
         logger.info("the first example, with what is trained on %s:\n%s", marks, text)
     require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
-    return run_shards(
-        store,
-        manifest,
-        plan,
-        accelerator,
-        worker,
-        num_units=lambda shard: sum(len(example.input_ids) for example in shard),
-        make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker),
-        finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
-        unit="tok",
-        data_facts=data_facts,
+    with ExitStack() as stack:
+        served = _open_states(config, target, stack) if config.engine == "vllm" and store.missing(plan) else None
+        return run_shards(
+            store,
+            manifest,
+            plan,
+            accelerator,
+            worker,
+            num_units=lambda shard: sum(len(example.input_ids) for example in shard),
+            make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker, served),
+            finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
+            unit="tok",
+            data_facts=data_facts,
+        )
+
+
+def _open_states(config: DistillConfig, target: HFTarget, stack: ExitStack) -> ServedStates:
+    """Connect to the servers that read the texts. Raises ValueError if their states aren't the target's."""
+    assert config.base_url is not None  # DistillConfig has checked both
+    assert config.states_dir is not None
+    served = ServedStates(
+        servers=stack.enter_context(open_servers(config.base_url, target.identity.name)),
+        folder=Path(config.states_dir),
+        target=target,
+        layers=tuple(sorted(config.feature_layers)),
     )
+    served.require_same_states()
+    return served
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:
@@ -184,10 +204,15 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
 
 
 def label_shard(
-    config: DistillConfig, target: HFTarget, examples: Sequence[Example], progress: tqdm
+    config: DistillConfig,
+    target: HFTarget,
+    examples: Sequence[Example],
+    progress: tqdm,
+    served: ServedStates | None = None,
 ) -> tuple[list[DistilledExample], LabellingStats]:
     """Return the labelled examples of one shard in order. `progress` counts tokens of text.
 
+    With `served` the states are those of a server, and the texts their own labels.
     A thread moves what a batch stores to memory while the next batch is computed. Raises ValueError
     with an example's id if the target's states of this example aren't finite.
     """
@@ -197,7 +222,7 @@ def label_shard(
     with Behind("states") as behind:
         for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
             texts = [examples[index] for index in batch]
-            continuations, features, stats = _label_batch(config, target, texts)
+            continuations, features, stats = _label_batch(config, target, texts, served)
             behind.start(partial(_keep, labelled, batch, start_storing(config, texts, continuations, features)))
             counts.append(stats)
             progress.update(stats.num_text_tokens)
@@ -206,7 +231,7 @@ def label_shard(
 
 
 def _label_batch(
-    config: DistillConfig, target: HFTarget, examples: Sequence[Example]
+    config: DistillConfig, target: HFTarget, examples: Sequence[Example], served: ServedStates | None = None
 ) -> tuple[Int[torch.Tensor, "text seq horizon"], TextFeatures, LabelStats]:
     """Return continuations, features and work of a batch, on the target's device."""
     # 1. Pad the texts.
@@ -232,6 +257,7 @@ def _label_batch(
         feature_layers=tuple(config.feature_layers),
         top_k=config.top_logprobs,
         sampled=sampled,
+        read=None if served is None else served.read([example.input_ids for example in examples]),
     )
 
 
@@ -249,11 +275,12 @@ def _label_shards(
     output_dir: Path,
     progress: tqdm,
     worker: Worker,
+    served: ServedStates | None,
 ) -> None:
     """Label and write shards. A thread writes a shard while the next one is labelled."""
     with Behind("shards") as behind:
         for index, examples in shards.items():
-            labelled, stats = label_shard(config, target, examples, progress)
+            labelled, stats = label_shard(config, target, examples, progress, served)
             if worker.speaks:
                 behind.start(partial(_write, output_dir, index, labelled, stats))
             del labelled  # at most the shard that is written and the next one are in memory

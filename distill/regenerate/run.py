@@ -89,7 +89,7 @@ def regenerate(
     store, data_facts = answer_store(output_dir), describe_data(data, target.tokenizer.chat_template, overlap)
     manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
     # 2. Answer them, shard by shard. With a server each process sends its own requests.
-    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
+    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
 
     def begin(conversation: Conversation) -> Dialogue:
         return Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=config.seed)
@@ -174,7 +174,7 @@ def begin_answers(
         drafter = load_drafter(config.drafter, target, **config.drafter_settings)
     parts = [] if drafter is None else trained_parts(drafter)
     # 2. The first process of a new folder chooses.
-    decodes = config.engine != "openai"  # a server computes in its own way
+    decodes = not config.is_served  # a server computes in its own way
     if is_first:
         if decodes:
             target.choose_linears(*parts)

@@ -226,7 +226,7 @@ def _write(written: SelfSource, folder: Path, accelerator: Accelerator) -> None:
     plan, store = plan_shards(written.items, config.shard_examples), answer_store(folder)
     facts = describe_data(data, target.tokenizer.chat_template)
     manifest, _ = begin_answers(config, data, target, plan, store, accelerator, facts)
-    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
+    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
 
     def make(shards: Mapping[int, Sequence[Conversation]], progress: tqdm) -> None:
         with ExitStack() as stack:

@@ -6,14 +6,17 @@ later how often the target agrees with the answers.
 """
 
 import asyncio
+import fcntl
 import importlib.util
 import logging
 import os
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import cycle
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -73,6 +76,12 @@ class _Choice(BaseModel):
         return self
 
 
+class Transfer(BaseModel):
+    """What vLLM says of a request's hidden states."""
+
+    hidden_states_path: str
+
+
 class _Usage(BaseModel):
     prompt_tokens: int | None = None
 
@@ -80,6 +89,7 @@ class _Usage(BaseModel):
 class _Completion(BaseModel):
     choices: tuple[_Choice]
     usage: _Usage | None = None
+    kv_transfer_params: Transfer | None = None
 
 
 class CompletionsServer:
@@ -154,7 +164,7 @@ def require_client() -> None:
     """Raise ValueError if the package openai isn't installed."""
     if importlib.util.find_spec("openai") is None:
         raise ValueError(
-            "distill.engine is openai, and the package openai isn't installed; pip install 'outrider[openai]', or set "
+            "distill.engine is a server, and the package openai isn't installed; pip install 'outrider[openai]', or set "
             "distill.engine=decoder"
         )
 
@@ -239,22 +249,35 @@ def find_model(server: CompletionsServer, target_name: str) -> str:
     return served[0]
 
 
+@contextmanager
+def open_servers(base_url: str, target_name: str) -> Iterator[list[tuple[CompletionsServer, str]]]:
+    """Connect to the servers at addresses joined by commas; return each with its name of the target.
+
+    Raises ValueError as `open_server` and `find_model` do.
+    """
+    with ExitStack() as stack:
+        servers = [stack.enter_context(open_server(url)) for url in base_url.split(",")]
+        yield [(server, find_model(server, target_name)) for server in servers]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenAIEngine:
-    """Engine that sends requests to a server, at most `max_in_flight` at a time.
+    """Engine that sends requests to servers in turns, at most `max_in_flight` at a time to each.
 
     Each request has its seed. Servers form batches from the requests that arrive, so rounding may
     differ from run to run, and with it a text.
     """
 
-    server: CompletionsServer
-    model: str
+    servers: Sequence[tuple[CompletionsServer, str]]
+    """Each with its name of the target."""
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     stop_ids: Sequence[int]
     sampling: Sampling
     limits: Limits
     max_in_flight: int = DEFAULT_IN_FLIGHT
+    states_dir: Path | None = None
+    """Folder into which the servers write hidden states, of which answers need none."""
     _logged: set[str] = field(default_factory=set)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
@@ -263,8 +286,11 @@ class OpenAIEngine:
         Closing the iterator early cancels the requests in flight. Raises ValueError if the server
         rejects a request or reads another prompt, and ConnectionError if it doesn't come back.
         """
-        slots = asyncio.Semaphore(self.max_in_flight)
-        futures = [self.server.submit(self._complete(request, slots)) for request in requests]
+        places = [(server, model, asyncio.Semaphore(self.max_in_flight)) for server, model in self.servers]
+        futures = [
+            server.submit(self._complete(server, model, request, slots))
+            for request, (server, model, slots) in zip(requests, cycle(places), strict=False)
+        ]
         try:
             for future in as_completed(futures):
                 yield future.result()
@@ -272,11 +298,11 @@ class OpenAIEngine:
             for future in futures:
                 future.cancel()
 
-    async def _complete(self, request: Request, slots: asyncio.Semaphore) -> Answer:
+    async def _complete(self, server: CompletionsServer, model: str, request: Request, slots: asyncio.Semaphore) -> Answer:
         max_tokens = self.limits.room(len(request.prompt_ids))
         body = {
             **NO_FILTERS,
-            "model": self.model,
+            "model": model,
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": max_tokens,
             "temperature": self.sampling.temperature,
@@ -287,12 +313,14 @@ class OpenAIEngine:
         }
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self.sampling, name)) is not None}
         async with slots:
-            completion = await self.server.ask("completions", _Completion, body)
-        return self._checked(request, completion, max_tokens)
+            completion = await server.ask("completions", _Completion, body)
+            if self.states_dir is not None and completion.kv_transfer_params is not None:
+                unneeded = states_file(server.url, completion.kv_transfer_params, self.states_dir)
+                await asyncio.to_thread(take_states, unneeded, lambda path: None)
+        return self._checked(server.url, request, completion, max_tokens)
 
-    def _checked(self, request: Request, completion: _Completion, max_tokens: int) -> Answer:
+    def _checked(self, url: str, request: Request, completion: _Completion, max_tokens: int) -> Answer:
         # 1. The server must have read exactly the prompt.
-        url = self.server.url
         num_prompt_tokens = completion.usage.prompt_tokens if completion.usage else None
         if num_prompt_tokens not in (None, len(request.prompt_ids)):
             raise ValueError(
@@ -301,7 +329,7 @@ class OpenAIEngine:
             )
         # 2. Its tokens, with a stop token unless the answer was cut.
         (choice,) = completion.choices
-        tokens = self._tokens(choice, max_tokens)
+        tokens = self._tokens(url, choice, max_tokens)
         is_cut = choice.finish_reason == "length"
         end = next((index for index, token in enumerate(tokens) if token in self.stop_ids), None)
         if end is not None:
@@ -314,9 +342,8 @@ class OpenAIEngine:
             raise ValueError(f"{url} answers with tokens that the target doesn't have; is it another model?")
         return Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=is_cut)
 
-    def _tokens(self, choice: _Choice, max_tokens: int) -> list[int]:
+    def _tokens(self, url: str, choice: _Choice, max_tokens: int) -> list[int]:
         """Return the server's ids of the answer, or those of its text, which may be too many."""
-        url = self.server.url
         if choice.token_ids is not None:
             if len(choice.token_ids) > max_tokens:
                 raise ValueError(
@@ -355,6 +382,29 @@ class OpenAIEngine:
         """Return the token that ended the answer: the server's, tokenizer's, or any stop token."""
         candidates = (choice.stop_reason, self.tokenizer.eos_token_id)
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
+
+
+def states_file(url: str, transfer: Transfer, folder: Path) -> Path:
+    """Return the file into which a server has written hidden states.
+
+    Raises ValueError if it isn't in `folder`: a server may name any file of this machine, and what is read is deleted.
+    """
+    path = Path(transfer.hidden_states_path)
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"{url} has written states to {str(path)!r}, which isn't in distill.states_dir={folder}")
+    return path
+
+
+def take_states(path: Path, read: Callable[[Path], T]) -> T:
+    """Wait until a file of hidden states is written, return what `read` returns, and delete the file."""
+    lock = path.with_name(f"{path.name}.lock")
+    if lock.exists():
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+    result = read(path)
+    path.unlink(missing_ok=True)
+    lock.unlink(missing_ok=True)
+    return result
 
 
 def _num_tries(error: Any) -> int:

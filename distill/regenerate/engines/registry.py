@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from ....models.decoding.loop import NullDrafter
 from ....models.drafters.saved.loading import LoadedDrafter
@@ -69,17 +70,16 @@ def _open_openai(
     config: DistillConfig, target: HFTarget, limits: Limits, drafter: LoadedDrafter | None, stack: ExitStack
 ) -> Engine:
     assert config.base_url is not None  # DistillConfig has checked it
-    server = stack.enter_context(openai.open_server(config.base_url))
     return openai.OpenAIEngine(
-        server=server,
-        model=openai.find_model(server, target.identity.name),
+        servers=stack.enter_context(openai.open_servers(config.base_url, target.identity.name)),
         tokenizer=target.tokenizer,
         vocab_size=target.vocab_size,
         stop_ids=target.stop_ids,
         sampling=config.sampling,
         limits=limits,
         max_in_flight=config.decode_batch_size or openai.DEFAULT_IN_FLIGHT,
+        states_dir=None if config.states_dir is None else Path(config.states_dir),
     )
 
 
-_OPENERS = {"decoder": _open_decoder, "batch": _open_batch, "openai": _open_openai}
+_OPENERS = {"decoder": _open_decoder, "batch": _open_batch, "openai": _open_openai, "vllm": _open_openai}

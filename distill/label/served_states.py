@@ -1,0 +1,124 @@
+"""Hidden states of texts that vLLM has read, in place of passes of the target here.
+
+vLLM writes the states of a request to a file (its speculative method `extract_hidden_states`, and a connector that
+saves them; from 0.18 on). State i is the input of layer i, and the last one is the last layer's output before the
+final norm, which is computed here. The file system must be one that both programs see. A text that the target wrote
+greedily is its own label; at the few tokens where rounding in the engine chose another one, the label ends.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
+
+from ...models.llm.hf_target import HFTarget
+from ...models.llm.hidden_states import decoder_layers, decoder_of
+from ..regenerate.engines.openai import CompletionsServer, Transfer, states_file, take_states
+
+logger = logging.getLogger(__name__)
+
+MOST_ERROR, MOST_NARROW_ERROR = 1e-4, 0.05
+"""Largest relative errors of a token's states that two programs' rounding explains, in float32 and in narrower types."""
+START = (
+    "start vLLM with --no-enable-prefix-caching --speculative-config and --kv-transfer-config as "
+    "docs/how-to/regenerate.md shows"
+)
+
+
+class _Completion(BaseModel):
+    kv_transfer_params: Transfer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedStates:
+    """Servers that write the states of texts into `folder`; texts are divided among them."""
+
+    servers: Sequence[tuple[CompletionsServer, str]]
+    """Each with its name of the target."""
+    folder: Path
+    target: HFTarget
+    layers: tuple[int, ...]
+    """Layers whose inputs are read besides the last states."""
+
+    def require_same_states(self) -> None:
+        """Read a short text by each server and by the target here.
+
+        Raises ValueError if a server's states are those of another model or of other layers.
+        """
+        if not hasattr(decoder_of(self.target.model), "norm"):
+            name = type(self.target.model).__name__
+            raise ValueError(f"{name} has no final norm where Llama has it, so its last states can't be computed here")
+        text = self.target.probe_ids
+        last, inputs = self.target.hidden_states(text[None], self.layers)
+        here = [last] if inputs is None else [last, *inputs.split(last.shape[-1], dim=-1)]
+        for place in self.servers:
+            url, (states, layers) = place[0].url, self._read([text.cpu()], [place])
+            is_precise = self.target.is_precise and all(values.dtype == torch.float32 for values in layers.values())
+            for name, mine, theirs in zip(("last", *self.layers), here, (states, *layers.values()), strict=True):
+                error = float(((theirs.float() - mine.float()).norm(dim=-1) / mine.float().norm(dim=-1)).max())
+                if not error <= (MOST_ERROR if is_precise else MOST_NARROW_ERROR):
+                    raise ValueError(
+                        f"{url} gives states of layer {name} that differ from the target's by {error:.2g}: it serves another "
+                        f"model, or other layers than {self._wanted}; {START}"
+                    )
+                logger.info("%s: states of layer %s differ from the target's here by %.1e", url, name, error)
+
+    def read(
+        self, texts: Sequence[Int[torch.Tensor, " seq"]]
+    ) -> tuple[Float[torch.Tensor, "text seq hidden"], dict[int, Float[torch.Tensor, "text seq hidden"]]]:
+        """Return the last hidden states of texts and the inputs of `layers`, right-padded, on the target's device.
+
+        Raises ValueError for a file that isn't the text's, and ConnectionError for a server that doesn't come back.
+        """
+        return self._read(texts, self.servers)
+
+    @property
+    def _wanted(self) -> list[int]:
+        return [*self.layers, len(decoder_layers(self.target.model))]
+
+    def _read(
+        self, texts: Sequence[torch.Tensor], servers: Sequence[tuple[CompletionsServer, str]]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        asked = []
+        for text, (server, model) in zip(texts, cycle(servers), strict=False):
+            body: dict[str, Any] = {"model": model, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0.0}
+            asked.append((server.url, text, server.submit(server.ask("completions", _Completion, body))))
+        try:
+            states = [self._of_file(url, reply.result(), text) for url, text, reply in asked]
+        finally:
+            for _, _, reply in asked:
+                reply.cancel()
+        padded = pad_sequence(states, batch_first=True).to(self.target.device)
+        *inputs, last = padded.unbind(2)
+        norm = decoder_of(self.target.model).norm
+        with torch.inference_mode():
+            return norm(last.to(self.target.dtype)), dict(zip(self.layers, inputs, strict=True))
+
+    def _of_file(self, url: str, reply: _Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
+        """Read a text's states, and delete their file."""
+        if reply.kv_transfer_params is None:
+            raise ValueError(f"{url} gives no hidden states; {START}")
+        path = states_file(url, reply.kv_transfer_params, self.folder)
+        try:
+            tensors = take_states(path, load_file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} of {url} can't be read ({error}); is its disk full?") from error
+        states, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
+        shape = (len(text), len(self._wanted), self.target.hidden_size)
+        if states is None or tokens is None or tokens[: len(text)].tolist() != text.tolist():
+            raise ValueError(f"{path} of {url} isn't of the text that was sent; {START}")
+        if states.dim() != 3 or len(states) < len(text) or states[: len(text)].shape != shape:
+            raise ValueError(
+                f"{path} of {url} has states of the shape {tuple(states.shape)}, and those of the layers {self._wanted} of "
+                f"this text are {shape}; {START}"
+            )
+        return states[: len(text)].clone()
