@@ -16,7 +16,7 @@ from outrider.train.batches import states_of_texts
 VOCAB = 100
 WINDOW = 6
 """Sliding window, shorter than every prompt and answer so that it matters."""
-NUM_NEW = 16
+NUM_NEW = 10
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 
 SMALL = {

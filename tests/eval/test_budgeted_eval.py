@@ -66,10 +66,3 @@ def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -
     assert result.exit_code == 0, result.output
     place = json.loads((tmp_path / "out" / "tuning.json").read_text())["place"]
     assert place["form"].startswith("streamed 0.00"), "the budget is part of the setup that a choice is for"
-
-
-def test_a_budget_for_all_weights_reads_no_file_in_passes(command: list[str], tmp_path: Path) -> None:
-    result = invoke(["eval", *command, "--repeats", "1", "--memory-budget-gib", "1"])
-    assert result.exit_code == 0, result.output
-    assert "all weights fit into target.memory_budget_gib" in result.output
-    assert "GB/tok" not in result.output

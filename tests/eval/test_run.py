@@ -278,12 +278,11 @@ class SamplesHotter(SpeculativeSampling):
         return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
 def test_a_sampler_of_a_wrong_distribution_is_caught(
-    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
     options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}], "max_new_tokens": 24}
     assert not any(is_broken(row) for row in run_tiny(tmp_path / "right", target, **options))
     monkeypatch.setattr(methods, "SpeculativeSampling", SamplesHotter)
@@ -551,8 +550,6 @@ def test_an_evaluation_that_does_not_fit_into_memory_at_all_is_an_error(
     run_out_of_memory(monkeypatch, lambda drafter, prompts: True)
     with pytest.raises(ValueError, match="plain decoding ran out of memory on every suite .* lower the batch size"):
         run_tiny(tmp_path / "eval")
-    monkeypatch.undo()
-    assert not any(row["out_of_memory"] for row in run_tiny(tmp_path / "eval"))
 
 
 def test_an_error_that_is_not_of_memory_ends_the_evaluation(
@@ -564,19 +561,6 @@ def test_an_error_that_is_not_of_memory_ends_the_evaluation(
     monkeypatch.setattr(measure, "time_generation", fail)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run_tiny(tmp_path / "eval")
-
-
-def test_an_out_of_memory_error_behind_another_error_is_recognised(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The end of a graph capture, for example, fails with another error."""
-    error = ValueError("this model can't be recorded as a CUDA graph")
-    error.__cause__ = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    error.__cause__.__context__ = ON_A_GPU
-    run_out_of_memory(monkeypatch, lambda drafter, prompts: getattr(drafter, "max_nodes", 0) == 6, error)
-    rows = run_tiny(tmp_path / "eval")
-    assert [row["method"] for row in rows if row["out_of_memory"]] == ["redrafter"]
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB." in caplog.text, "what ran out is named, not what it led to"
 
 
 @pytest.mark.slow

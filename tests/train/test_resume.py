@@ -1,7 +1,6 @@
 """Killed and resumed runs, in new processes, against an uninterrupted one."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -24,14 +23,6 @@ STEPS = 5
 # Micro-batches with unequal numbers of labels, records over several steps, and a checkpoint at
 # every step.
 CONFIG = {**TRAIN, "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "max_positions": 20, "log_every": 2}
-
-RANDOM_KILLS_CONFIG = {
-    **CONFIG,
-    "steps": 6,
-    "validation_texts": 4,
-    "validation_tokens": 6,
-    "validate_every": 3,
-}
 
 
 def launch(command: list[str], timeout_seconds: float = 120) -> str:
@@ -98,34 +89,6 @@ def test_a_resumed_run_may_have_rounding_errors_on_a_gpu_only(tmp_path: Path) ->
             assert_same_weights(tmp_path / file, unbroken, device)
         with pytest.raises(AssertionError):
             assert_same_records([{**line, "loss": loss}], [line], device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_runs_killed_at_random_moments_resume_to_equal_bits(
-    processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
-) -> None:
-    """The variable OUTRIDER_KILLS sets the number of kills."""
-    if processes > 1 and not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    kills = math.ceil(int(os.environ.get("OUTRIDER_KILLS", "6")) / 2)
-    drafter = {**DRAFTER, "kind": "dropout", "exit_width": 128}
-    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path)]
-    script = str(SCRIPTS / "random_kills.py")
-    options = [json.dumps(RANDOM_KILLS_CONFIG), json.dumps(drafter), str(processes), str(kills)]
-    launch([script, *folders, *options], timeout_seconds=60 * kills)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["kills"]) == kills
-    expected = records(tmp_path / "unbroken")
-    assert [record["step"] for record in expected] == [2, 3, 3, 4, 6, 6]
-    for number, kill in enumerate(report["kills"]):
-        folder = tmp_path / f"kill-{number}"
-        assert_same_records(records(folder), expected, CPU)
-        for file in ("drafter/model.safetensors", "train/best/model.safetensors"):
-            assert_same_weights(folder / file, tmp_path / "unbroken" / file, CPU)
-        best = "train/best/best.json"
-        assert (folder / best).read_bytes() == (tmp_path / "unbroken" / best).read_bytes(), kill
-        assert not list((folder / "train").rglob(".*")), kill
 
 
 @pytest.mark.slow

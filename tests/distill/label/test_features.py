@@ -154,16 +154,6 @@ def test_labels_do_not_depend_on_what_is_stored(target: HFTarget, data: DataConf
         assert (theirs.hidden_states, dict(theirs.layers), theirs.top) == (None, {}, None)
 
 
-def test_a_lost_shard_with_all_states_is_rewritten_with_equal_bytes(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    folder, config = tmp_path / "distill", replace(ALL, features_dtype="int8")
-    manifest = run(config, data, target, folder)
-    before = {shard.file: (folder / shard.file).read_bytes() for shard in manifest.shards}
-    for path in folder.glob("shard-00001*"):
-        path.unlink()
-    assert run(config, data, target, folder) == manifest
-    assert {name: (folder / name).read_bytes() for name in before} == before
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [

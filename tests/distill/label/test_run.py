@@ -204,17 +204,6 @@ def test_no_shard_is_recomputed_for_lost_statistics(target: HFTarget, data: Data
     assert set(contents(folder)) == before
 
 
-def test_a_damaged_sidecar_is_an_error_with_the_remedy(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    folder = tmp_path / "distill"
-    run(CONFIG, data, target, folder)
-    path = folder / "shard-00001.json"
-    path.write_text(path.read_text()[:-3])
-    with pytest.raises(ValueError, match=r"Delete .*shard-00001\.json, then run the stage distill again"):
-        run(CONFIG, data, target, folder)
-    path.unlink()
-    run(CONFIG, data, target, folder)
-
-
 def test_damaged_shards_are_named_before_any_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,11 +248,6 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         run(CONFIG, data, target, folder)
-
-
-def test_bad_settings_are_listed_together() -> None:
-    with pytest.raises(ValueError, match=r"(?s)horizon.*features.*batch_tokens"):
-        DistillConfig(horizon=0, batch_tokens=-1, features="all")
 
 
 def test_length_batches_visit_every_text_once_within_the_budget() -> None:

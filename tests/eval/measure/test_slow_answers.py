@@ -122,8 +122,7 @@ def test_a_slow_answer_is_decoded_once_more_and_changes_no_row(run_tiny: Evaluat
             assert not row["noisy"]
 
 
-@pytest.mark.parametrize("method", [BASELINE, "redrafter"])
-@pytest.mark.parametrize("wrong_attempt", [0, 1])
+@pytest.mark.parametrize(("method", "wrong_attempt"), [(BASELINE, 0), ("redrafter", 1)])
 def test_a_wrong_token_of_any_attempt_is_seen(
     method: str, wrong_attempt: int, run_tiny: Evaluate, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.samples import g_test
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
-
-from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
 
 
 def make(target, **options) -> Redrafter:
@@ -206,41 +202,6 @@ def test_started_from_the_targets_head_it_first_gives_the_targets_logits(target,
 def test_a_head_that_cannot_start_from_the_targets_is_refused(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": "redrafter", "head_init": "target", **options}), target)
-
-
-def distilled_to_tiny(tiny) -> Redrafter:
-    """Train a drafter on random texts towards the target's distribution."""
-    generator = torch.Generator().manual_seed(5)
-    texts = torch.randint(0, VOCAB, (32, 12), generator=generator)
-    mask = torch.ones_like(texts, dtype=torch.bool)
-    batch = DrafterBatch(
-        input_ids=texts,
-        attention_mask=mask,
-        positions=mask & (torch.arange(12) < 9),
-        continuations=torch.stack([texts.roll(-1 - depth, dims=1) for depth in range(3)], dim=2),
-        hidden_states=tiny.hidden_states(texts)[0],
-    )
-    torch.manual_seed(0)
-    drafter = build_drafter(
-        parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}), tiny
-    ).double()
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        drafter.loss(batch, Objective(loss=LossKind.kl, head=tiny.head)).sums.sum().backward()
-        optimizer.step()
-    return drafter.eval().requires_grad_(False)
-
-
-@pytest.mark.parametrize("tree_nodes", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_answers_drafted_by_beams_are_samples_of_the_target(target, tree_nodes):
-    tiny = make_tiny(target, seed=0)
-    drafter = distilled_to_tiny(tiny)
-    drafter.config.tree_nodes = tree_nodes
-    counts, accepted = sampled_counts(tiny, drafter, num_texts=6000, length=4)
-    assert accepted == {0, 1, 2, 3}
-    assert g_test(counts, joint(tiny.model, 4)) > 1e-6
-    assert g_test(counts, joint(make_tiny(target, seed=1).model, 4)) < 1e-6, "the test sees nothing"
 
 
 def test_width_length_and_nodes_of_the_search_are_options_of_loading(target, tmp_path):

@@ -240,19 +240,3 @@ print("read")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "read\n", "")
-
-
-def test_a_cast_that_is_forgotten_is_caught(
-    reader: WeightReader, path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutant that copies bytes instead of numbers."""
-
-    def copy_bytes(self: WeightReader, filled: Any, sources: Any, after: Any) -> None:
-        for tensor, source in zip(filled, sources, strict=True):
-            view = tensor.view(torch.uint8)
-            view[: source.nbytes] = source.contiguous().view(torch.uint8)[: view.numel()]
-
-    monkeypatch.setattr(WeightReader, "_fill", copy_bytes)
-    filled = empty_like(tensors, torch.float32)
-    reader.load(Loading(weights_of(path, tensors), filled)).future.result(timeout=60)
-    assert not torch.equal(filled[0], tensors["large"].float())
