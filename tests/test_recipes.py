@@ -50,7 +50,10 @@ SMALL_DRAFTERS = {
 }
 KINDS = {"redrafter2": "block"}
 """The kind of a recipe's drafter where the recipe's name doesn't begin with it."""
-OTHER_TARGETS = {"eagle3_llama31_8b", "eagle3_qwen3_4b", "redrafter_llama31_8b", "redrafter_qwen3_4b"}
+OTHER_TARGETS = {
+    *("eagle3_llama31_8b", "eagle3_llama3_8b", "eagle3_qwen3_4b"),
+    *("redrafter_llama31_8b", "redrafter_llama3_8b", "redrafter_qwen3_4b", "redrafter_qwen3_8b"),
+}
 """Recipes that differ from another one by the target, and by sizes, which the tests replace."""
 NEEDS_DEPTH = ["export.formats=[]"]
 """Of EAGLE-3 on a target of two layers: the formats need more."""
@@ -70,8 +73,6 @@ ALL_RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not
 SMALL_DEMOS = {
     # the tiny target has two layers
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
-    "block_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
-    "redrafter2_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
     "block_dspark_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
     "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
 }
@@ -186,7 +187,7 @@ def test_the_full_evaluation_takes_every_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "demo", [pytest.param(demo, marks=[] if demo == "eagle3_demo" else pytest.mark.slow) for demo in DEMOS]
+    "demo", ["eagle3_demo", *(pytest.param(f"{kind}_demo", marks=pytest.mark.slow) for kind in ("block_dspark", "draft_model"))]
 )
 def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
     data = "data={limit: 4, max_length: 64, prompt_chars: [20, 40]}"

@@ -167,6 +167,7 @@ def test_answers_beyond_the_context_are_refused_before_the_distillation(override
     assert not (tmp_path / "run" / "distill").exists()
 
 
+@pytest.mark.slow
 def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, tmp_path, monkeypatch, accelerator):
     run_here(*options, "stages=[distill]")
     config = load_recipe(*options, "stages=[train]")

@@ -60,6 +60,7 @@ def test_an_evaluation_counts_what_was_read_and_prints_the_plan(command: list[st
     assert "memory_budget" in result.message
 
 
+@pytest.mark.slow
 def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -> None:
     options = ["--no-write", "--setting", "{length: 2}", "--memory-budget-gib", gib(0.6)]
     result = invoke(["tune", *command, *options])

@@ -322,6 +322,7 @@ def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Pat
     assert "NOT LOSSLESS" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
     run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +386,7 @@ def drafts_per_step(folder: Path) -> dict[str, set[float]]:
     return result
 
 
+@pytest.mark.slow
 def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
@@ -637,6 +639,7 @@ def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list
     return tried
 
 
+@pytest.mark.slow
 def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
     run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -682,6 +685,7 @@ def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
     assert "NOT LOSSLESS" not in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_baselines_and_merges_are_rows_of_the_table(
     run_tiny: Evaluate,
     tiny_drafter_dir: Path,

@@ -27,8 +27,6 @@ KINDS = {
     "draft model": "draft model",
     "block": "block",
     "few labels": "redrafter",  # in many steps one process has none
-    "few labels for eagle": "eagle",
-    "sliced redrafter": "redrafter",
     "sliced eagle": "eagle",  # starts from the weights of a sliced layer
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
@@ -68,7 +66,7 @@ def sparse_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pa
 @pytest.fixture(scope="module")
 def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str, Path]:
     """Map training runs to their special shards."""
-    return {"one depth": short_shards_dir, "few labels": sparse_shards_dir, "few labels for eagle": sparse_shards_dir}
+    return {"one depth": short_shards_dir, "few labels": sparse_shards_dir}
 
 
 @pytest.fixture(scope="module")

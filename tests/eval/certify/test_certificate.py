@@ -77,6 +77,7 @@ def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatc
     assert all("float32 compiled, " in line["subject"] for line in certificate["lines"])
 
 
+@pytest.mark.slow
 def test_a_graphed_certificate_replays_target_and_drafter(
     decoding: list[str], tiny_target: HFTarget, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

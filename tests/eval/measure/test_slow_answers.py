@@ -169,6 +169,7 @@ def test_what_stays_slow_is_noisy_and_leaves_the_median(run_tiny: Evaluate, cloc
     assert drafted["processor_speedup"] == pytest.approx(clean[1]["processor_speedup"])
 
 
+@pytest.mark.slow
 def test_an_accelerators_answers_are_compared_with_their_repeats(
     run_tiny: Evaluate, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 def test_the_bar_counts_each_answer_once_and_only_goes_forward(
     run_tiny: Evaluate, clock: Clock, bars: list[Any], tmp_path: Path
 ) -> None:

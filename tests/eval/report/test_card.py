@@ -533,6 +533,7 @@ def test_the_card_of_training_free_drafters_has_code_and_no_figures(tmp_path: Pa
         model_card(parts, CardOptions(evaluations=[tmp_path]))
 
 
+@pytest.mark.slow
 def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_alpaca_eval_answers_are_its_judges_model_outputs(
         assert all(isinstance(output["output"], str) for output in outputs)
 
 
+@pytest.mark.slow
 def test_other_suites_have_plain_lines_and_each_temperature_a_folder(
     tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path
 ) -> None:

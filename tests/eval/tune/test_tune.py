@@ -193,6 +193,7 @@ def test_tuning_finds_measures_and_writes(
     assert tuning_table(tuning, 2, name_of).caption == "3 more settings were slower on some of the prompts"
 
 
+@pytest.mark.slow
 def test_settings_that_run_out_of_memory_are_left_out_and_named(
     tune_tiny: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +232,7 @@ def test_settings_that_run_out_of_memory_are_left_out_and_named(
         tune_tiny([large])
 
 
+@pytest.mark.slow
 def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
     tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,6 +332,7 @@ def test_a_draft_pass_that_does_not_fit_the_wait_is_not_begun(target, twin, wait
     assert not any(results), "the first pass has shown what one takes"
 
 
+@pytest.mark.slow
 def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
     """It must not fill the memory in a pass that takes minutes."""
     plain, _ = decode(target, NullDrafter(), ONE, num_new=4)
@@ -526,6 +527,7 @@ def test_a_growing_tree_that_is_skipped_keeps_its_nodes(target, twin, kept):
 # --- calibration
 
 
+@pytest.mark.slow
 def test_probabilities_follow_what_the_target_accepts(target, twin):
     """The draft model is far too sure of itself, and q much less so."""
     rule = Steady(num_reads=6, num_nodes=8)

@@ -183,6 +183,7 @@ def test_a_stop_token_missing_in_a_reply_is_added_from_its_stop_reason(
         if choice["finish_reason"] == "stop":
             choice["token_ids"] = choice["token_ids"][:-1]
 
+    del requests[5:]
     server.change = leave_out
     assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
@@ -287,23 +288,16 @@ def test_an_invalid_reply_is_an_error_that_names_the_field(
         ask()
 
 
-@pytest.mark.parametrize("usage", [None, {}])
-def test_a_reply_without_token_counts_is_accepted(
-    ask: Callable[..., Found],
-    server: Server,
-    target: HFTarget,
-    requests: list[Request],
-    limits: Limits,
-    usage: dict[str, None] | None,
-) -> None:
-    server.change = lambda reply: reply.update(usage=usage)
-    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+def test_a_reply_without_token_counts_is_accepted(ask, server, target, requests, limits) -> None:
+    del requests[1:]
+    for usage in (None, {}):
+        server.change = lambda reply, usage=usage: reply.update(usage=usage)
+        assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
 @pytest.mark.parametrize("stop_reason", [True, "</s>"])
-def test_a_stop_reason_that_is_no_token_id_is_ignored(
-    ask: Callable[..., Found], server: Server, target: HFTarget, stop_reason: Any
-) -> None:
+def test_a_stop_reason_that_is_no_token_id_is_ignored(ask, server, target, requests, stop_reason) -> None:
+    del requests[1:]
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = [3, 1, 4]
     server.change = lambda reply: reply["choices"][0].update(
@@ -329,11 +323,13 @@ def test_an_answer_that_goes_on_after_a_stop_token_is_cut_there(
 def test_an_answer_cut_before_its_first_token_is_an_empty_one(
     ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
 ) -> None:
+    del requests[1:]
     server.change = lambda reply: reply["choices"][0].update(finish_reason="length", **nothing)
     assert ask() == {request.id: ([], True) for request in requests}
 
 
-def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+def test_a_text_longer_than_requested_is_one_warning(ask, server, requests, caplog) -> None:
+    del requests[2:]
     server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 1_000_000)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         answers = ask(decode_batch_size=1)
