@@ -127,15 +127,7 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(recipe, marks=pytest.mark.long if recipe in OTHER_TARGETS else []) for recipe in RECIPES]
 )
-def test_a_recipe_runs_through_all_stages(
-    tiny_target_dir: Path,
-    qwen3_dir: Path,
-    conversations: Path,
-    questions: Path,
-    tmp_path: Path,
-    recipe: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_recipe_runs_through_all_stages(tiny_target_dir, qwen3_dir, conversations, questions, tmp_path, recipe, caplog):
     """With every format that the recipe names, and a warning only if no engine has one."""
     kind = recipe.split("_")[0]
     is_qwen3 = "qwen3" in recipe
@@ -197,9 +189,7 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
 
 
 @pytest.mark.slow
-def test_a_drafter_is_adapted_to_a_changed_target(
-    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_adapted_to_a_changed_target(tiny_target_dir, conversations, questions, tmp_path, monkeypatch):
     """The run resolves `start_from` once: on the Hub each look-up is a request."""
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or Path(name))

@@ -236,9 +236,7 @@ def test_an_adapted_drafter_has_the_architecture_of_the_trained_one(trained: Pat
         ([], r"drafter.start_from is missing; give drafter.start_from=VALUE"),
     ],
 )
-def test_an_unusable_initial_drafter_is_an_error_before_anything_is_loaded(
-    trained: Path, overrides: list[str], message: str
-) -> None:
+def test_an_unusable_initial_drafter_is_an_error_before_anything_is_loaded(trained, overrides, message):
     with raises(message):
         run_config("conf=adapt", *SUBJECT, *(override.format(trained=trained) for override in overrides))
 

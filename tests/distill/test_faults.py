@@ -30,9 +30,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 
 @pytest.mark.slow
-def test_processes_killed_repeatedly_write_the_bytes_of_an_uninterrupted_run(
-    target: HFTarget, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_processes_killed_repeatedly_write_the_bytes_of_an_uninterrupted_run(target, tiny_target_dir, tmp_path):
     data = write_conversations(tmp_path / "chats.jsonl", NUM_CONVERSATIONS)
     seed = random.randrange(10**6)
     script = Path(__file__).with_name("killed_distill.py")

@@ -25,9 +25,7 @@ def rates(run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("schedule", ["cosine"])
-def test_it_resumes_from_its_last_checkpoint_on_the_schedule_of_the_new_number(
-    schedule: str, run_train: RunTrain, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_resumes_from_its_last_checkpoint_on_the_schedule_of_the_new_number(schedule, run_train, caplog):
     caplog.set_level(logging.INFO, "outrider.train")
     whole = rates(run_train("whole", steps=MORE, schedule=schedule, warmup_steps=2))
     first = run_train("run", steps=STEPS, schedule=schedule, warmup_steps=2)

@@ -91,9 +91,7 @@ def test_states_of_packed_texts_equal_those_of_each_text_alone(shards_dir: Path,
 @pytest.mark.parametrize(
     ("options", "loss"), zip(KINDS, cycle(["kl", "cross_entropy"]), strict=False), ids=lambda value: str(value)
 )
-def test_losses_and_gradients_equal_those_of_the_padded_batch(
-    options: dict[str, Any], loss: str, shards_dir: Path, target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_gradients_equal_those_of_the_padded_batch(options, loss, shards_dir, target, monkeypatch):
     monkeypatch.setattr(eagle, "MEASURED_EVERY", 1)  # which positions it counts depends on the rows
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter(options), target).train()

@@ -98,13 +98,7 @@ def launched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_two_processes_train_like_one_on_the_same_texts_per_step(
-    name: str,
-    launched: Path,
-    shards_dir: Path,
-    special_shards: dict[str, Path],
-    run_train: Callable[..., Run],
-) -> None:
+def test_two_processes_train_like_one_on_the_same_texts_per_step(name, launched, shards_dir, special_shards, run_train):
     run = run_train(
         shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
     )

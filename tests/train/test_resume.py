@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .conftest import DRAFTER, TRAIN, Run
+from .conftest import DRAFTER, TRAIN
 from .resumed import assert_same_records, assert_same_weights, records
 
 SCRIPTS = Path(__file__).parent
@@ -93,9 +92,7 @@ def test_a_resumed_run_may_have_rounding_errors_on_a_gpu_only(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(
-    tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
-) -> None:
+def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(tiny_target_dir, shards_dir, tmp_path, run_train):
     base = {**TRAIN, "steps": 8}
     for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]

@@ -198,9 +198,7 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
     torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids)[0])
 
 
-def test_small_segments_chunked_heads_and_plain_operations_change_nothing(
-    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_segments_chunked_heads_and_plain_operations_change_nothing(make_target, monkeypatch):
     target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
     labels, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)

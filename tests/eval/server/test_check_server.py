@@ -93,9 +93,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
 
 
 @pytest.mark.slow
-def test_another_server_is_the_reference_and_the_baseline(
-    check: Any, target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_server_is_the_reference_and_the_baseline(check, target, monkeypatch):
     monkeypatch.setattr(checks, "SAMPLED_TOKENS", 2)
     with serving(served(target)) as server, serving(served(target, None)) as plain:
         result, found = check(server.url, "--without", plain.url, "--samples", "64")
@@ -210,9 +208,7 @@ def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int =
         ({"reason": "abort"}, "ended an answer for the reason 'abort'"),
     ],
 )
-def test_a_server_that_fails_or_lies_is_named(
-    check: Any, running: Served, fault: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_fails_or_lies_is_named(check, running, fault, words, monkeypatch):
     monkeypatch.setenv(client.KEY_VARIABLE, "sk-secret")
     monkeypatch.setattr(client, "SILENT_SECONDS", 0.3 if "stalls" in fault else 60.0)
     monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3 if fault.get("trickle") else 60.0)

@@ -107,9 +107,7 @@ def test_every_kind_is_here() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "kind" in OPTIONS[name] else []) for name in sorted(OPTIONS)]
 )
-def test_no_tensor_holds_all_labels_times_the_vocabulary(
-    name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_holds_all_labels_times_the_vocabulary(name, wide_target, monkeypatch):
     """This holds for every loss and teacher."""
     monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)

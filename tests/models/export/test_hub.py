@@ -319,9 +319,7 @@ def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, 
 
 
 @pytest.mark.parametrize("moment", ["after the weights", pytest.param("after the commit", marks=pytest.mark.slow)])
-def test_a_push_that_is_killed_leaves_no_half_and_is_completed_by_the_next(
-    hub: Hub, folder: Path, tmp_path: Path, moment: str
-) -> None:
+def test_a_push_that_is_killed_leaves_no_half_and_is_completed_by_the_next(hub, folder, tmp_path, moment):
     before = content(folder)
 
     def kill(*args: object, **options: object) -> None:

@@ -212,9 +212,7 @@ def test_fast_linears_leave_the_target_alone(load: Load) -> None:
     assert not any("forward" in vars(module) for module in target.model.modules())
 
 
-def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(
-    tmp_path: Path, tiny_tokenizer: Any, load: Load, whole: HFTarget, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(tmp_path, tiny_tokenizer, load, whole, caplog):
     """transformers joins the experts of a mixture when it loads them."""
     options = {"num_hidden_layers": NUM_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
     save_tiny_target(tmp_path / "mixture", MixtralForCausalLM, MixtralConfig, tiny_tokenizer, **options)
@@ -231,9 +229,7 @@ def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(
 # --- faults in the middle
 
 
-def test_a_failed_read_names_the_layer_and_the_next_answer_is_right(
-    load: Load, whole: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_names_the_layer_and_the_next_answer_is_right(load, whole, monkeypatch):
     target, expected = load(0), answers(whole, TEXTS)
     assert answers(target, TEXTS) == expected
     system_read, fails = os.preadv, True
@@ -270,9 +266,7 @@ def test_threads_and_files_end_with_the_target(load: Load, directory: Path, whol
     assert len(os.listdir("/proc/self/fd")) <= num_files  # noqa: PTH208
 
 
-def test_the_digest_of_the_weights_leaves_them_out_of_the_page_cache(
-    load: Load, whole: HFTarget, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_of_the_weights_leaves_them_out_of_the_page_cache(load, whole, directory, monkeypatch):
     """Else the first pass of a benchmark would read from memory."""
     dropped: list[Path] = []
     monkeypatch.setattr("outrider.models.llm.identity.drop_from_cache", dropped.append)
