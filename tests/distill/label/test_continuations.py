@@ -1,6 +1,7 @@
 """Labels, against naive greedy decoding with a full forward pass per token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
@@ -28,6 +28,7 @@ from outrider.models.llm.hf_target import HFTarget
 
 from ...host_reads import HostReads, ScalarReads
 from ...models.llm import test_probe
+from ...tiny_models import IDENTITY
 
 VOCAB = 61
 SIZES = {
@@ -63,16 +64,7 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
         model = model.eval().requires_grad_(False)
         model.generation_config.eos_token_id = stop_ids
         config = model.config
-        identity = TargetIdentity(
-            name="tiny",
-            revision=None,
-            weights_sha256="",
-            config_sha256="",
-            quantization="",
-            tokenizer_sha256="",
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-        )
+        identity = replace(IDENTITY, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         return HFTarget(model, tiny_tokenizer, identity)
 
     return make

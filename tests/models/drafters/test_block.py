@@ -19,6 +19,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from .test_eagle import FAMILIES, PROMPTS, VOCAB, make, make_batch, make_target, rotate
 
 BLOCK = 3
@@ -81,11 +82,7 @@ def slow_block_of_tokens(drafter: Block, features: torch.Tensor, first_token: in
 
 def answer(target: HFTarget, drafter: Any, texts: list[torch.Tensor]) -> list[list[int]]:
     """Return the greedy answers of a batch."""
-    answers: list[list[int]] = [[] for _ in texts]
-    for step in generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=9):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers
+    return texts_of(generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=9), len(texts))
 
 
 def labelled(batch: DrafterBatch) -> list[tuple[int, int, int]]:
@@ -359,12 +356,8 @@ def patch_propose(drafter: Block) -> Iterator[list[Any]]:
 
 
 def decoded(target: HFTarget, drafter: Any) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in PROMPTS]
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers
+    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12), len(PROMPTS))
 
 
 def test_a_search_without_bounds_is_refused() -> None:

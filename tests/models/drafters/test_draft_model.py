@@ -28,6 +28,7 @@ from outrider.models.drafters.registry import DrafterSpec
 from outrider.models.drafters.small_models import fit_vocabulary
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
@@ -63,10 +64,7 @@ class Recording(DraftModel):
 @pytest.mark.parametrize(("length", "batch"), [(1, 3), (4, 1), (4, 3)])
 def test_drafts_are_greedy_text_and_answers_are_the_targets(target, small, length, batch):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS[:batch]]
-    plain: list[list[int]] = [[] for _ in prompts]
-    for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            plain[row] += tokens
+    plain = texts_of(generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20), len(prompts))
     drafter = Recording(DraftModelConfig(length=length), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS[:batch]]
     actual: list[list[int]] = [[] for _ in prompts]
@@ -148,10 +146,7 @@ class RecordingTrees(DraftModel):
 @pytest.mark.parametrize(("length", "top_k", "tree_nodes"), [(3, 3, 5), (4, 2, None)])
 def test_trees_hold_the_likeliest_nodes_and_answers_are_the_targets(target, small, length, top_k, tree_nodes):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    plain: list[list[int]] = [[] for _ in prompts]
-    for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            plain[row] += tokens
+    plain = texts_of(generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14), len(prompts))
     stop = plain[0][5]  # some rows leave sooner than others
     drafter = RecordingTrees(DraftModelConfig(length=length, top_k=top_k, tree_nodes=tree_nodes), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS]

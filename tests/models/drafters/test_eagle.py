@@ -6,6 +6,7 @@ The slow version has full attention over one branch at a time, without cache and
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
@@ -33,6 +33,8 @@ from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.objective import LOSS_DECAY, Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
+
+from ... import tiny_models
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {
@@ -81,16 +83,7 @@ def make_target(architecture: str, tokenizer, **options) -> HFTarget:
     return HFTarget(randomise(model), tokenizer, IDENTITY)
 
 
-IDENTITY = TargetIdentity(
-    name="tiny",
-    revision=None,
-    weights_sha256="0",
-    config_sha256="",
-    quantization="",
-    tokenizer_sha256="0",
-    hidden_size=HIDDEN,
-    vocab_size=VOCAB,
-)
+IDENTITY = replace(tiny_models.IDENTITY, hidden_size=HIDDEN, vocab_size=VOCAB)
 
 
 def randomise(module: torch.nn.Module) -> Any:

@@ -11,6 +11,8 @@ from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse
 from outrider.models.drafters.beams import pack
 from outrider.models.drafters.medusa import Medusa
 
+from ...decoded import texts_of
+
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 SMALL: dict[str, dict[str, Any]] = {
     "block": {"block": 3, "width": 3},
@@ -69,12 +71,8 @@ class Foreign:
 
 
 def decode(target, drafter, prompts, num_new=14) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in prompts]
     texts = [torch.tensor(prompt) for prompt in prompts]
-    for step in generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=num_new):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers
+    return texts_of(generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=num_new), len(prompts))
 
 
 def test_drafts_after_skipped_steps_and_foreign_trees_are_those_of_the_text(target, drafter):

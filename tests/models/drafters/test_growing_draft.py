@@ -21,6 +21,7 @@ from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
@@ -112,13 +113,10 @@ def waits(monkeypatch) -> Callable[..., list[bool]]:
 
 
 def decode(target, drafter, rows, rule=None, num_new=24, **options: Any) -> tuple[list[list[int]], list[Any]]:
-    answers: list[list[int]] = [[] for _ in rows]
     steps = list(
         generate(target, drafter, rule or GreedyAcceptance(), list(map(torch.tensor, rows)), max_new_tokens=num_new, **options)
     )
-    for step in steps:
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
+    answers = texts_of(steps, len(rows))
     return answers, steps
 
 

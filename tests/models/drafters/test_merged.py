@@ -12,6 +12,8 @@ from outrider.models.drafters.calibration import CalibrationCell, Prior
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.registry import TRAINING_FREE, make_training_free
 
+from ...decoded import texts_of
+
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 NUM_NEW = 30
 SMALL: dict[str, dict[str, Any]] = {
@@ -36,13 +38,10 @@ def merged(target, *names: str, **options: Any) -> MergedDrafter:
 
 
 def decode(target, drafter, rows, rule=None, num_new=NUM_NEW) -> tuple[list[list[int]], list[Any]]:
-    answers: list[list[int]] = [[] for _ in rows]
     prompts, generator = [torch.tensor(PROMPTS[row]) for row in rows], RowSeeds(rows) if rule else None
     limits = {"max_new_tokens": num_new, "stop_ids": {55}}
     steps = list(generate(target, drafter, rule or GreedyAcceptance(), prompts, generator=generator, **limits))
-    for step in steps:
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
+    answers = texts_of(steps, len(rows))
     return answers, steps
 
 

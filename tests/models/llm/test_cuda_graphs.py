@@ -33,6 +33,7 @@ from outrider.models.llm.graphed_rule import GraphedRule
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from ...decoded import texts_of
 from ..recorder import PoolRecorder, ReplayingRecorder, ScratchRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
@@ -46,13 +47,9 @@ def redrafter(target):
 
 
 def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
     prompts = [torch.tensor(row) for row in rows]
     limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
+    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, **limits), len(rows))
 
 
 STOP = 45

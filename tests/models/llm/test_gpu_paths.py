@@ -14,6 +14,7 @@ from outrider.models.drafters.redrafter import NUM_BUCKETS
 from outrider.models.llm import tree_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ..recorder import PoolRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
@@ -61,11 +62,8 @@ def like_a_gpu(monkeypatch) -> list[int]:
 
 
 def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
     prompts = [torch.tensor(row) for row in rows]
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=max_new_tokens):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
+    tokens = texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=max_new_tokens), len(rows))
     target.release_cache()
     return tokens
 

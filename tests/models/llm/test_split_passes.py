@@ -14,6 +14,7 @@ from outrider.models.llm import split_attention, tree_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.split_attention import choose_num_parts
 
+from ...decoded import texts_of
 from ..recorder import PoolRecorder
 from . import efficient_attention
 
@@ -66,12 +67,8 @@ def redrafter(target: HFTarget) -> Any:
 
 
 def answers(target: HFTarget, drafter: Any, rows: Any = PROMPTS) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
     prompts = [torch.tensor(row) for row in rows]
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=ROOM):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
+    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=ROOM), len(rows))
 
 
 def prefilled(target: HFTarget) -> Any:

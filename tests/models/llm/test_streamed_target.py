@@ -26,6 +26,7 @@ from outrider.models.llm.loading import load_target
 from outrider.models.llm.weight_files import PAGE
 from outrider.models.llm.weight_reader import staging_bytes
 
+from ...decoded import texts_of
 from ...tiny_models import save_tiny_target
 
 GIB = 2**30
@@ -91,11 +92,7 @@ def load(directory: Path, whole: HFTarget) -> Iterator[Load]:
 def answers(target: HFTarget, texts: list[torch.Tensor], *, sampled: bool = False, num_new: int = 8) -> list[list[int]]:
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.8)) if sampled else GreedyAcceptance()
     generator = RowSeeds([7 + row for row in range(len(texts))]) if sampled else None
-    tokens: list[list[int]] = [[] for _ in texts]
-    for step in generate(target, NullDrafter(), rule, texts, max_new_tokens=num_new, generator=generator):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
+    return texts_of(generate(target, NullDrafter(), rule, texts, max_new_tokens=num_new, generator=generator), len(texts))
 
 
 # --- the same text
