@@ -142,13 +142,6 @@ def test_an_answer_starts_where_its_prompt_ends(template: str, tiny_tokenizer: P
         assert example.loss_mask[length]
 
 
-def test_templates_with_and_without_markers_give_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    (marked,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, MARKED))
-    (located,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, CHATML))
-    assert torch.equal(marked.input_ids, located.input_ids)
-    assert torch.equal(marked.loss_mask, located.loss_mask)
-
-
 def test_the_mask_equals_that_of_transformers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = with_template(tiny_tokenizer, MARKED)
     messages = [{"role": turn.role, "content": turn.content} for turn in chat(ANSWERS).turns]

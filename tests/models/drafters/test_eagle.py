@@ -272,16 +272,6 @@ def test_features_are_noisy_in_training_only(llama):
     assert torch.equal(drafter.loss(batch, Objective()).sums, quiet)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_the_features_is_refused(kind, llama):
-    batch = make_batch(llama)
-    bare = DrafterBatch(
-        **{name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
-    )
-    with pytest.raises(ValueError, match="recompute them"):
-        make(kind, llama).loss(bare, Objective())
-
-
 # --- decoding
 
 
