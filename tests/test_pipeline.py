@@ -22,6 +22,9 @@ from outrider.cli.run import run
 from outrider.data.files import sha256_file
 from outrider.models.llm.loading import load_target
 
+from .cheap_evaluations import cheap_evaluations
+
+__all__ = ["cheap_evaluations"]
 REPOSITORY = Path(__file__).parents[1]
 ROW_KEYS = {
     "method",

@@ -20,7 +20,10 @@ from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
 from outrider.models.llm.loading import load_target
 
+from .cheap_evaluations import cheap_evaluations
 from .tiny_models import save_tiny_target
+
+__all__ = ["cheap_evaluations"]
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(

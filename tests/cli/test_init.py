@@ -19,7 +19,10 @@ from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.llm.loading import load_target
 
+from ..cheap_evaluations import cheap_evaluations
 from ..tiny_models import save_tiny_target
+
+__all__ = ["cheap_evaluations"]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -86,6 +86,7 @@ def read(output_dir: Path) -> list[EvalRecord]:
         return list(file.records.values())
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path)
     assert [row["method"] for row in rows] == ["baseline", "redrafter", "redrafter beam_width=1"]

@@ -221,6 +221,7 @@ def test_a_note_names_a_roofline_of_weights_that_fit_the_cache(records: list[Eva
     assert not any("cache" in note for note in notes(rows_of(records, [])))
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRecord], tmp_path: Path) -> None:
     rows = rows_of(records, [])
     plot_suite(rows, tmp_path / "plot.png")
@@ -244,6 +245,7 @@ def test_plots_mark_a_noisy_speed(records: list[EvalRecord], tmp_path: Path, mon
     assert [text for text in texts if text.startswith("2.00x")] == ["2.00x", "2.00x (noisy)"]
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_drafters_are_compared_where_there_are_two_of_them(records, sampled, tmp_path):
     other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
     wrong = Mismatch(record=other[0], position=1)
