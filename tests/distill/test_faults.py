@@ -19,8 +19,8 @@ from outrider.models.llm.loading import load_target
 from .killed_distill import make
 from .label.test_run import contents, write_conversations
 
-NUM_KILLS = 8
-NUM_CONVERSATIONS, NUM_SHARDS = 120, 56
+NUM_KILLS = 10
+NUM_CONVERSATIONS, NUM_SHARDS = 120, 66
 """The kills happen while the first NUM_SHARDS shards of answers and labels are written."""
 
 

@@ -208,13 +208,12 @@ def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch
 # --- draft models
 
 
-@pytest.mark.parametrize("options", [{}, {"pace": "confidence"}])
 @pytest.mark.parametrize("kind", ["draft_model", pytest.param("model + free", marks=pytest.mark.slow)])
-def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind, options):
+def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind):
     """The logits of every node that is read are those of its whole text."""
     likeliest, logits = growing_draft.likeliest_children, []
     monkeypatch.setattr(growing_draft, "likeliest_children", lambda values: (logits.append(values[0]), likeliest(values))[1])
-    model = draft_model(twin, **options)
+    model = draft_model(twin)
     sources = {"draft_model": model, "suffix": make_training_free("suffix", {}, target)}
     drafter = streaming_drafter(model if kind == "draft_model" else MergedDrafter(sources, MergedConfig()))
     part = drafter if kind == "draft_model" else drafter.models[0]
