@@ -1,16 +1,12 @@
 """Division of a step's texts among processes and micro-batches."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 
 from outrider.train.config import TrainConfig, with_accumulation
 
-from .conftest import Run
 from .resumed import records
-
-RunTrain = Callable[..., Run]
 
 
 @pytest.mark.parametrize(("num_processes", "accumulation"), [(1, 32), (2, 16), (8, 4), (32, 1)])
