@@ -35,6 +35,7 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 
 from ... import tiny_models
+from ...conformance.test_architectures import LLAMA3_ROPE
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {
@@ -49,14 +50,6 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 # Families with biases in attention, norms of queries and keys, other rotary frequencies, and one
 # key head for each query head.
