@@ -15,7 +15,7 @@ import yaml
 from outrider.cli.config import RunConfig
 
 from . import doc_commands
-from .doc_blocks import REPOSITORY, Block, all_blocks, blocks, commands, pages
+from .doc_blocks import REPOSITORY, Block, all_blocks, commands, pages
 from .doc_files import write_demo_drafter
 
 LANGUAGES = {"sh", "bash", "python", "yaml", "text", "json"}
@@ -93,32 +93,6 @@ def test_yaml_is_read_and_recipes_compose(block: Block, clone: Path, monkeypatch
     base = "" if "base" in content else "base: demo\n"  # most pages show a part of a recipe
     (clone / "page.yaml").write_text(base + block.text)
     assert doc_commands.run_config(["page.yaml"], monkeypatch) is not None
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "outrider run conf=demo trian.steps=20",
-        "outrider run conf=demo train.steps=many",
-        "outrider run conf=none",
-        "accelerate launch --config_file conf/launch/none.yaml train.py conf=demo",
-        "accelerate launch --no_such_option train.py conf=demo",
-        "outrider eval --target DIR --drafter DIR --suite stdlib --limits 3",
-        "outrider eval --target DIR --drafter DIR --suite stdlib --limit three",
-        "outrider evaluate --target DIR",
-        "python scripts/grow_target.py --no-such-option",
-        "python scripts/none.py",
-        "make none",
-        "make demo NONE=1",
-        "somebody-elses-program",
-    ],
-)
-def test_a_page_with_a_wrong_command_is_caught(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks(f"# Page\n\n```sh\nmake demo   # the target's own tokens\n{command}\n```\n", "page.md")
-    right, wrong = commands(block.text)
-    doc_commands.check(right, monkeypatch)
-    with pytest.raises((AssertionError, Exception, SystemExit)):
-        doc_commands.check(wrong, monkeypatch)
 
 
 def test_a_shell_block_is_split_as_a_shell_would() -> None:

@@ -71,9 +71,7 @@ def test_a_launch_file_has_the_processes_of_its_name_and_no_training_option(file
         ("one_gpu_offload", [], 2, "cpu"),
     ],
 )
-def test_deepspeed_gets_the_stage_of_the_file_or_of_the_command_line(
-    name: str, options: list[str], stage: int, offload: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_gets_the_stage_of_the_file_or_of_the_command_line(name, options, stage, offload, monkeypatch):
     pytest.importorskip("deepspeed")
     arguments = parsed(REPOSITORY / f"conf/launch/{name}.yaml", *options)
     command, environment = prepare_deepspeed_cmd_env(arguments)

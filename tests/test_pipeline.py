@@ -22,6 +22,9 @@ from outrider.cli.run import run
 from outrider.data.files import sha256_file
 from outrider.models.llm.loading import load_target
 
+from .cheap_evaluations import cheap_evaluations
+
+__all__ = ["cheap_evaluations"]
 REPOSITORY = Path(__file__).parents[1]
 ROW_KEYS = {
     "method",
@@ -158,9 +161,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert "ReDrafter" in printed
 
 
-def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
-    finished: tuple[Path, str], overrides: list[str], tmp_path: Path
-) -> None:
+def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(finished, overrides, tmp_path):
     regenerate = ["stages=[distill]", "distill={engine: decoder, temperature: 1.0, max_new_tokens: 16}"]
     for name, drafter in (("plain", "null"), ("drafted", str(finished[0] / "drafter"))):
         run_here("conf=demo", *overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
@@ -184,9 +185,7 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
     assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
 
 
-def test_an_edited_model_card_stays_until_it_is_removed(
-    finished: tuple[Path, str], overrides: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_edited_model_card_stays_until_it_is_removed(finished, overrides, caplog):
     folder, _ = finished
     card = (folder / "package/README.md").read_text()
     assert "| mt_bench (2) | greedy |" in card
@@ -204,9 +203,7 @@ def test_an_edited_model_card_stays_until_it_is_removed(
     assert not list(folder.glob(".package*"))
 
 
-def test_a_noisy_speed_is_marked_in_the_card_and_logged(
-    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_noisy_speed_is_marked_in_the_card_and_logged(finished, overrides, tmp_path, caplog):
     copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
     rows = json.loads((copy / "eval/summary.json").read_text())
     noisy = {**rows[4], "speedup": 1.23, "speedup_ci95": None, "noisy": True}
@@ -227,9 +224,7 @@ def test_a_noisy_speed_is_marked_in_the_card_and_logged(
         ("export.dtype=int8", 'export.dtype="int8"'),
     ],
 )
-def test_a_drafter_that_cannot_be_exported_is_an_error_before_any_work(
-    overrides: list[str], tmp_path: Path, change: str, message: str
-) -> None:
+def test_a_drafter_that_cannot_be_exported_is_an_error_before_any_work(overrides, tmp_path, change, message):
     with pytest.raises((ValueError, OSError)) as error:
         run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'new'}", "drafter.initial_state=embedding", change)
     assert re.search(message, " ".join(str(error.value).split()))
@@ -246,9 +241,7 @@ def test_an_export_that_trained_weights_would_break_is_an_error_before_training(
 
 
 @pytest.mark.parametrize("change", ["train.learning_rate=0.5", "eval.max_new_tokens=5"])
-def test_a_run_that_ends_with_an_error_changes_nothing_in_the_folder(
-    finished: tuple[Path, str], overrides: list[str], change: str
-) -> None:
+def test_a_run_that_ends_with_an_error_changes_nothing_in_the_folder(finished, overrides, change):
     folder, _ = finished
     before = digests(folder)
     with pytest.raises(ValueError, match="differ|changed|another"):
@@ -282,9 +275,7 @@ def test_config_yaml_records_the_options_that_each_stage_ran_with(finished: tupl
     assert after.train.learning_rate != 0.5
 
 
-def test_sizes_that_cannot_be_are_an_error_before_the_rehearsal(
-    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_cannot_be_are_an_error_before_the_rehearsal(overrides, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.cli.run.rehearse", lambda *_: pytest.fail("it was rehearsed"))
     command = ["conf=demo", *overrides[1:], f"output_dir={tmp_path / 'run'}"]
     with pytest.raises(ValueError, match=r"distill\.top_logprobs is 99999999, and the target .* tokens; lower it"):
@@ -302,9 +293,7 @@ def test_a_damaged_configuration_is_an_error_before_any_work(overrides: list[str
 
 
 @pytest.mark.parametrize(("stage", "missing"), [("train", "manifest.json"), ("eval", "holds no drafter")])
-def test_a_stage_without_its_input_is_an_error_that_names_the_file(
-    overrides: list[str], tmp_path: Path, stage: str, missing: str
-) -> None:
+def test_a_stage_without_its_input_is_an_error_that_names_the_file(overrides, tmp_path, stage, missing):
     with pytest.raises(ValueError, match=missing):
         run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'empty'}", f"stages=[{stage}]")
     assert not (tmp_path / "empty").exists()
@@ -319,9 +308,7 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
     assert digests(folder) == before
 
 
-def test_the_calibration_writes_no_longer_answers_than_the_evaluation(
-    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calibration_writes_no_longer_answers_than_the_evaluation(finished, overrides, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     measure = Mock(side_effect=calibration_stage.measure_prior)
@@ -334,9 +321,7 @@ def test_the_calibration_writes_no_longer_answers_than_the_evaluation(
 
 
 @pytest.mark.slow
-def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(
-    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(finished, overrides, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     before, options = digests(folder / "eval"), [*overrides, f"output_dir={folder}"]

@@ -20,7 +20,10 @@ from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
 from outrider.models.llm.loading import load_target
 
+from .cheap_evaluations import cheap_evaluations
 from .tiny_models import save_tiny_target
+
+__all__ = ["cheap_evaluations"]
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
@@ -50,7 +53,10 @@ SMALL_DRAFTERS = {
 }
 KINDS = {"redrafter2": "block"}
 """The kind of a recipe's drafter where the recipe's name doesn't begin with it."""
-OTHER_TARGETS = {"eagle3_llama31_8b", "eagle3_qwen3_4b", "redrafter_llama31_8b", "redrafter_qwen3_4b"}
+OTHER_TARGETS = {
+    *("eagle3_llama31_8b", "eagle3_llama3_8b", "eagle3_qwen3_4b"),
+    *("redrafter_llama31_8b", "redrafter_llama3_8b", "redrafter_qwen3_4b", "redrafter_qwen3_8b"),
+}
 """Recipes that differ from another one by the target, and by sizes, which the tests replace."""
 NEEDS_DEPTH = ["export.formats=[]"]
 """Of EAGLE-3 on a target of two layers: the formats need more."""
@@ -70,8 +76,6 @@ ALL_RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not
 SMALL_DEMOS = {
     # the tiny target has two layers
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
-    "block_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
-    "redrafter2_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
     "block_dspark_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
     "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
 }
@@ -126,15 +130,7 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(recipe, marks=pytest.mark.long if recipe in OTHER_TARGETS else []) for recipe in RECIPES]
 )
-def test_a_recipe_runs_through_all_stages(
-    tiny_target_dir: Path,
-    qwen3_dir: Path,
-    conversations: Path,
-    questions: Path,
-    tmp_path: Path,
-    recipe: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_recipe_runs_through_all_stages(tiny_target_dir, qwen3_dir, conversations, questions, tmp_path, recipe, caplog):
     """With every format that the recipe names, and a warning only if no engine has one."""
     kind = recipe.split("_")[0]
     is_qwen3 = "qwen3" in recipe
@@ -186,7 +182,7 @@ def test_the_full_evaluation_takes_every_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "demo", [pytest.param(demo, marks=[] if demo == "eagle3_demo" else pytest.mark.slow) for demo in DEMOS]
+    "demo", ["eagle3_demo", *(pytest.param(f"{kind}_demo", marks=pytest.mark.slow) for kind in ("block_dspark", "draft_model"))]
 )
 def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
     data = "data={limit: 4, max_length: 64, prompt_chars: [20, 40]}"
@@ -196,9 +192,7 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
 
 
 @pytest.mark.slow
-def test_a_drafter_is_adapted_to_a_changed_target(
-    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_adapted_to_a_changed_target(tiny_target_dir, conversations, questions, tmp_path, monkeypatch):
     """The run resolves `start_from` once: on the Hub each look-up is a request."""
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or Path(name))

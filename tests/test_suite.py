@@ -100,4 +100,4 @@ def test_mutants_kills_and_launches_have_quick_cases(collected: list[pytest.Item
 
 
 def test_a_slow_test_does_not_count(collected: list[pytest.Item]) -> None:
-    assert not quick_cases(collected, "tests/train/test_resume.py::test_runs_killed_at_random_moments_resume_to_equal_bits")
+    assert not quick_cases(collected, "tests/train/test_resume.py::test_a_run_killed_at_any_moment_resumes_to_equal_bits")

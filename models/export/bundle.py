@@ -76,7 +76,7 @@ def custom_generate_files() -> dict[str, str]:
     """Generate the text of each file of `custom_generate/`, by its name."""
     # 1. Copy the start module and all that it imports, under flat names.
     files = {"absent.py": ABSENT, "arrays.py": ARRAYS}
-    to_visit = [START]
+    release, to_visit = version("outrider"), [START]
     while to_visit:
         module = to_visit.pop()
         name = f"{_flat(module)}.py"
@@ -84,7 +84,7 @@ def custom_generate_files() -> dict[str, str]:
             continue
         path = _path(module)
         text, imported = _rewrite(path.read_text(encoding="utf-8"), module)
-        files[name] = HEADER.format(source=path.relative_to(ROOT).as_posix(), version=version("outrider")) + text
+        files[name] = HEADER.format(source=path.relative_to(ROOT).as_posix(), version=release) + text
         to_visit += imported
 
     # 2. Add the entry file, the requirements and the licence.

@@ -88,9 +88,7 @@ def test_a_pipe_gets_exactly_the_texts_of_generate(talk: Talk, tiny_target_dir: 
 
 
 @pytest.mark.parametrize("colours", [True, False])
-def test_drafts_have_colours_and_split_characters_are_whole(
-    talk: Talk, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, colours: bool
-) -> None:
+def test_drafts_have_colours_and_split_characters_are_whole(talk, tiny_target_dir, monkeypatch, colours):
     if not colours:
         monkeypatch.setenv("NO_COLOR", "1")
     tokenizer = load_target(str(tiny_target_dir), torch.device("cpu")).tokenizer

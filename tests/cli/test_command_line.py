@@ -256,9 +256,7 @@ def test_unknown_options_after_a_launch_file_are_accelerates(arguments: str, opt
         (0, "one_gpu", [], None),
     ],
 )
-def test_a_launch_without_enough_gpus_is_an_error(
-    gpus: int, file: str, options: list[str], remedy: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_without_enough_gpus_is_an_error(gpus, file, options, remedy, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
     if remedy is None:

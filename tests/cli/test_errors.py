@@ -22,9 +22,7 @@ from outrider.cli.run import describe_kept
 from ..conftest import REPOSITORY
 
 
-def test_ctrl_c_is_one_message_with_the_command_that_resumes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_one_message_with_the_command_that_resumes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/some/bin/outrider", "run", "conf=demo", "data={limit: 5}"])
     with pytest.raises(SystemExit) as ended, user_errors():
         raise KeyboardInterrupt
@@ -46,9 +44,7 @@ def test_the_command_that_started_this_one_is_the_one_to_run_again(monkeypatch: 
     assert f'{COMMAND_VARIABLE}="make demo$(if $(OUTPUT), OUTPUT=$(OUTPUT))$(if $(THREADS), THREADS=$(THREADS))"' in line
 
 
-def test_ctrl_c_in_a_command_that_cant_resume_starts_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_a_command_that_cant_resume_starts_again(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["outrider", "tune"])
     with pytest.raises(SystemExit), user_errors(), starts_again("tuning"):
         raise KeyboardInterrupt
@@ -60,9 +56,7 @@ def test_ctrl_c_in_a_command_that_cant_resume_starts_again(
     assert "3 of 8 answers are kept in x. To resume, run the same command: outrider tune" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_reported_by_the_first_process_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_reported_by_the_first_process_alone(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit), user_errors():
         raise KeyboardInterrupt

@@ -19,7 +19,10 @@ from outrider.models.drafters import DRAFTERS
 from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.llm.loading import load_target
 
+from ..cheap_evaluations import cheap_evaluations
 from ..tiny_models import save_tiny_target
+
+__all__ = ["cheap_evaluations"]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -51,9 +54,7 @@ def config_of(recipe: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("drafter", kinds())
-def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(
-    drafter: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(drafter, qwen3, tmp_path, monkeypatch):
     chats = write_chats(tmp_path / "chats.jsonl")
     init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats, drafter=drafter))
     (tmp_path / "elsewhere").mkdir()
@@ -151,9 +152,7 @@ def test_feature_layers_are_the_drafters_default(layers: int) -> None:
 
 
 @pytest.mark.parametrize(("layers", "usual"), [(2, None), (3, "speculators"), (6, "speculators"), (7, "eagle3")])
-def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it_isnt(
-    layers: int, usual: str | None, qwen3: Path, tmp_path: Path
-) -> None:
+def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it_isnt(layers, usual, qwen3, tmp_path):
     config = json.loads((qwen3 / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     init_command(
@@ -198,9 +197,7 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
         ("{qwen3}", "eagel3", "must be one of block"),
     ],
 )
-def test_a_recipe_that_cannot_be_written_is_an_error(
-    target: str, drafter: str, message: str, qwen3: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_that_cannot_be_written_is_an_error(target, drafter, message, qwen3, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
@@ -229,9 +226,7 @@ ALPACA = {"instruction": "Say {i}", "input": "", "output": "it"}
     ("record", "source", "first"),
     [(SHAREGPT, "sharegpt", "Hi "), (ALPACA, "alpaca", "Say "), ({"text": "words"}, "text", None)],
 )
-def test_init_detects_the_format_of_the_records(
-    record: dict[str, object], source: str, first: str | None, tmp_path: Path
-) -> None:
+def test_init_detects_the_format_of_the_records(record, source, first, tmp_path):
     path = tmp_path / "data.json"
     path.write_text(json.dumps([json.loads(json.dumps(record).replace("{i}", str(i))) for i in range(400)]))
     facts = read_data_facts(path, max_chars=100)
@@ -261,9 +256,7 @@ def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_pat
         ("a.bin", "\0", r"a\.bin, which is not UTF-8 text"),
     ],
 )
-def test_records_that_cannot_be_trained_on_are_an_error_of_init(
-    name: str, record: dict[str, object] | str, message: str, tmp_path: Path
-) -> None:
+def test_records_that_cannot_be_trained_on_are_an_error_of_init(name, record, message, tmp_path):
     line = record if isinstance(record, str) else json.dumps(record)
     (tmp_path / name).write_text(f"\n{line}\n{line}\n")
     with pytest.raises(ValueError, match=message):

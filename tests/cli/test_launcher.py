@@ -50,9 +50,7 @@ def test_an_error_of_launched_processes_is_printed_once(what: str, message: str,
 
 
 @pytest.mark.parametrize(("local_rank", "waits"), [(None, False), ("0", False), ("2", True)])
-def test_the_first_process_prints_an_error_before_the_others(
-    local_rank: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_process_prints_an_error_before_the_others(local_rank, waits, monkeypatch, capsys):
     waited: list[float] = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     if local_rank is not None:
@@ -107,15 +105,7 @@ def test_a_command_without_a_mistake_is_launched(command: str, demo_target_dir: 
         (["--stage-layers", "4,4"], "/nowhere", "/nowhere"),
     ],
 )
-def test_a_mistake_is_printed_before_a_launch(
-    command: str,
-    changes: list[str],
-    drafter: str,
-    message: str,
-    demo_target_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_is_printed_before_a_launch(command, changes, drafter, message, demo_target_dir, monkeypatch, capsys):
     assert launch_of(arguments_of(command, demo_target_dir, *changes, drafter=drafter), monkeypatch) == []
     assert message in " ".join(capsys.readouterr().err.split())
 
@@ -130,30 +120,20 @@ def test_a_mistake_is_printed_before_a_launch(
         ),
     ],
 )
-def test_a_mistake_of_an_evaluation_is_printed_before_a_launch(
-    changes: list[str],
-    message: str,
-    demo_target_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_of_an_evaluation_is_printed_before_a_launch(changes, message, demo_target_dir, monkeypatch, capsys):
     arguments = arguments_of("eval", demo_target_dir, "--stage-layers", "4,4", *changes)
     assert launch_of(arguments, monkeypatch) == []
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_processes_of_another_launcher_need_stages_too(
-    demo_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_of_another_launcher_need_stages_too(demo_target_dir, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = arguments_of("eval", demo_target_dir)
     assert launch_of(arguments[: arguments.index("--launch")], monkeypatch) == []
     assert "2 processes are launched, and target.stage_layers is not set" in capsys.readouterr().err
 
 
-def test_a_run_is_checked_before_its_launch(
-    demo_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_is_checked_before_its_launch(demo_target_dir, monkeypatch, capsys, tmp_path):
     options = [
         f"output_dir={tmp_path}",
         f"target.name_or_path={demo_target_dir}",

@@ -38,9 +38,7 @@ def call(*arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["tune", "import", "export", "package", "eval"])
-def test_a_command_leaves_a_run_alone_in_which_another_process_is_at_work(
-    command: str, run: Path, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_command_leaves_a_run_alone_in_which_another_process_is_at_work(command, run, tiny_target_dir, tmp_path):
     prompts, theirs = tmp_path / "prompts.jsonl", tmp_path / "theirs"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     target = ("--target", tiny_target_dir)

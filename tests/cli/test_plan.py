@@ -65,9 +65,7 @@ def seconds_of(printed: str) -> int:
         (0.001, [16, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
     ],
 )
-def test_portions_grow_while_the_clock_leaves_time(
-    seconds_per_token: float, sizes: list[int], tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_portions_grow_while_the_clock_leaves_time(seconds_per_token, sizes, tiny_target_dir, monkeypatch):
     target = load_target(str(tiny_target_dir), torch.device("cpu"))
     now, asked = [0.0], list[int]()
 
@@ -106,9 +104,7 @@ def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
 # --- the plan
 
 
-def test_a_plan_has_every_stage_and_writes_nothing(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_has_every_stage_and_writes_nothing(overrides, tmp_path, capsys):
     run_here("conf=demo", *overrides, "plan=true")
     printed = capsys.readouterr().out
     assert titles(printed) == ["labels", "train", "eval"]
@@ -120,9 +116,7 @@ def test_a_plan_has_every_stage_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_planned_counts_are_those_of_the_run(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_planned_counts_are_those_of_the_run(overrides, tmp_path, capsys):
     run_here("conf=demo", *overrides, "plan=true", "stages=[distill]")
     printed = capsys.readouterr().out
     run_here("conf=demo", *overrides, "stages=[distill]")
@@ -132,14 +126,7 @@ def test_the_planned_counts_are_those_of_the_run(
 
 
 @pytest.mark.parametrize(("unit", "stage"), [("labels", "distill"), ("train", "train")])
-def test_the_planned_time_agrees_with_the_stage(
-    unit: str,
-    stage: str,
-    overrides: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_planned_time_agrees_with_the_stage(unit, stage, overrides, tmp_path, monkeypatch, capsys):
     """By a clock on which each token takes a second."""
     now, forward, label = [0.0], LossModule.forward, samples.label_shard
 
@@ -175,9 +162,7 @@ def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: p
     assert "5 answers of about" in printed
 
 
-def test_a_too_small_disk_and_a_long_run_are_shown(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_too_small_disk_and_a_long_run_are_shown(overrides, monkeypatch, capsys):
     monkeypatch.setattr(plan, "free_bytes", lambda folder: 1)
     run_here("conf=demo", *overrides, "plan=true", "stages=[train]", "train.steps=1000000000")
     printed = capsys.readouterr().out
@@ -185,9 +170,7 @@ def test_a_too_small_disk_and_a_long_run_are_shown(
     assert "For a first try" in printed.splitlines()[-1]
 
 
-def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_is_planned_without_shards_and_finished_stages_are_left_out(overrides, tmp_path, capsys):
     run_here("conf=demo", *overrides, "plan=true", "stages=[train]")
     assert titles(capsys.readouterr().out) == ["train"]
     run_here("conf=demo", *overrides, "stages=[distill,train]")
@@ -198,9 +181,7 @@ def test_training_is_planned_without_shards_and_finished_stages_are_left_out(
     assert [line.split(":")[0] for line in printed.splitlines() if ": finished in " in line] == ["distill", "train"]
 
 
-def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
-    overrides: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(overrides, capsys, caplog):
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
     assert titles(capsys.readouterr().out) == ["labels", "train"]
@@ -216,9 +197,7 @@ def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.
     assert f"{answers} answers by 6 methods" in capsys.readouterr().out
 
 
-def test_a_busy_machine_is_named(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_busy_machine_is_named(overrides, monkeypatch, capsys):
     changes = ["plan=true", "stages=[train]", "train.validation_texts=2", "train.validation_tokens=8"]
     monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
     run_here("conf=demo", *overrides, *changes)

@@ -1,11 +1,12 @@
 """Tree decoding with transformers' architectures: tokens of full forwards, or an error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.types import DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
@@ -13,10 +14,12 @@ from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import states_of_texts
 
+from ..tiny_models import IDENTITY
+
 VOCAB = 100
 WINDOW = 6
 """Sliding window, shorter than every prompt and answer so that it matters."""
-NUM_NEW = 16
+NUM_NEW = 10
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 
 SMALL = {
@@ -109,16 +112,7 @@ def randomise(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def adapt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> HFTarget:
-    identity = TargetIdentity(
-        name="tiny",
-        revision=None,
-        weights_sha256="0",
-        config_sha256="",
-        quantization="",
-        tokenizer_sha256="0",
-        hidden_size=32,
-        vocab_size=VOCAB,
-    )
+    identity = replace(IDENTITY, hidden_size=32, vocab_size=VOCAB)
     return HFTarget(model, tokenizer, identity)
 
 

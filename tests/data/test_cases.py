@@ -42,14 +42,7 @@ def demo_tokenizer(demo_target_dir: Path) -> PreTrainedTokenizerFast:
         ("sharegpt", "first_turn_is_an_answer.jsonl", "any_roles.jinja", [CLAY]),
     ],
 )
-def test_all_records_are_trained_as_they_should_be(
-    source: str,
-    file: str,
-    template: str | None,
-    trained: list[str],
-    shared_cases: Path,
-    demo_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_all_records_are_trained_as_they_should_be(source, file, template, trained, shared_cases, demo_tokenizer):
     tokenizer = copy.deepcopy(demo_tokenizer)
     use_chat_template(tokenizer, template and str(shared_cases / template))
     finder = AnswerFinder(tokenizer, [3])

@@ -138,9 +138,7 @@ def test_what_the_target_writes_is_trained_and_nothing_else(name: str, tiny_toke
         ("opens reasoning", "<think>", "</think>"),
     ],
 )
-def test_a_prompt_without_thinking_has_answers_without_reasoning(
-    name: str, begin: str, end: str, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_prompt_without_thinking_has_answers_without_reasoning(name, begin, end, tiny_tokenizer):
     template = HABITS[name].template.replace("<think>\n", f"{begin}\n").replace("\n</think>", f"\n{end}")
     habit = replace(HABITS[name], template=template)
     tokenizer, finder = with_habit(tiny_tokenizer, habit, enable_thinking=False)
@@ -154,9 +152,7 @@ def test_a_prompt_without_thinking_has_answers_without_reasoning(
 
 
 @pytest.mark.parametrize(("train_on", "expected"), [("all", ["A1", "A2"]), ("last", ["A2"])])
-def test_the_recipe_says_which_answers_are_trained(
-    train_on: str, expected: list[str], tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_recipe_says_which_answers_are_trained(train_on, expected, tiny_tokenizer):
     tokenizer, finder = with_habit(tiny_tokenizer, HABITS["appends"])
     conversation = chat(user("Q1"), answer("A1"), user("Q2"), answer("A2"), user("Q3"))
     examples, _ = encode_conversations([conversation], finder, 1000, train_on=train_on)
@@ -192,9 +188,7 @@ def test_a_text_that_the_template_has_written_is_read_as_it_is(tiny_tokenizer: P
         answer("", tool_calls=[{"function": {"name": "<|im_end|>"}}]),
     ],
 )
-def test_an_answer_that_the_target_would_have_ended_earlier_is_dropped(
-    turn: Turn, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_answer_that_the_target_would_have_ended_earlier_is_dropped(turn, tiny_tokenizer):
     _, finder = with_habit(tiny_tokenizer, HABITS["appends"])
     examples, dropped = encode_conversations([chat(user("Q"), answer("A")), chat(user("Q"), turn)], finder, 1000)
     assert (len(examples), dropped) == (1, {STOPPED: 1})
@@ -216,9 +210,7 @@ def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedToke
         assert example.loss_mask.nonzero().flatten().tolist() == expected
 
 
-def test_what_a_template_leaves_out_is_counted(
-    tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_template_leaves_out_is_counted(tiny_tokenizer, caplog):
     silent = "{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}</s>{% endif %}{% endfor %}"
     habit = Habit(template=silent, ends=("<|end|>",), written=lambda reasoning, answer: answer)
     _, finder = with_habit(tiny_tokenizer, habit)
@@ -267,17 +259,13 @@ def test_calls_that_a_template_leaves_out_or_splits_are_dropped(tiny_tokenizer: 
         ("forgets reasoning", answer("<think>\nHm.\n</think>\n\nA", reasoning="Hm."), "<think>\nHm.\n</think>\n\nA<|im_end|>"),
     ],
 )
-def test_an_answer_that_says_something_twice_is_trained_once(
-    name: str, turn: Turn, expected: str, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_answer_that_says_something_twice_is_trained_once(name, turn, expected, tiny_tokenizer):
     tokenizer, finder = with_habit(tiny_tokenizer, HABITS[name])
     (example,), _ = encode_conversations([chat(user("Q"), turn)], finder, 1000)
     assert [text for _, text in trained([example], tokenizer)] == [expected]
 
 
-def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_names(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_names(tiny_tokenizer):
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ 'Return of ' + m.tool_call_id + ': ' if m.role == 'tool' }}{{ m.content }}"
         "{% for call in m.tool_calls or [] %}<call>{{ call.id }}<args>{{ call.function.arguments | tojson }}</call>{% endfor %}"
@@ -307,9 +295,7 @@ def test_a_template_that_writes_ids_of_calls_only_gets_ids_with_the_functions_na
     assert results == ["functions.add:1", "functions.find:0", "functions.find:2"]
 
 
-def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(
-    tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_of_a_template_hold_for_every_prompt_and_a_typo_is_an_error(tiny_tokenizer, caplog):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     template = "{{ effort | tojson }}{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     for value, text in (

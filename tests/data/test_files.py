@@ -35,9 +35,7 @@ def full_disk(*_: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_keeps_the_old_file_and_raises_with_the_remedy(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_old_file_and_raises_with_the_remedy(call, tmp_path, monkeypatch):
     path = tmp_path / "shard.bin"
     atomic_write_bytes(path, b"old")
     monkeypatch.setattr(os, call, full_disk)
@@ -158,9 +156,7 @@ def test_a_reader_keeps_a_folder_that_only_has_the_name_of_a_replaced_one(tmp_pa
         (shutil, "rmtree", 3, NEW),  # the old folder lies beside the new one
     ],
 )
-def test_after_a_kill_the_next_write_leaves_one_complete_folder(
-    owner: Any, name: str, call: int, expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_after_a_kill_the_next_write_leaves_one_complete_folder(owner, name, call, expected, tmp_path):
     path = tmp_path / "folder"
     replace_folder(path, OLD)
     if (pid := os.fork()) == 0:

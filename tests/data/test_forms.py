@@ -289,9 +289,7 @@ def test_folders_patterns_and_several_sources_are_read_together(tmp_path: Path, 
         ((5.0, 1.0), 10, (8, 2)),
     ],
 )
-def test_a_mixture_has_its_proportions_and_repeats_nothing(
-    weights: tuple[float | None, ...], limit: int | None, expected: tuple[int, int] | None
-) -> None:
+def test_a_mixture_has_its_proportions_and_repeats_nothing(weights, limit, expected):
     sources = [DataSource(source="messages", path="a", weight=weight) for weight in weights]
     drawn = draw(DataConfig(sources=sources, limit=limit), [100, 40])
     assert tuple(map(len, drawn)) == expected or (expected is None and sum(map(len, drawn)) == limit)

@@ -13,9 +13,7 @@ from outrider.data.raw_records import load_records
 REFUSING = "http://127.0.0.1:9"
 
 
-def test_a_hub_that_refuses_is_asked_twice_and_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_hub_that_refuses_is_asked_twice_and_logged_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", REFUSING)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -173,9 +173,7 @@ def test_a_download_that_stalls_later_is_resumed_by_the_library(server: Any, mon
 
 
 @pytest.mark.parametrize("attack", [silent, drip, reply(429, Retry_After="3600"), reply(200, b"[1]"), reply(200, b"{")])
-def test_each_command_ends_with_one_message(
-    server: Any, tmp_path: Path, attack: Attack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_command_ends_with_one_message(server, tmp_path, attack, monkeypatch):
     server.attack = attack
     commands: list[Callable[[], object]] = [
         lambda: pull("me/it", tmp_path / "pulled"),

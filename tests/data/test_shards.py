@@ -17,24 +17,16 @@ from outrider.data.manifest import (
     LabelTotals,
     Manifest,
     ShardEntry,
-    TargetIdentity,
     examples_sha256,
 )
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
+from .. import tiny_models
+
 LENGTHS = (7, 4, 12)
-IDENTITY = TargetIdentity(
-    name="tiny",
-    revision=None,
-    weights_sha256="aa",
-    config_sha256="",
-    quantization="",
-    tokenizer_sha256="bb",
-    hidden_size=8,
-    vocab_size=300,
-)
+IDENTITY = replace(tiny_models.IDENTITY, name="tiny", weights_sha256="aa", tokenizer_sha256="bb", hidden_size=8, vocab_size=300)
 
 
 def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") -> list[DistilledExample]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from outrider.data.config import DataConfig, DataSource
 from outrider.data.fields import name_digests
-from outrider.data.manifest import TargetIdentity
 from outrider.data.sources import PromptOverlap
 from outrider.data.store import (
     TEMPLATE,
@@ -14,6 +13,8 @@ from outrider.data.store import (
     describe_target_change,
     describe_template_change,
 )
+
+from ..tiny_models import IDENTITY
 
 
 def test_a_changed_option_is_named_with_both_values(tmp_path: Path) -> None:
@@ -57,15 +58,8 @@ def test_braces_in_a_name_stay_in_the_message(tmp_path: Path) -> None:
 
 
 def test_another_target_is_named_by_its_option() -> None:
-    before = TargetIdentity(
-        name="a",
-        revision=None,
-        weights_sha256="1",
-        config_sha256="2",
-        quantization="",
-        tokenizer_sha256="3",
-        hidden_size=4,
-        vocab_size=5,
+    before = replace(
+        IDENTITY, name="a", weights_sha256="1", config_sha256="2", tokenizer_sha256="3", hidden_size=4, vocab_size=5
     )
     changes = {"target.weights_sha256": "x", "target.tokenizer_sha256": "y", "horizon": "horizon (was 3, is 4)"}
     texts = describe_target_change(changes, before, before)

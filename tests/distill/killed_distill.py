@@ -6,8 +6,8 @@ python killed_distill.py TARGET DATA FOLDER NUM_SHARDS NUM_KILLS SEED
 
 Every attempt has one to three processes. They are forked from this one, so that they need not
 import the libraries. One of them, or all, get SIGKILL at a random moment; then the others are
-killed too, as a launcher does. There are NUM_KILLS attempts, spread over the first NUM_SHARDS
-shards. The script prints the attempts as JSON.
+killed too, as a launcher does. There are NUM_KILLS attempts, half of them in each half of the first
+NUM_SHARDS shards. The script prints the attempts as JSON.
 """
 
 import json
@@ -99,8 +99,9 @@ def main() -> None:
     target_dir, data_path, folder, num_shards, num_kills, seed = sys.argv[1:]
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
     data, rng = DataConfig(source="messages", path=data_path, max_length=60), random.Random(int(seed))
-    attempts = []
-    for index, enough in enumerate(sorted(rng.sample(range(1, int(num_shards)), int(num_kills)))):
+    attempts, half = [], int(num_shards) // 2
+    moments = [moment for first in (1, 1 + half) for moment in rng.sample(range(first, first + half), int(num_kills) // 2)]
+    for index, enough in enumerate(sorted(moments)):
         before, num_processes = finished(Path(folder)), (2, 1, 3)[index % 3]
         children = attempt(num_processes, target, data, Path(folder))
         # The previous attempt wrote enough shards before it died, so kill this one at its start.

@@ -19,8 +19,8 @@ from outrider.models.llm.loading import load_target
 from .killed_distill import make
 from .label.test_run import contents, write_conversations
 
-NUM_KILLS = 20
-NUM_CONVERSATIONS, NUM_SHARDS = 300, 140
+NUM_KILLS = 10
+NUM_CONVERSATIONS, NUM_SHARDS = 120, 66
 """The kills happen while the first NUM_SHARDS shards of answers and labels are written."""
 
 
@@ -30,9 +30,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 
 @pytest.mark.slow
-def test_processes_killed_twenty_times_write_the_bytes_of_an_uninterrupted_run(
-    target: HFTarget, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_processes_killed_repeatedly_write_the_bytes_of_an_uninterrupted_run(target, tiny_target_dir, tmp_path):
     data = write_conversations(tmp_path / "chats.jsonl", NUM_CONVERSATIONS)
     seed = random.randrange(10**6)
     script = Path(__file__).with_name("killed_distill.py")
@@ -60,6 +58,6 @@ def test_processes_killed_twenty_times_write_the_bytes_of_an_uninterrupted_run(
     assert counts[0] < len(answers.shards) < counts[-1], "the kills came in both parts"
     verify_shards(killed / "distill", manifest)
     ids = [id for shard in manifest.shards for id in shard.ids]
-    assert len(ids) == len(set(ids)) > 250
+    assert len(ids) == len(set(ids)) > 100
     for part in ("answers", "distill"):
         assert contents(killed / part) == contents(whole / part)

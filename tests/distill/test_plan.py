@@ -58,9 +58,7 @@ def test_an_error_of_the_caller_passes_on_and_the_last_piece_ends(caplog: pytest
     assert "the disk is full" in caplog.text
 
 
-def test_an_error_is_logged_if_the_caller_is_interrupted_while_it_waits(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_logged_if_the_caller_is_interrupted_while_it_waits(caplog, monkeypatch):
     def interrupted(futures: list[object]) -> None:
         raise KeyboardInterrupt
 

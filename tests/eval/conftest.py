@@ -18,6 +18,10 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from ..cheap_evaluations import cheap_evaluations, real_plots
+
+__all__ = ["cheap_evaluations", "real_plots"]
+
 MakeRecord = Callable[..., EvalRecord]
 
 ENVIRONMENT = Environment(

@@ -60,16 +60,10 @@ def test_an_evaluation_counts_what_was_read_and_prints_the_plan(command: list[st
     assert "memory_budget" in result.message
 
 
+@pytest.mark.slow
 def test_tuning_works_on_a_streamed_target(command: list[str], tmp_path: Path) -> None:
     options = ["--no-write", "--setting", "{length: 2}", "--memory-budget-gib", gib(0.6)]
     result = invoke(["tune", *command, *options])
     assert result.exit_code == 0, result.output
     place = json.loads((tmp_path / "out" / "tuning.json").read_text())["place"]
     assert place["form"].startswith("streamed 0.00"), "the budget is part of the setup that a choice is for"
-
-
-def test_a_budget_for_all_weights_reads_no_file_in_passes(command: list[str], tmp_path: Path) -> None:
-    result = invoke(["eval", *command, "--repeats", "1", "--memory-budget-gib", "1"])
-    assert result.exit_code == 0, result.output
-    assert "all weights fit into target.memory_budget_gib" in result.output
-    assert "GB/tok" not in result.output

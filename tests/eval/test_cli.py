@@ -79,9 +79,7 @@ def test_records_name_the_quantization_of_the_target(command: list[str], tmp_pat
     assert "differs in target.quantization" in result.message
 
 
-def test_a_drafter_that_is_not_lossless_fails_the_command(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_drafter_that_is_not_lossless_fails_the_command(command, monkeypatch, tmp_path):
     monkeypatch.setattr(methods, "GreedyAcceptance", AcceptsAnything)
     result = invoke(["eval", *command])
     assert result.exit_code == 1
@@ -90,9 +88,7 @@ def test_a_drafter_that_is_not_lossless_fails_the_command(
     assert [row["speedup"] for row in rows] == [1.0, None]
 
 
-def test_mistakes_are_errors_before_the_target_is_loaded(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_errors_before_the_target_is_loaded(command, tmp_path, monkeypatch):
     def too_late(*args: Any, **kwargs: Any) -> None:
         pytest.fail("the target was loaded before the mistake was found")
 
@@ -120,9 +116,7 @@ def test_mistakes_are_errors_before_the_target_is_loaded(
     assert len(mistakes) == 8
 
 
-def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(
-    command: list[str], tiny_drafter_dir: Path, tmp_path: Path
-) -> None:
+def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(command, tiny_drafter_dir, tmp_path):
     half = tmp_path / "half"
     half.mkdir()
     (half / "config.json").write_bytes((tiny_drafter_dir / "config.json").read_bytes())

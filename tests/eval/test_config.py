@@ -1,7 +1,6 @@
 """The evaluation config: one error lists all its wrong values."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -49,9 +48,7 @@ def test_typical_acceptance_needs_a_temperature() -> None:
         ),
     ],
 )
-def test_pipelined_decoding_refuses_what_depends_on_other_prompts_or_on_the_clock(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_pipelined_decoding_refuses_what_depends_on_other_prompts_or_on_the_clock(changes, message):
     with pytest.raises(ValueError, match=message):
         EvalConfig(suites=[SuiteConfig(name="stdlib")], decode="pipelined", **changes)
 

@@ -86,6 +86,7 @@ def read(output_dir: Path) -> list[EvalRecord]:
         return list(file.records.values())
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path)
     assert [row["method"] for row in rows] == ["baseline", "redrafter", "redrafter beam_width=1"]
@@ -109,9 +110,7 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
 
 
 @pytest.mark.slow
-def test_timed_runs_have_no_phase_timers_and_orders_rotate(
-    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_timed_runs_have_no_phase_timers_and_orders_rotate(run_tiny, generated, tmp_path):
     run_tiny(tmp_path)
     warm_ups, rest = generated[:NUM_WARM_UPS], generated[NUM_WARM_UPS:]
     timed, profiled = rest[: 3 * NUM_TURNS], rest[3 * NUM_TURNS :]
@@ -146,9 +145,7 @@ def test_profiled_answers_count_what_shared_prefixes_save_and_what_padding_costs
     assert rows[2]["draft_tokens_per_step"] == 6.0
 
 
-def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_second_turn(
-    run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
-) -> None:
+def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_second_turn(run_tiny, tiny_target, tmp_path):
     rows = run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, settings=[{}], profile_prompts=0)
     assert [row["lossless_label"] for row in rows] == ["yes"] * 4
     by_turn = {(r.prompt_id, r.turn, r.temperature, r.method): r for r in read(tmp_path)}
@@ -170,13 +167,7 @@ def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_secon
         assert record.token_ids != by_turn[*place, 0.8 - temperature, method].token_ids, "greedy or sampled"
 
 
-def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
-    run_tiny: Evaluate,
-    generated: list[dict[str, Any]],
-    tiny_target: HFTarget,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_killed_at_any_point_measures_only_the_missing_answers(run_tiny, generated, tiny_target, tmp_path, monkeypatch):
     """A resumed run computes linear layers as before, though another way would be faster now."""
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
@@ -233,9 +224,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
         run_tiny(tmp_path)
 
 
-def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
-) -> None:
+def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(tiny_target, tiny_drafter_dir, config, tmp_path):
     config = replace(config, settings=[{}], batch_sizes=[1, 2], profile_prompts=0)
     tuned: dict[Place, Any] = {(0.0, 1): {"beam_width": 1}, (0.0, 2): None}
 
@@ -278,12 +267,9 @@ class SamplesHotter(SpeculativeSampling):
         return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
-def test_a_sampler_of_a_wrong_distribution_is_caught(
-    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
+def test_a_sampler_of_a_wrong_distribution_is_caught(run_tiny, tiny_target_dir, tmp_path, monkeypatch):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
     options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}], "max_new_tokens": 24}
     assert not any(is_broken(row) for row in run_tiny(tmp_path / "right", target, **options))
     monkeypatch.setattr(methods, "SpeculativeSampling", SamplesHotter)
@@ -323,9 +309,8 @@ def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Pat
     assert "NOT LOSSLESS" in (tmp_path / "table.md").read_text()
 
 
-def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
-    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_low_precision_is_audited_and_a_broken_decoder_still_caught(run_tiny, tiny_target_dir, tmp_path, monkeypatch):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
     rows = run_tiny(tmp_path / "right", target)
     assert not any(is_broken(row) for row in rows)
@@ -347,9 +332,7 @@ def test_several_drafters_are_named_by_their_directories(tiny_drafter_dir: Path,
         check_inputs(config, [copies[0]] * 2)
 
 
-def test_known_facts_of_a_drafters_training_are_shown(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
-) -> None:
+def test_known_facts_of_a_drafters_training_are_shown(tiny_target, tiny_drafter_dir, config, tmp_path):
     directory = tmp_path / "drafter"
     shutil.copytree(tiny_drafter_dir, directory)
     parameters = sum(parameter.numel() for parameter in load_drafter(directory, tiny_target).parameters())
@@ -386,6 +369,7 @@ def drafts_per_step(folder: Path) -> dict[str, set[float]]:
     return result
 
 
+@pytest.mark.slow
 def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
@@ -403,9 +387,7 @@ def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: Ev
 
 
 @pytest.mark.slow
-def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
-    tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
-) -> None:
+def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(tiny_target, config, tmp_path):
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
@@ -463,9 +445,7 @@ def figures(rows: Sequence[Row]) -> dict[tuple[int, str], float | None]:
 
 
 @pytest.mark.slow
-def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(run_tiny, tmp_path, monkeypatch, caplog):
     """Its second batch after the warm-up is too large.
 
     Its earlier answers stay, and a resumed run measures the rest.
@@ -528,9 +508,7 @@ def shown_everywhere(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_method_has_figures_if_plain_decoding_runs_out_of_memory(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_method_has_figures_if_plain_decoding_runs_out_of_memory(run_tiny, tmp_path, monkeypatch, caplog):
     run_out_of_memory(monkeypatch, lambda drafter, prompts: len(prompts) == 2 and not drafter.max_nodes, ON_A_CPU)
     rows = run_tiny(tmp_path / "eval", batch_sizes=[1, 2])
     assert [key for key, value in figures(rows).items() if value is None] == [
@@ -545,19 +523,13 @@ def test_no_method_has_figures_if_plain_decoding_runs_out_of_memory(
     assert not (folder / "mt_bench-b2.png").exists(), "of nothing there is no plot"
 
 
-def test_an_evaluation_that_does_not_fit_into_memory_at_all_is_an_error(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_does_not_fit_into_memory_at_all_is_an_error(run_tiny, tmp_path, monkeypatch):
     run_out_of_memory(monkeypatch, lambda drafter, prompts: True)
     with pytest.raises(ValueError, match="plain decoding ran out of memory on every suite .* lower the batch size"):
         run_tiny(tmp_path / "eval")
-    monkeypatch.undo()
-    assert not any(row["out_of_memory"] for row in run_tiny(tmp_path / "eval"))
 
 
-def test_an_error_that_is_not_of_memory_ends_the_evaluation(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_is_not_of_memory_ends_the_evaluation(run_tiny, tmp_path, monkeypatch):
     def fail(*arguments: Any, **options: Any) -> Generation:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -566,24 +538,9 @@ def test_an_error_that_is_not_of_memory_ends_the_evaluation(
         run_tiny(tmp_path / "eval")
 
 
-def test_an_out_of_memory_error_behind_another_error_is_recognised(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The end of a graph capture, for example, fails with another error."""
-    error = ValueError("this model can't be recorded as a CUDA graph")
-    error.__cause__ = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    error.__cause__.__context__ = ON_A_GPU
-    run_out_of_memory(monkeypatch, lambda drafter, prompts: getattr(drafter, "max_nodes", 0) == 6, error)
-    rows = run_tiny(tmp_path / "eval")
-    assert [row["method"] for row in rows if row["out_of_memory"]] == ["redrafter"]
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB." in caplog.text, "what ran out is named, not what it led to"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["baseline", "redrafter"])
-def test_an_out_of_memory_error_in_a_profile_loses_only_the_profile(
-    lost: str, run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_out_of_memory_error_in_a_profile_loses_only_the_profile(lost, run_tiny, tmp_path, monkeypatch, caplog):
     """Its second batch is too large, after two warm-ups, the answers and the first profile, which isn't shown either."""
     num_nodes = {"baseline": 0, "redrafter": 6}[lost]
     tried: list[int] = []
@@ -653,18 +610,15 @@ def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list
     return tried
 
 
-def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
-    run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_an_audit_that_runs_out_of_memory_is_tried_once_more(run_tiny, differing, tmp_path, monkeypatch):
     tried = run_out_in_audits(monkeypatch, 1)
     assert [row["lossless_label"] for row in run_tiny(tmp_path)] == ["yes", "within noise (1)", "yes"]
     assert len(tried) == 2
 
 
 @pytest.mark.slow
-def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
-    run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(run_tiny, differing, tmp_path, monkeypatch, caplog):
     run_out_in_audits(monkeypatch, 2)
     folder = tmp_path / "eval"
     plain, unproven, narrow = run_tiny(folder)
@@ -685,9 +639,7 @@ def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
 
 
 @pytest.mark.slow
-def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(run_tiny, tmp_path, monkeypatch):
     """Without single prompts, only audits of plain answers compare decoding with the target."""
     run_out_in_audits(monkeypatch, 100)
     rows = run_tiny(tmp_path, batch_sizes=[2])
@@ -698,13 +650,8 @@ def test_answers_are_unproven_if_the_audit_of_plain_decoding_runs_out_of_memory(
     assert "NOT LOSSLESS" not in (tmp_path / "table.md").read_text()
 
 
-def test_baselines_and_merges_are_rows_of_the_table(
-    run_tiny: Evaluate,
-    tiny_drafter_dir: Path,
-    tmp_path: Path,
-    generated: list[dict[str, Any]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.slow
+def test_baselines_and_merges_are_rows_of_the_table(run_tiny, tiny_drafter_dir, tmp_path, generated, caplog):
     """Baselines come first and merges last, all with the trained drafter's weights in the records."""
     caplog.set_level("INFO")
     options: dict[str, Any] = {"settings": [{"beam_width": 1}], "baselines": ["prompt_lookup"], "merge": ["prompt_lookup"]}

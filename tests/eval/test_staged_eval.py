@@ -90,9 +90,7 @@ def test_three_ways_of_decoding_share_a_table(command: list[str], tmp_path: Path
     assert (info["roofline"], info["config"]["methods"]["recycling pipelined"]["decode"]) == (None, "pipelined")
 
 
-def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(
-    staged: StagedTarget, tiny_target_dir: Path, suite: Path, tmp_path: Path
-) -> None:
+def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(staged, tiny_target_dir, suite, tmp_path):
     config = EvalConfig(
         suites=[SuiteConfig(name="mine", path=str(suite), limit=1)],
         decode="pipelined",

@@ -1,6 +1,7 @@
 """GPU kernels of attention with masks, each against plain arithmetic in float64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.branches import Entries, attend_densely
@@ -17,6 +17,8 @@ from outrider.models.llm import split_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.split_attention import MAX_PARTS, has_kernel, split_mask
 from outrider.models.llm.tree_attention import IMPLEMENTATION, hidden_score, tree_attention_mask
+
+from ..tiny_models import IDENTITY
 
 # A selected backend that rejects its inputs gives the reasons in warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -207,16 +209,7 @@ def mistral(device: torch.device, dtype: torch.dtype, sliding_window: int | None
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     model = MistralForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
-    identity = TargetIdentity(
-        name="mistral",
-        revision=None,
-        weights_sha256="",
-        config_sha256="",
-        quantization="",
-        tokenizer_sha256="",
-        hidden_size=64,
-        vocab_size=300,
-    )
+    identity = replace(IDENTITY, hidden_size=64, vocab_size=300)
     return HFTarget(model, None, identity, **form)
 
 

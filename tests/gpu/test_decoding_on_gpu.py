@@ -22,6 +22,7 @@ from outrider.models.llm.graphed_rule import GraphedRule
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from ..decoded import texts_of
 from ..host_reads import HostReads, ScalarReads
 from ..models.recorder import ReplayingRecorder
 
@@ -130,12 +131,8 @@ def whole_cpu_copy(target: HFTarget) -> HFTarget:
 def answers(target: HFTarget, drafter: Any, prompts=PROMPTS, limits=LIMITS, rule=None, seeds=None) -> list[list[int]]:
     rows = [torch.tensor(row, device=target.device) for row in prompts]
     generator = RowSeeds(seeds) if seeds is not None else None
-    texts: list[list[int]] = [[] for _ in rows]
     rule = rule_for(rule or GreedyAcceptance(), target)
-    for step in generate(target, drafter, rule, rows, max_new_tokens=limits, generator=generator):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            texts[row] += tokens
-    return texts
+    return texts_of(generate(target, drafter, rule, rows, max_new_tokens=limits, generator=generator), len(rows))
 
 
 # --- the same tokens

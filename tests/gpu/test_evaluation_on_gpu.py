@@ -39,9 +39,7 @@ def drafter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
-def test_the_measured_bandwidth_does_not_depend_on_the_number_of_launches(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_measured_bandwidth_does_not_depend_on_the_number_of_launches(device, monkeypatch):
     if device.type == "cpu":
         pytest.skip("a CPU has no events")
     bandwidth = measure_bandwidth(1 << 32, device)
@@ -88,9 +86,7 @@ def test_evaluation_continues_after_a_drafter_runs_out_of_memory(
 
 
 @pytest.mark.parametrize("form", [["--cuda-graphs"], ["--cuda-graphs", "--compiled"]])
-def test_decoding_with_cuda_graphs_is_certified(
-    device: torch.device, form: list[str], tiny_target_dir: Path, drafter_dir: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_decoding_with_cuda_graphs_is_certified(device, form, tiny_target_dir, drafter_dir, questions, tmp_path):
     if device.type != "cuda":
         pytest.skip("only CUDA has graphs")
     path = tmp_path / "certificate.json"

@@ -232,9 +232,7 @@ def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_in_float32_equals_that_of_a_cpu(
-    kind: str, batch: DrafterBatch, load: Callable[..., HFTarget], device: torch.device
-) -> None:
+def test_a_step_in_float32_equals_that_of_a_cpu(kind, batch, load, device):
     cpu = load(CPU)
     expected = first_step(kind, batch, cpu, cpu, autocast=False)
     actual = first_step(kind, batch, load(device), cpu, autocast=False)
@@ -249,9 +247,7 @@ def test_a_step_in_float32_equals_that_of_a_cpu(
 
 @pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(
-    kind: str, target_dtype: str, batch: DrafterBatch, load: Callable[..., HFTarget], device: torch.device
-) -> None:
+def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(kind, target_dtype, batch, load, device):
     cpu = load(CPU)
     expected = first_step(kind, batch, cpu, cpu, autocast=False)
     actual = first_step(kind, batch, load(device, target_dtype), cpu, autocast=True)
@@ -335,9 +331,7 @@ def test_training_validates_by_decoding_and_resumes_after_a_kill(
 
 
 @pytest.mark.parametrize("accelerator", ["no"], indirect=True)
-def test_a_checkpoint_restores_weights_optimizer_and_random_state(
-    accelerator: Accelerator, device: torch.device, tmp_path: Path
-) -> None:
+def test_a_checkpoint_restores_weights_optimizer_and_random_state(accelerator, device, tmp_path):
     def prepared() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         accelerator.free_memory()
         model = torch.nn.Linear(33, 65, device=device)

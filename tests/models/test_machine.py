@@ -4,7 +4,6 @@ On a CPU there is nothing to wait for.
 """
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -77,9 +76,7 @@ def test_cudnns_attention_is_turned_off_on_cuda_alone(monkeypatch: pytest.Monkey
     assert switched == [False], "it is off already"
 
 
-def test_loading_a_target_turns_cudnns_attention_off_for_its_device(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_a_target_turns_cudnns_attention_off_for_its_device(tiny_target_dir, monkeypatch):
     devices: list[torch.device] = []
     monkeypatch.setattr("outrider.models.llm.loading.turn_off_cudnn_attention", devices.append)
     load_target(TargetConfig(name_or_path=str(tiny_target_dir)), torch.device("cpu"))

@@ -35,9 +35,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 # --- on a CPU
 
 
-def test_decoding_measures_every_method_on_both_checkouts(
-    script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_measures_every_method_on_both_checkouts(script, tiny_target_dir, tmp_path, monkeypatch):
     decoding = script("bench/decoding")
     wanted = {decoding.PLAIN, decoding.GENERATE, decoding.LOOKUP, "redrafter 4x3", "suffix", decoding.MERGED}
     bench = decoding.Bench(str(tiny_target_dir), "float32", 1, 12, 6, wanted)
@@ -78,9 +76,7 @@ def test_decoding_measures_every_method_on_both_checkouts(
 
 
 @pytest.mark.slow
-def test_decoding_measures_this_checkout_as_another_one(
-    script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_measures_this_checkout_as_another_one(script, tiny_target_dir, tmp_path, monkeypatch):
     decoding = script("bench/decoding")
     options = {"--target": tiny_target_dir, "--method": "suffix", "--rounds": 1, "--repeats": 1, "--new-tokens": 4}
     command = [str(part) for pair in options.items() for part in pair]
@@ -143,9 +139,7 @@ def test_labels_are_what_generate_continues_with(script: Callable[[str], Any], t
     assert [row["positions"] for row in rows_of(tmp_path / "labelling.json")] == [30, 30, 5]
 
 
-def test_another_label_than_generates_is_found(
-    script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_label_than_generates_is_found(script, tiny_target_dir, tmp_path, monkeypatch):
     labelling = script("bench/labelling")
     label = labelling.Bench.label
 
@@ -190,9 +184,7 @@ def test_decode_measures_every_drafter_and_generate(script: Callable[[str], Any]
     assert all(row["break_even"] > 0 and row["speedup"] > 0 for row in report["rows"])
 
 
-def test_a_real_target_answers_held_out_prompts_again_and_again(
-    script: Callable[[str], Any], demo_target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_real_target_answers_held_out_prompts_again_and_again(script, demo_target_dir, tmp_path):
     decode = script("gpu/decode")
     decode.ROOM = 1  # so that an answer ends before all steps are measured
     sizes = ["--prompt-tokens", "8", "--steps", "6", "--warm-up", "0", "--batch", "2"]
@@ -252,9 +244,7 @@ def test_the_baseline_is_the_fastest_plain_decoding_of_all_parts(script: Callabl
     assert [row["break_even"] for row in script("gpu/check").decoding_rows(parts)] == [1.0, 1.25, 1.5]
 
 
-def test_train_measures_labels_and_every_kind_and_lists_failures(
-    script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_measures_labels_and_every_kind_and_lists_failures(script, tmp_path, monkeypatch):
     train = script("gpu/train")
     monkeypatch.setitem(train.TRAININGS, "block", ("no_such_loss", {}))
     sizes = ["--seq", "16", "--batch", "2", "--steps", "1", "--warm-up", "0"]
@@ -285,9 +275,7 @@ def test_training_is_timed_by_the_median_after_a_warm_up(script: Callable[[str],
         ("import subprocess as s; s.run(['sh', '-c', 'sleep 2; touch still_running'])", "stopped after 1 s"),
     ],
 )
-def test_a_part_of_the_check_ends_in_time(
-    script: Callable[[str], Any], tmp_path: Path, code: str, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_of_the_check_ends_in_time(script, tmp_path, code, status, monkeypatch):
     check = script("gpu/check")
     path = tmp_path / "part.py"
     path.write_text(code)
@@ -300,9 +288,7 @@ def test_a_part_of_the_check_ends_in_time(
     assert result["report"] is None
 
 
-def test_all_parts_of_the_check_end_within_ten_minutes_and_a_failed_one_fails_it(
-    script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_parts_of_the_check_end_within_ten_minutes_and_a_failed_one_fails_it(script, tmp_path, monkeypatch):
     check = script("gpu/check")
     assert sum(limit for limit, _ in check.PARTS.values()) <= 600
     monkeypatch.setenv("OUT", str(tmp_path))

@@ -68,9 +68,7 @@ def test_the_stages_of_the_demo_have_the_layers_of_its_grown_target(script: Any,
 
 
 @pytest.mark.parametrize("sizes", [("--layers", 5), ("--intermediate", 129), ("--layers", 3, "--intermediate", 320), ()])
-def test_a_grown_target_has_its_sizes_and_the_same_text(
-    grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path, sizes: tuple[Any, ...]
-) -> None:
+def test_a_grown_target_has_its_sizes_and_the_same_text(grow, tiny_target_dir, tmp_path, sizes):
     grow(tmp_path / "grown", "--target", tiny_target_dir, *sizes)
     old, new = load(tiny_target_dir), load(tmp_path / "grown")
     given = dict(zip(sizes[::2], sizes[1::2], strict=True))
@@ -82,9 +80,7 @@ def test_a_grown_target_has_its_sizes_and_the_same_text(
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafters_of_the_original_load_and_accept_as_much(
-    grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path, kind: str
-) -> None:
+def test_drafters_of_the_original_load_and_accept_as_much(grow, tiny_target_dir, tmp_path, kind):
     """EAGLE's layer takes its sizes from the target, and EAGLE-3 also the layers that it reads."""
     old = load(tiny_target_dir)
     torch.manual_seed(0)
@@ -112,9 +108,7 @@ def test_the_demos_target_keeps_its_text(grow: Callable[..., None], demo_target_
         assert (tmp_path / "grown" / name).read_bytes() == (demo_target_dir / name).read_bytes()
 
 
-def test_new_weights_are_random_and_what_they_add_is_zero(
-    grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_new_weights_are_random_and_what_they_add_is_zero(grow, tiny_target_dir, tmp_path):
     for name in "ab":
         arguments = ("--layers", 3, "--intermediate", 256, "--dtype", "bfloat16")
         grow(tmp_path / name, "--target", tiny_target_dir, *arguments)
@@ -161,9 +155,7 @@ def test_parameters_choose_layers_and_neurons(script: Any, demo_target_dir: Path
         (["--drafters", "none"], "none holds no drafter"),
     ],
 )
-def test_wrong_sizes_are_refused(
-    grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path, arguments: list[Any], words: str
-) -> None:
+def test_wrong_sizes_are_refused(grow, tiny_target_dir, tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         grow(tmp_path / "grown", "--target", tiny_target_dir, *arguments)
     assert not (tmp_path / "grown").exists()
@@ -207,9 +199,7 @@ def in_8_bits(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     ],
 )
-def test_what_cannot_grow_is_refused_by_name(
-    grow: Callable[..., None], tiny_target_dir: Path, tmp_path: Path, change: Callable[[Path], Any], words: str
-) -> None:
+def test_what_cannot_grow_is_refused_by_name(grow, tiny_target_dir, tmp_path, change, words):
     shutil.copytree(tiny_target_dir, tmp_path / "source")
     change(tmp_path / "source")
     with pytest.raises(ValueError, match=words):
@@ -234,9 +224,7 @@ def test_only_a_grown_target_is_overwritten(grow: Callable[..., None], tiny_targ
     assert (home / "letter.txt").read_text() == "dear"
 
 
-def test_a_full_disk_is_an_error_before_and_during_writing(
-    grow: Callable[..., None], script: Any, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_before_and_during_writing(grow, script, tiny_target_dir, tmp_path, monkeypatch):
     arguments = (tmp_path / "grown", "--target", tiny_target_dir, "--layers", 5)
     with monkeypatch.context() as patched:
         patched.setattr(script.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
@@ -82,9 +82,7 @@ def allocate(limited: Any, num_bytes: int) -> int:
 
 
 @pytest.mark.parametrize("has_groups", [True, False])
-def test_a_process_above_its_cap_ends_and_one_below_it_does_not(
-    has_groups: bool, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_above_its_cap_ends_and_one_below_it_does_not(has_groups, script, monkeypatch):
     limits = script("limits")
     if not has_groups:
         monkeypatch.setattr(limits, "make_group", lambda *_: None)
@@ -116,9 +114,7 @@ def skipping_other_disks() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_stages_in_processes_write_the_text_of_plain_decoding(
-    script: Any, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_in_processes_write_the_text_of_plain_decoding(script, tiny_target_dir, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "")  # the bench sets them for its processes; the test's end removes them
     drafter, output = save_draft_model(tiny_target_dir, tmp_path / "drafter"), tmp_path / "pipelining.json"
@@ -135,9 +131,7 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(
 
 
 @pytest.mark.slow
-def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(
-    script: Any, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(script, tiny_tokenizer, tmp_path):
     options = {"num_hidden_layers": 12, "intermediate_size": 1024, "initializer_range": 0.2}  # a budget holds some layers
     target = save_tiny_target(tmp_path / "target", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)
     drafter, output = save_draft_model(target, tmp_path / "drafter"), tmp_path / "offload.json"

@@ -49,9 +49,7 @@ def test_batches_made_ahead_are_the_same_and_end_with_the_training(shards_dir: P
     assert ahead._next is None, "a step after the last one was made"
 
 
-def test_an_error_of_the_thread_is_raised_where_its_batches_are_needed(
-    shards_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_thread_is_raised_where_its_batches_are_needed(shards_dir, monkeypatch):
     config = TrainConfig(steps=9, batch_size=4)
     stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1, ahead=True)
     monkeypatch.setattr(stream, "_batches", lambda step: [] if step == 0 else 1 / 0)
@@ -130,9 +128,7 @@ def test_a_window_is_read_once_per_epoch_and_memory_holds_no_more(shards_dir: Pa
     assert set(read.values()) == {1}
 
 
-def test_sampled_positions_depend_on_process_step_and_seed_only(
-    target: HFTarget, examples: list[DistilledExample], tmp_path: Path
-) -> None:
+def test_sampled_positions_depend_on_process_step_and_seed_only(target, examples, tmp_path):
     longest = max(examples, key=lambda example: len(example.example.input_ids))
     # one text, so that only the sampled positions can differ
     shards_dir = write_shards(tmp_path, target.identity, [longest])

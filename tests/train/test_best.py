@@ -54,9 +54,7 @@ def test_a_worse_drafter_never_replaces_the_best(drafter: TrainableDrafter, targ
 
 
 @pytest.mark.parametrize(("moment", "expected"), [("before the record", 1), ("between the renames", 2)])
-def test_a_kill_leaves_the_old_or_the_new_one(
-    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path, moment: str, expected: int
-) -> None:
+def test_a_kill_leaves_the_old_or_the_new_one(drafter, target, tmp_path, moment, expected):
     best = Best(tmp_path, target.identity)
     add(best, drafter, 1, 1.5)
     if (pid := os.fork()) == 0:
@@ -77,9 +75,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(
     assert weight_in(tmp_path / "best") == expected
 
 
-def test_a_new_run_removes_the_best_drafter_of_an_earlier_one(
-    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path
-) -> None:
+def test_a_new_run_removes_the_best_drafter_of_an_earlier_one(drafter, target, tmp_path):
     best = Best(tmp_path, target.identity)
     add(best, drafter, 1, 1.5)
     best.clear()
@@ -101,9 +97,7 @@ def test_a_new_run_removes_the_best_drafter_of_an_earlier_one(
         ([1.5, None], 1, True),
     ],
 )
-def test_patience_counts_measurements_without_a_new_best(
-    target: HFTarget, tmp_path: Path, values: list[float | None], patience: int | None, peaked: bool
-) -> None:
+def test_patience_counts_measurements_without_a_new_best(target, tmp_path, values, patience, peaked):
     best = Best(tmp_path, target.identity)
     for step, value in enumerate(values):
         best.add(step, measured(value))

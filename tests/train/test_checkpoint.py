@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,7 @@ def test_only_the_newest_checkpoints_are_kept_and_the_last_is_loaded(accelerator
     assert torch.equal(model.weight, torch.full((2, 2), 11.0))
 
 
-def test_a_checkpoint_has_the_state_of_its_step_and_not_of_the_write(
-    accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event
-) -> None:
+def test_a_checkpoint_has_the_state_of_its_step_and_not_of_the_write(accelerator, tmp_path, slow_disk):
     def train_a_step() -> None:
         model(torch.rand(3, 2)).sum().backward()
         saver._optimizer.step()
@@ -101,9 +99,7 @@ def test_one_write_at_a_time(accelerator: Accelerator, tmp_path: Path, slow_disk
 
 
 @pytest.mark.parametrize("ask", ["save", "finish", "end"])
-def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(
-    accelerator: Accelerator, tmp_path: Path, ask: str
-) -> None:
+def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(accelerator, tmp_path, ask):
     saved(accelerator, tmp_path, 1)
 
     def fail() -> None:
@@ -121,9 +117,7 @@ def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_an_error_of_training_waits_for_the_write_and_is_raised(
-    accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_training_waits_for_the_write_and_is_raised(accelerator, tmp_path, slow_disk, caplog):
 
     def interrupted(step: int, most_bytes: int) -> None:
         with no_file_above(most_bytes), checkpoints(accelerator, tmp_path) as (_, saver):
@@ -173,9 +167,7 @@ def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_p
         ({"sharded_by": "DEEPSPEED"}, "was written by DEEPSPEED, and this launch uses neither"),
     ],
 )
-def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(
-    accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(accelerator, tmp_path, change, words):
     saved(accelerator, tmp_path, 1)
     checkpoint = tmp_path / "step-00000001"
     edit_marker(checkpoint, **change)
@@ -183,9 +175,7 @@ def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(
         saver.load(checkpoint)
 
 
-def test_a_sharded_state_needs_the_same_number_of_processes(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_state_needs_the_same_number_of_processes(accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "sharded_by", lambda accelerator: "DEEPSPEED")
 
     def save_state(folder: str) -> None:
@@ -222,9 +212,7 @@ def test_a_sharded_state_needs_the_same_number_of_processes(
         ("no digest", lambda marker: marker.pop("sha256")),
     ],
 )
-def test_an_edited_marker_is_an_error_with_the_remedy_and_not_another_training(
-    accelerator: Accelerator, tmp_path: Path, name: str, change: Callable[[dict[str, Any]], Any]
-) -> None:
+def test_an_edited_marker_is_an_error_with_the_remedy_and_not_another_training(accelerator, tmp_path, name, change):
     with checkpoints(accelerator, tmp_path) as (_, saver):
         saver.save(1, {"examples_read": 156, "run": {"steps": 3}, "meter": [0.1, 1 / 3]})
     checkpoint = tmp_path / "step-00000001"
@@ -251,9 +239,7 @@ def test_a_checkpoint_of_an_earlier_format_is_kept_and_named(accelerator: Accele
         read_marker(tmp_path / "step-00000001")
 
 
-def test_each_process_reads_a_share_of_the_files_and_all_raise(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_reads_a_share_of_the_files_and_all_raise(accelerator, tmp_path, monkeypatch):
     """Two processes, one after the other: what the first one finds reaches the second one."""
     saved(accelerator, tmp_path, 1)
     checkpoint, read = tmp_path / "step-00000001", []

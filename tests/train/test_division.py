@@ -1,16 +1,12 @@
 """Division of a step's texts among processes and micro-batches."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 
 from outrider.train.config import TrainConfig, with_accumulation
 
-from .conftest import Run
 from .resumed import records
-
-RunTrain = Callable[..., Run]
 
 
 @pytest.mark.parametrize(("num_processes", "accumulation"), [(1, 32), (2, 16), (8, 4), (32, 1)])
@@ -32,18 +28,14 @@ def test_options_without_a_global_batch_size_stay() -> None:
         (6, 8, 128, "global_batch_size=96 or 144, or train.batch_size=4"),
     ],
 )
-def test_an_indivisible_global_batch_size_is_an_error_with_the_nearest_one(
-    batch_size: int, num_processes: int, texts: int, remedy: str
-) -> None:
+def test_an_indivisible_global_batch_size_is_an_error_with_the_nearest_one(batch_size, num_processes, texts, remedy):
     config = TrainConfig(steps=10, batch_size=batch_size, global_batch_size=texts)
     factors = f"train.batch_size {batch_size} x {num_processes} processes"
     with pytest.raises(ValueError, match=f"global_batch_size is {texts}, .*{factors}.*; set train.{remedy}$"):
         with_accumulation(config, num_processes)
 
 
-def test_a_training_logs_the_texts_of_a_step_and_learns_the_same_of_them(
-    run_train: RunTrain, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_logs_the_texts_of_a_step_and_learns_the_same_of_them(run_train, caplog):
     caplog.set_level(logging.INFO, "outrider.train")
     by_hand = run_train("by_hand", batch_size=2, gradient_accumulation=3, max_positions=8)
     followed = run_train("followed", batch_size=2, global_batch_size=6, max_positions=8)

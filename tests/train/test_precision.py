@@ -1,6 +1,6 @@
 """TF32 in training: where it is on, and that nothing else uses it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,8 +8,6 @@ import torch
 from outrider.train import loop as loop_module
 from outrider.train.parallel import tensor_float32
 from outrider.train.validation import Validator
-
-from .conftest import Run
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +43,7 @@ def test_a_lower_precision_of_the_process_is_kept() -> None:
     assert torch.get_float32_matmul_precision() == "medium"
 
 
-def test_losses_and_gradients_use_tf32_and_validation_does_not(
-    run_train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_gradients_use_tf32_and_validation_does_not(run_train, monkeypatch):
     seen: dict[str, set[str]] = {"backward": set(), "target": set(), "validation": set()}
 
     def spy(name: str, owner: object, attribute: str) -> None:

@@ -27,8 +27,6 @@ KINDS = {
     "draft model": "draft model",
     "block": "block",
     "few labels": "redrafter",  # in many steps one process has none
-    "few labels for eagle": "eagle",
-    "sliced redrafter": "redrafter",
     "sliced eagle": "eagle",  # starts from the weights of a sliced layer
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
@@ -68,7 +66,7 @@ def sparse_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pa
 @pytest.fixture(scope="module")
 def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str, Path]:
     """Map training runs to their special shards."""
-    return {"one depth": short_shards_dir, "few labels": sparse_shards_dir, "few labels for eagle": sparse_shards_dir}
+    return {"one depth": short_shards_dir, "few labels": sparse_shards_dir}
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +98,7 @@ def launched(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_two_processes_train_like_one_on_the_same_texts_per_step(
-    name: str,
-    launched: Path,
-    shards_dir: Path,
-    special_shards: dict[str, Path],
-    run_train: Callable[..., Run],
-) -> None:
+def test_two_processes_train_like_one_on_the_same_texts_per_step(name, launched, shards_dir, special_shards, run_train):
     run = run_train(
         shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
     )

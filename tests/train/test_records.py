@@ -144,9 +144,7 @@ def test_a_tracker_without_its_package_is_an_error_with_the_command(monkeypatch:
 
 
 @pytest.mark.parametrize("fails_in", ["log", "finish"])
-def test_a_failing_tracker_is_one_warning_and_records_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_in: str
-) -> None:
+def test_a_failing_tracker_is_one_warning_and_records_continue(tmp_path, monkeypatch, caplog, fails_in):
     calls: list[int] = []
 
     class Unreachable:

@@ -1,11 +1,9 @@
 """Killed and resumed runs, in new processes, against an uninterrupted one."""
 
 import json
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .conftest import DRAFTER, TRAIN, Run
+from .conftest import DRAFTER, TRAIN
 from .resumed import assert_same_records, assert_same_weights, records
 
 SCRIPTS = Path(__file__).parent
@@ -24,14 +22,6 @@ STEPS = 5
 # Micro-batches with unequal numbers of labels, records over several steps, and a checkpoint at
 # every step.
 CONFIG = {**TRAIN, "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "max_positions": 20, "log_every": 2}
-
-RANDOM_KILLS_CONFIG = {
-    **CONFIG,
-    "steps": 6,
-    "validation_texts": 4,
-    "validation_tokens": 6,
-    "validate_every": 3,
-}
 
 
 def launch(command: list[str], timeout_seconds: float = 120) -> str:
@@ -101,38 +91,8 @@ def test_a_resumed_run_may_have_rounding_errors_on_a_gpu_only(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_runs_killed_at_random_moments_resume_to_equal_bits(
-    processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
-) -> None:
-    """The variable OUTRIDER_KILLS sets the number of kills."""
-    if processes > 1 and not torch.distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    kills = math.ceil(int(os.environ.get("OUTRIDER_KILLS", "6")) / 2)
-    drafter = {**DRAFTER, "kind": "dropout", "exit_width": 128}
-    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path)]
-    script = str(SCRIPTS / "random_kills.py")
-    options = [json.dumps(RANDOM_KILLS_CONFIG), json.dumps(drafter), str(processes), str(kills)]
-    launch([script, *folders, *options], timeout_seconds=60 * kills)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["kills"]) == kills
-    expected = records(tmp_path / "unbroken")
-    assert [record["step"] for record in expected] == [2, 3, 3, 4, 6, 6]
-    for number, kill in enumerate(report["kills"]):
-        folder = tmp_path / f"kill-{number}"
-        assert_same_records(records(folder), expected, CPU)
-        for file in ("drafter/model.safetensors", "train/best/model.safetensors"):
-            assert_same_weights(folder / file, tmp_path / "unbroken" / file, CPU)
-        best = "train/best/best.json"
-        assert (folder / best).read_bytes() == (tmp_path / "unbroken" / best).read_bytes(), kill
-        assert not list((folder / "train").rglob(".*")), kill
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(
-    tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
-) -> None:
+def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(tiny_target_dir, shards_dir, tmp_path, run_train):
     base = {**TRAIN, "steps": 8}
     for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.shards import label_store
-from outrider.data.types import DistilledExample, DrafterBatch
+from outrider.data.types import DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
@@ -108,9 +107,7 @@ def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train
 
 
 @pytest.mark.slow
-def test_a_longer_horizon_changes_nothing_if_only_one_depth_is_trained(
-    run_train: RunTrain, shards_dir: Path, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
-) -> None:
+def test_a_longer_horizon_changes_nothing_if_only_one_depth_is_trained(run_train, shards_dir, target, examples, tmp_path):
     """EAGLE trains only its first depth; labels of other depths must not lower its mean loss."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     short = write_shards(tmp_path / "short", target.identity, cut)
@@ -277,9 +274,7 @@ def test_ctrl_c_writes_a_checkpoint_and_a_second_one_stops_at_once(run_train: Ru
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_after_the_last_step_ends_the_run_too(
-    number: signal.Signals, error: type[BaseException], run_train: RunTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_signal_after_the_last_step_ends_the_run_too(number, error, run_train, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(loop_module.Progress, "__exit__", lambda *_: os.kill(os.getpid(), number))
         with pytest.raises(error):
@@ -325,9 +320,7 @@ def test_a_step_that_sigterm_could_not_save_is_not_called_saved(run_train: RunTr
         run_train(drafter={"kind": "spy"}, checkpoint_every=100)
 
 
-def test_bad_shards_are_refused_before_any_work(
-    run_train: RunTrain, target: HFTarget, shards_dir: Path, examples: list[DistilledExample], tmp_path: Path, spy: Any
-) -> None:
+def test_bad_shards_are_refused_before_any_work(run_train, target, shards_dir, examples, tmp_path, spy):
     visited = 0
 
     def refused(shards: Path, match: str) -> None:
@@ -373,9 +366,7 @@ def test_processes_that_do_not_join_are_refused(run_train: RunTrain, monkeypatch
         run_train()
 
 
-def test_a_draft_model_resumes_only_with_its_original_weights(
-    accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path
-) -> None:
+def test_a_draft_model_resumes_only_with_its_original_weights(accelerator, target, shards_dir, tmp_path):
     start, drafter_dir = tmp_path / "start", tmp_path / "drafter"
     sizes = LlamaConfig(**{**target.model.config.to_dict(), "num_hidden_layers": 1, "dtype": "float32"})
     torch.manual_seed(1)  # two runs may leave the same state of the generator

@@ -28,9 +28,7 @@ LAST_CHECKPOINTS = {
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
-def test_a_sharded_run_killed_at_any_moment_resumes_to_equal_bits(
-    way: str, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
-) -> None:
+def test_a_sharded_run_killed_at_any_moment_resumes_to_equal_bits(way, tiny_target_dir, shards_dir, tmp_path):
     if way != "fsdp2" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed isn't installed: pip install 'outrider[deepspeed]'")
     drafter = json.dumps({**DRAFTER, "kind": "dropout"})

@@ -49,9 +49,7 @@ class FakeCudart:
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (33, 1025)), (torch.bool, (3,))])
-def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(shape, dtype, monkeypatch):
     """PyTorch's own allocation is rounded up to a power of two.
 
     Pages that two tensors share can't be locked twice.

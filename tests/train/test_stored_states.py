@@ -82,17 +82,8 @@ def forbid_passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafter", [EAGLE3, DRAFT_MODEL, {"kind": "eagle"}, {"kind": "medusa", "num_heads": 3}, DRAFTER], ids=lambda d: d["kind"]
-)
-def test_nothing_is_recomputed_if_all_states_are_stored(
-    drafter: dict[str, Any],
-    run_train: RunTrain,
-    stored_dir: Path,
-    target: HFTarget,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("drafter", [EAGLE3, DRAFTER], ids=lambda d: d["kind"])
+def test_nothing_is_recomputed_if_all_states_are_stored(drafter, run_train, stored_dir, target, monkeypatch, caplog):
     recomputed = run_train("recomputed", replace_drafter=drafter, steps=3)
     caplog.clear()  # messages of the first run
     forbid_passes(target, monkeypatch)
@@ -118,15 +109,8 @@ def test_a_draft_model_and_an_eagle3_need_no_hidden_states_for_cross_entropy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [(1,), ()])
-def test_layers_that_are_not_all_stored_are_recomputed_with_a_message(
-    layers: tuple[int, ...],
-    run_train: RunTrain,
-    stored: list[DistilledExample],
-    target: HFTarget,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("layers", [(1,)])
+def test_layers_that_are_not_all_stored_are_recomputed_with_a_message(layers, run_train, stored, target, tmp_path, caplog):
     some = [replace(example, layers={layer: example.layers[layer] for layer in layers}) for example in stored]
     directory = write_shards(tmp_path / "shards", target.identity, some)
     with caplog.at_level(logging.INFO, logger="outrider"):
@@ -138,9 +122,7 @@ def test_layers_that_are_not_all_stored_are_recomputed_with_a_message(
     assert largest_difference(partly, run_train("recomputed", replace_drafter=EAGLE3, steps=3)) < 1e-4
 
 
-def test_the_target_recomputes_only_missing_states(
-    shards_dir: Path, stored: list[DistilledExample], target: HFTarget, tmp_path: Path
-) -> None:
+def test_the_target_recomputes_only_missing_states(shards_dir, stored, target, tmp_path):
     marked = [
         replace(example, layers={}, hidden_states=StoredStates(values=example.hidden_states.values + 7))
         for example in stored
@@ -163,9 +145,7 @@ def stream(shards_dir: Path, reads: TargetReads) -> BatchStream:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("drafter", [DRAFTER, MEDUSA, EAGLE, EAGLE3, BLOCK], ids=lambda drafter: drafter["kind"])
-def test_states_in_bfloat16_give_the_loss_of_the_same_states_in_float32(
-    drafter: dict[str, Any], autocast: bool, shards_dir: Path, target: HFTarget
-) -> None:
+def test_states_in_bfloat16_give_the_loss_of_the_same_states_in_float32(drafter, autocast, shards_dir, target):
     """A drafter casts what it reads, so a batch needs no copy in float32."""
     objective = Objective(loss=LossKind.kl, head=target.head)
     torch.manual_seed(0)
@@ -187,9 +167,7 @@ def test_states_in_bfloat16_give_the_loss_of_the_same_states_in_float32(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
-def test_fewer_bits_give_nearly_the_same_loss(
-    dtype: str, examples: list[DistilledExample], shards_dir: Path, target: HFTarget, tmp_path: Path
-) -> None:
+def test_fewer_bits_give_nearly_the_same_loss(dtype, examples, shards_dir, target, tmp_path):
     directory = write_shards(tmp_path / "shards", target.identity, with_states(examples, target, dtype))
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter(EAGLE3), target)
@@ -203,8 +181,7 @@ def test_fewer_bits_give_nearly_the_same_loss(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["kl", "kl_acceptance"])
-@pytest.mark.parametrize("drafter", [EAGLE3, DRAFTER], ids=lambda d: d["kind"])
+@pytest.mark.parametrize(("loss", "drafter"), [("kl", EAGLE3), ("kl_acceptance", DRAFTER)], ids=["kl", "kl_acceptance"])
 def test_training_on_likeliest_tokens_equals_training_on_hidden_states(
     loss: str,
     drafter: dict[str, Any],
@@ -229,9 +206,7 @@ def test_validation_uses_the_whole_distribution(run_train: RunTrain, stored_dir:
     assert (run.drafter_dir / "model.safetensors").exists()
 
 
-def test_a_teacher_that_is_not_stored_is_refused_before_training(
-    run_train: RunTrain, shards_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_teacher_that_is_not_stored_is_refused_before_training(run_train, shards_dir, monkeypatch):
     with pytest.raises(ValueError, match=r"train\.teacher is top_k.*distill\.top_logprobs"):
         run_train(loss="kl", teacher="top_k")
     run_train("labels_alone", teacher="top_k")  # this loss needs no teacher

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import BatchStream
 from outrider.train.checkpoint import complete_checkpoints, read_marker
 from outrider.train.records import read_records
@@ -69,9 +67,7 @@ def is_of_step(run: Run, step: int) -> bool:
     return all(torch.equal(value, state[name]) for name, value in exported.items())
 
 
-def test_the_best_drafter_is_kept_after_its_checkpoint_and_exported(
-    run_train: RunTrain, measure: Any, target: HFTarget
-) -> None:
+def test_the_best_drafter_is_kept_after_its_checkpoint_and_exported(run_train, measure, target):
     measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
     run = run_train(**MEASURED, keep_checkpoints=12)
     assert summary(run)["drafter_step"] == 4
@@ -139,9 +135,7 @@ def test_a_new_run_ignores_the_best_drafter_of_the_run_before(run_train: RunTrai
     assert summary(run)["drafter_step"] == 10
 
 
-def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(
-    run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(run_train, spy, caplog):
     unbroken = run_train("unbroken", drafter={"kind": "spy"}, batch_size=4)
     spy.calls = 0
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
@@ -160,9 +154,7 @@ def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(
         run_train("broken", drafter={"kind": "spy"}, batch_size=8)
 
 
-def test_another_number_of_texts_per_step_resumes_at_the_same_text(
-    run_train: RunTrain, spy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_number_of_texts_per_step_resumes_at_the_same_text(run_train, spy, tmp_path, monkeypatch, caplog):
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
     with pytest.raises(SystemExit):
         run_train(drafter={"kind": "spy"}, batch_size=4)

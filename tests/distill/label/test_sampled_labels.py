@@ -113,9 +113,7 @@ def labels_of(config: DistillConfig, data: DataConfig, target: HFTarget, folder:
 CONFIG = DistillConfig(horizon=3, label_temperature=0.9, seed=5, shard_examples=3, batch_tokens=128)
 
 
-def test_sampled_labels_depend_neither_on_batches_nor_on_shards_and_the_manifest_has_the_sampling(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_sampled_labels_depend_neither_on_batches_nor_on_shards_and_the_manifest_has_the_sampling(target, data, tmp_path):
     manifest, labels = labels_of(CONFIG, data, target, tmp_path / "one")
     assert manifest.sampling == LabelSampling(temperature=0.9, seed=5)
     assert label_store(tmp_path / "one").load() == manifest
@@ -127,9 +125,7 @@ def test_sampled_labels_depend_neither_on_batches_nor_on_shards_and_the_manifest
     assert greedy.sampling is None
 
 
-def test_a_resumed_run_samples_the_same_labels_and_never_mixes_temperatures(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_resumed_run_samples_the_same_labels_and_never_mixes_temperatures(target, data, tmp_path):
     _, labels = labels_of(CONFIG, data, target, tmp_path / "run")
     for suffix in ("json", "safetensors"):
         (tmp_path / "run" / f"shard-00001.{suffix}").unlink()
@@ -140,9 +136,7 @@ def test_a_resumed_run_samples_the_same_labels_and_never_mixes_temperatures(
         labels_of(replace(CONFIG, label_temperature=0.0), data, target, tmp_path / "run")
 
 
-def test_a_teacher_of_another_temperature_than_the_labels_is_refused(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_teacher_of_another_temperature_than_the_labels_is_refused(target, data, tmp_path):
     manifest, _ = labels_of(CONFIG, data, target, tmp_path / "run")
     with pytest.raises(ValueError, match=r"distill\.label_temperature is 0\.9, and train\.loss"):
         manifest.require_teacher_temperature()

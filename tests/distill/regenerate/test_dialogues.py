@@ -86,9 +86,7 @@ def test_an_example_continues_while_the_prompt_starts_with_its_tokens(tiny_token
     assert not dialogue.dropped
 
 
-def test_a_template_that_drops_earlier_thoughts_starts_a_new_example(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_template_that_drops_earlier_thoughts_starts_a_new_example(tiny_tokenizer):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = THINKING_TEMPLATE
     dialogue, prompts = play(TWO_TURNS, tokenizer, ["<think>hm</think>yes", "<think>so</think>no"])
@@ -180,9 +178,7 @@ def test_answers_longer_than_the_limit_are_cut(tiny_tokenizer: PreTrainedTokeniz
     [([], EMPTY), ([END], EMPTY), ("  \n ", EMPTY), ("ha" * LOOP_TOKENS, LOOP), ([40] * 9, LOOP)],
     ids=repr,
 )
-def test_degenerate_answers_are_dropped_and_earlier_turns_are_kept(
-    tiny_tokenizer: PreTrainedTokenizerFast, answer: str | list[int], reason: str
-) -> None:
+def test_degenerate_answers_are_dropped_and_earlier_turns_are_kept(tiny_tokenizer, answer, reason):
     talk = conversation("hello", "?", "and then", "?", "and then", "?")
     limits = Limits(max_new_tokens=200, max_tokens=400)
     dialogue, _ = play(talk, tiny_tokenizer, ["one two", answer], limits=limits)

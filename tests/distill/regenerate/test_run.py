@@ -87,9 +87,7 @@ def no_engine(*args: Any) -> Iterator[Any]:
     yield
 
 
-def test_greedy_answers_are_transformers_after_the_tokens_before_them(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_greedy_answers_are_transformers_after_the_tokens_before_them(target, data, tmp_path):
     config = DistillConfig(engine="decoder", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
     examples = run(config, data, target, tmp_path / "answers")
     shards = answer_store(tmp_path / "answers").load().shards
@@ -160,9 +158,7 @@ def test_labelling_uses_the_regenerated_answers(target: HFTarget, data: DataConf
         distill(config, data, target, folder, accelerator)
 
 
-def test_answers_of_another_model_are_a_warning_during_labelling(
-    target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any
-) -> None:
+def test_answers_of_another_model_are_a_warning_during_labelling(target, data, tmp_path, caplog):
     warm = DistillConfig(engine="decoder", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
     sampled = run(warm, data, target, tmp_path / "answers")
     for config, is_warned in ((warm, False), (DistillConfig(engine="decoder", shard_examples=9, horizon=3), True)):
@@ -184,9 +180,7 @@ def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFT
     assert [limits.room(count) for count in (1, 900, limits.max_tokens)] == [1021 - 1, 121, 0]
 
 
-def test_a_complete_folder_is_not_changed(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_folder_is_not_changed(target, data, tmp_path, monkeypatch):
     folder = tmp_path / "answers"
     first = examples_sha256(run(CONFIG, data, target, folder))
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -195,9 +189,7 @@ def test_a_complete_folder_is_not_changed(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(target, data, tmp_path):
     examples = run(BY_LENGTH, data, target, tmp_path / "batch")
     assert examples_sha256(examples) == examples_sha256(run(CONFIG, data, target, tmp_path / "decoder"))
     before = contents(tmp_path / "batch")
@@ -207,9 +199,7 @@ def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(
     assert contents(tmp_path / "batch") == before
 
 
-def test_only_a_deleted_shard_of_answers_is_recomputed(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_deleted_shard_of_answers_is_recomputed(target, data, tmp_path, monkeypatch):
     """A resumed run computes linear layers as before, though another way would be faster now."""
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
@@ -237,9 +227,7 @@ def test_only_a_deleted_shard_of_answers_is_recomputed(
         run(CONFIG, data, target, folder)
 
 
-def test_all_damage_to_answers_is_reported_at_once(
-    target: HFTarget, data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_damage_to_answers_is_reported_at_once(target, data, tmp_path, capsys):
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
     name = target.identity.name if Path(target.identity.name).exists() else None
@@ -264,9 +252,7 @@ def test_all_damage_to_answers_is_reported_at_once(
     assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
 
 
-def test_an_entry_that_differs_from_its_answers_is_an_error_before_it_reaches_the_manifest(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_that_differs_from_its_answers_is_an_error_before_it_reaches_the_manifest(target, data, tmp_path, monkeypatch):
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
     monkeypatch.setattr(module, "open_engine", no_engine)
@@ -279,9 +265,7 @@ def test_an_entry_that_differs_from_its_answers_is_an_error_before_it_reaches_th
     run(CONFIG, data, target, folder)
 
 
-def test_a_folder_of_another_run_is_an_error_with_every_difference(
-    target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
-) -> None:
+def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data, tmp_path, tiny_target_dir):
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
     other = load(tiny_target_dir)
@@ -319,9 +303,7 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(
         run(CONFIG, data, target, folder)
 
 
-def test_a_tokenizer_without_a_chat_template_is_an_error_with_the_remedy(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_tokenizer_without_a_chat_template_is_an_error_with_the_remedy(target, data, tmp_path):
     target.tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"set data\.chat_template"):
         run(CONFIG, data, target, tmp_path / "answers")
@@ -355,9 +337,7 @@ def test_a_request_without_an_answer_is_an_error(target: HFTarget, data: DataCon
         )
 
 
-def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(
-    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(target, data, tmp_path, monkeypatch):
     @contextmanager
     def open_mute(*args: Any) -> Iterator[Mute]:
         yield Mute()
@@ -367,9 +347,7 @@ def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(
         run(CONFIG, data, target, tmp_path / "answers")
 
 
-def test_several_processes_write_the_same_bytes_as_one(
-    data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target_dir, tmp_path):
     barrier = threading.Barrier(2)
     targets = [load(tiny_target_dir) for _ in range(2)]
     digests: dict[int, str] = {}

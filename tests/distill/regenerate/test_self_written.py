@@ -85,9 +85,7 @@ def questions_of(data: DataConfig) -> list[str]:
     return [conversation.turns[0].content for conversation in conversations]
 
 
-def test_usable_questions_become_messages_and_the_rest_is_counted(
-    target: HFTarget, engine: Scripted, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_usable_questions_become_messages_and_the_rest_is_counted(target, engine, tmp_path, caplog):
     written = write(DATA, target, tmp_path / "questions")
     assert (written.source, written.count, written.max_length) == ("messages", None, 400)
     assert questions_of(written) == [ASKED[0], *ASKED[4:]]
@@ -150,9 +148,7 @@ def test_a_prefix_with_a_mark_is_refused(target: HFTarget) -> None:
     self_written.require_openings(DATA, target)
 
 
-def test_conversations_that_all_lack_room_for_an_answer_keep_their_questions(
-    target: HFTarget, engine: Scripted, tmp_path: Path
-) -> None:
+def test_conversations_that_all_lack_room_for_an_answer_keep_their_questions(target, engine, tmp_path):
     room = len(target.tokenizer(f"<|user|>{ASKED[0]}<|assistant|>").input_ids)
     written = write(DataConfig(source="self", count=1, turns=32, max_length=room), target, tmp_path / "questions")
     assert questions_of(written) == [ASKED[0]]

@@ -34,9 +34,7 @@ def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_target_and_a_drafter_are_certified(
-    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_target_and_a_drafter_are_certified(decoding, dtype, monkeypatch, tmp_path):
     decoded_plainly: list[NullDrafter] = []
 
     def null_drafter() -> NullDrafter:
@@ -77,9 +75,8 @@ def test_a_compiled_target_is_certified_compiled(decoding: list[str], monkeypatc
     assert all("float32 compiled, " in line["subject"] for line in certificate["lines"])
 
 
-def test_a_graphed_certificate_replays_target_and_drafter(
-    decoding: list[str], tiny_target: HFTarget, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_a_graphed_certificate_replays_target_and_drafter(decoding, tiny_target, tiny_drafter_dir, monkeypatch, tmp_path):
     """An evaluation replays both. A replayed target beside an eager drafter is another decoder."""
     recorders: list[ReplayingRecorder] = []
 
@@ -110,19 +107,14 @@ def test_a_graphed_certificate_replays_target_and_drafter(
         (["--repeats", "2", "--batch-size", "3"], "eval.batch_sizes, eval.repeats: `outrider certify` doesn't use this"),
     ],
 )
-def test_options_without_an_effect_are_refused_before_anything_is_loaded(
-    decoding: list[str], options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_without_an_effect_are_refused_before_anything_is_loaded(decoding, options, message, monkeypatch):
     monkeypatch.setattr(targets, "_load_model", None)
     assert message in invoke(["certify", *decoding, *options]).message
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_wrong_tokens_fail_in_any_precision(
-    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wrong_tokens_fail_in_low_precision_too(decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(certify, "GreedyAcceptance", AcceptsAnything)
-    result = invoke(["certify", *decoding, "--dtype", dtype])
+    result = invoke(["certify", *decoding, "--dtype", "bfloat16"])
     assert result.exit_code == 1
     assert "NOT LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
@@ -130,10 +122,7 @@ def test_wrong_tokens_fail_in_any_precision(
     assert [line["passed"] for line in certificate["lines"]] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_a_target_that_misreads_trees_fails_in_any_precision(
-    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_target_that_misreads_trees_fails_in_low_precision_too(decoding, monkeypatch, tmp_path):
     sound = tree_attention.tree_attention_mask
 
     def everybody_sees_everybody(lineage: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -143,14 +132,12 @@ def test_a_target_that_misreads_trees_fails_in_any_precision(
         return sound(some_node[:, :1].expand(-1, lineage.shape[1], -1), *options)
 
     monkeypatch.setattr(tree_attention, "tree_attention_mask", everybody_sees_everybody)
-    assert invoke(["certify", *decoding, "--dtype", dtype, "--max-new-tokens", "24"]).exit_code == 1
+    assert invoke(["certify", *decoding, "--dtype", "bfloat16", "--max-new-tokens", "24"]).exit_code == 1
     assert not json.loads((tmp_path / "certificate.json").read_text())["lines"][0]["passed"]
 
 
 @pytest.mark.parametrize("mistake", ["temperature", "drafts accepted too often"])
-def test_samples_of_another_distribution_fail_the_certificate(
-    decoding: list[str], mistake: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_samples_of_another_distribution_fail_the_certificate(decoding, mistake, monkeypatch, tmp_path):
     wrong = {
         "temperature": SpeculativeSampling(sampling=Sampling(temperature=0.7)),
         "drafts accepted too often": TypicalAcceptance(sampling=Sampling(), epsilon=0.002, delta=1.0),
@@ -171,9 +158,7 @@ def top_tokens_for_draws(self: GroupDrawing, logits: torch.Tensor) -> tuple[torc
 @pytest.mark.parametrize(
     ("kind", "sound"), [("eagle", True), ("eagle", False), pytest.param("draft_model", True, marks=pytest.mark.slow)]
 )
-def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(
-    kind: str, sound: bool, decoding: list[str], tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(kind, sound, decoding, tiny_target, monkeypatch, tmp_path):
     if not sound:
         monkeypatch.setattr(GroupDrawing, "children", top_tokens_for_draws)
     with torch.random.fork_rng():

@@ -89,9 +89,7 @@ def test_each_batch_size_is_compared_with_plain_decoding_at_the_same_size(run_ti
 
 
 @pytest.mark.slow
-def test_a_run_killed_within_a_batch_measures_only_that_batch_again(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_within_a_batch_measures_only_that_batch_again(run_tiny, tmp_path, monkeypatch):
     folder = tmp_path / "eval"
     run_tiny(folder, batch_sizes=[3], temperatures=[0.8], profile_prompts=0)
     whole = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
@@ -186,9 +184,7 @@ def test_answers_are_compared_within_their_batch_size(make_record: MakeRecord) -
         find_mismatches([single, drafted])
 
 
-def test_batched_plain_decoding_is_compared_with_plain_decoding_of_single_prompts(
-    make_record: MakeRecord,
-) -> None:
+def test_batched_plain_decoding_is_compared_with_plain_decoding_of_single_prompts(make_record):
     """Without it, an error common to all methods in batches would pass for the target's answer."""
     single = make_record(token_ids=[4, 5, 6])
     wrong = make_record(token_ids=[4, 5, 7], batch_size=2)
@@ -211,9 +207,7 @@ class WrongForAll(GreedyAcceptance):
         )
 
 
-def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(run_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "eval", profile_prompts=0)
     assert [is_broken(row) for row in rows] == [False, False, True, True]
@@ -222,9 +216,7 @@ def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(
 
 
 @pytest.mark.slow
-def test_batched_plain_decoding_is_audited_if_no_prompt_was_decoded_alone(
-    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batched_plain_decoding_is_audited_if_no_prompt_was_decoded_alone(run_tiny, tmp_path, monkeypatch):
     """All methods have the same bug, so their answers agree."""
     options: dict[str, Any] = {"batch_sizes": [3], "profile_prompts": 0}
     rows = run_tiny(tmp_path / "right", **options)

@@ -122,11 +122,8 @@ def test_a_slow_answer_is_decoded_once_more_and_changes_no_row(run_tiny: Evaluat
             assert not row["noisy"]
 
 
-@pytest.mark.parametrize("method", [BASELINE, "redrafter"])
-@pytest.mark.parametrize("wrong_attempt", [0, 1])
-def test_a_wrong_token_of_any_attempt_is_seen(
-    method: str, wrong_attempt: int, run_tiny: Evaluate, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("method", "wrong_attempt"), [(BASELINE, 0), ("redrafter", 1)])
+def test_a_wrong_token_of_any_attempt_is_seen(method, wrong_attempt, run_tiny, clock, tmp_path, monkeypatch):
     """An answer that is wrong in one attempt of two must not pass for identical."""
     decode = measure.Bench._time
 
@@ -170,9 +167,8 @@ def test_what_stays_slow_is_noisy_and_leaves_the_median(run_tiny: Evaluate, cloc
     assert drafted["processor_speedup"] == pytest.approx(clean[1]["processor_speedup"])
 
 
-def test_an_accelerators_answers_are_compared_with_their_repeats(
-    run_tiny: Evaluate, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_an_accelerators_answers_are_compared_with_their_repeats(run_tiny, clock, tmp_path, monkeypatch):
     """There the process waits, so its processor time says nothing."""
     monkeypatch.setattr(measure.Bench, "computes", property(lambda self: False))
     clock.computes = False
@@ -212,9 +208,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_the_bar_counts_each_answer_once_and_only_goes_forward(
-    run_tiny: Evaluate, clock: Clock, bars: list[Any], tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_the_bar_counts_each_answer_once_and_only_goes_forward(run_tiny, clock, bars, tmp_path):
     """Also where answers are decoded again, and where a run is resumed."""
     options: dict[str, Any] = {"repeats": 2, "profile_prompts": 1}
     total = 2 * (2 * NUM_PROMPTS + 1)

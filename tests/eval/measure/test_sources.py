@@ -68,9 +68,7 @@ def records_of(output_dir: Path, method: str) -> list[EvalRecord]:
     return [record for record in read_records(output_dir / "records.jsonl").values() if record.method == method]
 
 
-def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(
-    tiny_target: HFTarget, suite: Path, tmp_path: Path
-) -> None:
+def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(tiny_target, suite, tmp_path):
     config = SuiteConfig(name="spec_bench", path=str(suite))
     rows = evaluate_merged(
         tiny_target, [config], tmp_path, "expected", batch_sizes=[3], temperatures=[0.0, 1.0], profile_prompts=1

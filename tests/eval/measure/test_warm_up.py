@@ -79,9 +79,7 @@ def evaluate_graphed(tiny_target: HFTarget, suites: list[SuiteConfig], tmp_path:
 @pytest.mark.parametrize("tree_nodes", [6, pytest.param(None, marks=pytest.mark.slow)], ids=["one size", "buckets"])
 @pytest.mark.parametrize("sizes", [[1], pytest.param([1, 2], marks=[pytest.mark.slow, pytest.mark.long])])
 @pytest.mark.slow
-def test_no_graph_is_made_within_an_answer_that_counts(
-    sizes: list[int], tree_nodes: int | None, evaluate_graphed: Callable[..., Any], generations: dict[str, list[Generation]]
-) -> None:
+def test_no_graph_is_made_within_an_answer_that_counts(sizes, tree_nodes, evaluate_graphed, generations):
     """Rows that leave a batch, and longer prompts of a later suite, need graphs of their own."""
     rows = evaluate_graphed(tree_nodes, batch_sizes=sizes)
     assert [row["lossless"] for row in rows] == [True] * 2 * 2 * len(sizes)
@@ -90,9 +88,7 @@ def test_no_graph_is_made_within_an_answer_that_counts(
     assert [generation.num_graphs for generation in generations["counted"]] == [0] * len(generations["counted"])
 
 
-def test_a_warm_up_answers_two_prompts_briefly_with_each_method(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, suites: list[SuiteConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_answers_two_prompts_briefly_with_each_method(tiny_target, tiny_drafter_dir, suites, tmp_path, monkeypatch):
     calls: list[tuple[int, int, int]] = []
     original = measure.time_generation
 

@@ -47,9 +47,7 @@ def test_a_line_torn_by_a_kill_is_dropped_and_can_be_written_again(tmp_path: Pat
         assert list(file.records.values()) == [first, second]
 
 
-def test_a_full_disk_names_the_file_and_keeps_the_records_before(
-    tmp_path: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_names_the_file_and_keeps_the_records_before(tmp_path, make_record, monkeypatch):
     path = tmp_path / "records.jsonl"
     first, second = make_record(), make_record(turn=1)
     with RecordFile(path) as file:

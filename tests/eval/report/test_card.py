@@ -103,9 +103,7 @@ def test_the_card_names_options_changed_after_the_measurement(tiny_drafter_dir: 
     assert f"| 3 beams of {before} |" in line
 
 
-def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(
-    tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path
-) -> None:
+def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(tiny_drafter_dir, evaluation, tmp_path):
     """The row of a merge has the same weights as the row of the drafter alone."""
     merged, _ = changed_summary(evaluation, tmp_path / "merged", pace="expected")
     info, rows = (json.loads((merged / name).read_text()) for name in ("run.json", "summary.json"))
@@ -533,9 +531,8 @@ def test_the_card_of_training_free_drafters_has_code_and_no_figures(tmp_path: Pa
         model_card(parts, CardOptions(evaluations=[tmp_path]))
 
 
-def test_the_card_of_a_drafter_has_the_rows_of_its_merges(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_the_card_of_a_drafter_has_the_rows_of_its_merges(tiny_target, tiny_drafter_dir, questions, tmp_path):
     config = EvalConfig(
         suites=[SuiteConfig(name="mt_bench", path=str(questions))],
         merge=["prompt_lookup"],

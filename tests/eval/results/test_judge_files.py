@@ -14,8 +14,6 @@ from outrider.eval.results.judge_files import file_names, write_answers
 from outrider.eval.run import evaluate
 from outrider.models.llm.hf_target import HFTarget
 
-from ..conftest import MakeRecord
-
 
 def answers_of(tiny_target: HFTarget, drafter: Path, output: Path, suites: list[SuiteConfig], **changes: Any) -> Path:
     config = EvalConfig(
@@ -33,9 +31,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_mt_bench_answers_are_those_of_fastchats_judge(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, shared_data: Path, tmp_path: Path
-) -> None:
+def test_mt_bench_answers_are_those_of_fastchats_judge(tiny_target, tiny_drafter_dir, shared_data, tmp_path):
     path = str(shared_data / "mt_bench" / "question.jsonl")
     folder = answers_of(tiny_target, tiny_drafter_dir, tmp_path, [SuiteConfig(name="mt_bench", path=path, limit=2)])
     files = sorted((folder / "mt_bench").iterdir())
@@ -57,9 +53,7 @@ def test_mt_bench_answers_are_those_of_fastchats_judge(
     assert [line["choices"] for line in plain] == [line["choices"] for line in drafted]
 
 
-def test_alpaca_eval_answers_are_its_judges_model_outputs(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, shared_data: Path, tmp_path: Path
-) -> None:
+def test_alpaca_eval_answers_are_its_judges_model_outputs(tiny_target, tiny_drafter_dir, shared_data, tmp_path):
     path = str(shared_data / "alpaca_eval" / "alpaca_eval.jsonl")
     suite = SuiteConfig(name="alpaca_eval", path=path, limit=3)
     folder = answers_of(tiny_target, tiny_drafter_dir, tmp_path, [suite], batch_sizes=[2])
@@ -74,9 +68,8 @@ def test_alpaca_eval_answers_are_its_judges_model_outputs(
         assert all(isinstance(output["output"], str) for output in outputs)
 
 
-def test_other_suites_have_plain_lines_and_each_temperature_a_folder(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_other_suites_have_plain_lines_and_each_temperature_a_folder(tiny_target, tiny_drafter_dir, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"turns": ["One", "Two"]}\n{"id": "b", "category": "x", "turns": ["Three"]}\n')
     suites = [SuiteConfig(name="mine", path=str(tmp_path / "mine.jsonl"))]
     options: dict[str, Any] = {"temperatures": [0.0, 0.5], "batch_sizes": [1, 2], "max_new_tokens": 3}
@@ -93,9 +86,7 @@ def test_other_suites_have_plain_lines_and_each_temperature_a_folder(
     assert len(before) == 8
 
 
-def test_a_prompt_with_a_skipped_turn_is_left_out_and_logged(
-    make_record: MakeRecord, questions: Path, tiny_target: HFTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_with_a_skipped_turn_is_left_out_and_logged(make_record, questions, tiny_target, tmp_path, caplog):
     suite = load_suite("mt_bench", str(questions))
     records: list[EvalRecord] = [
         make_record(prompt_id=prompt, turn=turn) for prompt, turn in (("0", 0), ("0", 1), ("1", 0), ("2", 0), ("2", 1))

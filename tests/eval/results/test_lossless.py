@@ -145,9 +145,7 @@ def test_the_audit_uses_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dt
         assert not audit(target, PROMPT, tokens, max_new_tokens=32).within_noise
 
 
-def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
-    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(tiny_target, monkeypatch):
     """The test moves the clock of the second candidate.
 
     Its score is then a millionth, or a thousandth, below the best score.

@@ -64,9 +64,7 @@ def by_method(rows: list[Row]) -> dict[str, Row]:
         (2.1, 4.0, [1.0], True),
     ],
 )
-def test_an_answer_is_slow_by_its_processor_time_or_by_its_other_repeats(
-    clock: None, seconds: float, processor_seconds: float | None, others: list[float], slow: bool
-) -> None:
+def test_an_answer_is_slow_by_its_processor_time_or_by_its_other_repeats(clock, seconds, processor_seconds, others, slow):
     assert is_slow(seconds, processor_seconds, others) == slow
 
 

@@ -168,9 +168,7 @@ def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
     ]
 
 
-def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(
-    records: list[EvalRecord], sampled: list[EvalRecord]
-) -> None:
+def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(records, sampled):
     rows = rows_of([*sampled, *records], [], num_turns={"mt_bench": 3})
     assert [(row["temperature"], row["method"]) for row in rows] == [
         (0.7, "baseline"),
@@ -189,9 +187,7 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(
     assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [1, 1]
 
 
-def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(
-    records: list[EvalRecord], sampled: list[EvalRecord]
-) -> None:
+def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(records, sampled):
     plain, drafted = rows_of([*sampled, *records], [])[:2]
     assert (plain["lossless"], plain["lossless_label"]) == (True, "yes")
     assert (drafted["lossless"], drafted["lossless_label"]) == (None, "by rule")
@@ -225,6 +221,7 @@ def test_a_note_names_a_roofline_of_weights_that_fit_the_cache(records: list[Eva
     assert not any("cache" in note for note in notes(rows_of(records, [])))
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRecord], tmp_path: Path) -> None:
     rows = rows_of(records, [])
     plot_suite(rows, tmp_path / "plot.png")
@@ -248,9 +245,8 @@ def test_plots_mark_a_noisy_speed(records: list[EvalRecord], tmp_path: Path, mon
     assert [text for text in texts if text.startswith("2.00x")] == ["2.00x", "2.00x (noisy)"]
 
 
-def test_drafters_are_compared_where_there_are_two_of_them(
-    records: list[EvalRecord], sampled: list[EvalRecord], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("real_plots")
+def test_drafters_are_compared_where_there_are_two_of_them(records, sampled, tmp_path):
     other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
     wrong = Mismatch(record=other[0], position=1)
     rows = rows_of([*sampled, *records, *other], [wrong])

@@ -163,9 +163,7 @@ def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tm
     return tune_it
 
 
-def test_tuning_finds_measures_and_writes(
-    tune_tiny: Callable[..., Tuning], tiny_drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_finds_measures_and_writes(tune_tiny, tiny_drafter_dir, tmp_path, monkeypatch):
     propose, now = Redrafter.propose, itertools.count()
 
     def slow_propose(self: Redrafter, *arguments: Any, **options: Any) -> DraftTree:
@@ -193,9 +191,8 @@ def test_tuning_finds_measures_and_writes(
     assert tuning_table(tuning, 2, name_of).caption == "3 more settings were slower on some of the prompts"
 
 
-def test_settings_that_run_out_of_memory_are_left_out_and_named(
-    tune_tiny: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.slow
+def test_settings_that_run_out_of_memory_are_left_out_and_named(tune_tiny, tmp_path, monkeypatch, caplog):
     """Memory runs out where a drafter is loaded, where it drafts, and in verify steps with large
     trees."""
     propose, verify = Redrafter.propose, HFTarget.verify
@@ -231,9 +228,8 @@ def test_settings_that_run_out_of_memory_are_left_out_and_named(
         tune_tiny([large])
 
 
-def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
-    tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(tune_tiny, monkeypatch):
     decode = halving.time_generation
     largest = 1
 
@@ -263,9 +259,7 @@ def test_drafts_that_are_drawn_at_random_are_tuned_too(tiny_target: HFTarget, qu
 # --- the choice
 
 
-def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path
-) -> None:
+def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(tiny_target, tiny_drafter_dir, tmp_path):
     for path in tiny_drafter_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     setup = describe_setup(tiny_target, tmp_path)
@@ -313,9 +307,7 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
         tuned_settings(replace(config, temperatures=[0.0, 0.5]), tiny_target, [tmp_path])
 
 
-def test_a_batch_that_no_prompts_fill_is_refused(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_a_batch_that_no_prompts_fill_is_refused(tiny_target, tiny_drafter_dir, questions, tmp_path):
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8)
     with pytest.raises(ValueError, match="the batch size 64 exceeds .* raise the suite's limit"):
         tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=[{"beam_width": 1}], batch_sizes=[64])
@@ -323,9 +315,7 @@ def test_a_batch_that_no_prompts_fill_is_refused(
         load_suites(replace(config, batch_sizes=[64]))
 
 
-def test_the_command_prints_a_table_and_a_verdict(
-    tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_the_command_prints_a_table_and_a_verdict(tiny_target_dir, tiny_drafter_dir, questions, tmp_path):
     command = ["tune", "--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path)]
     command += ["--suite", f"{{name: mt_bench, path: {questions}}}", "--max-new-tokens", "6", "--no-write"]
     output = invoke([*command, "--setting", "{beam_width: 2}", "--batch-size", "2"]).output
@@ -358,9 +348,7 @@ def test_all_settings_of_a_merge_are_finalists_and_expected_gain_is_one_of_them(
     assert rows == {parts: {(0.0, 2): tuning.choices[2].setting}}
 
 
-def test_tuning_of_a_training_free_drafter_has_no_folder_to_write_to(
-    tiny_target: HFTarget, questions: Path, tmp_path: Path
-) -> None:
+def test_tuning_of_a_training_free_drafter_has_no_folder_to_write_to(tiny_target, questions, tmp_path):
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=4)
     parts = parse_drafter_name("prompt_lookup")
     with pytest.raises(ValueError, match="prompt_lookup has no folder.*--no-write"):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from outrider.models.decoding import (
-    DraftTree,
     Finish,
     GreedyAcceptance,
     Prompts,
@@ -18,10 +17,7 @@ from outrider.models.decoding import (
     SpeculativeSampling,
     generate,
     loop,
-    warp,
 )
-from outrider.models.decoding.sampling import draw, draw_several
-from outrider.models.decoding.tree import Drawn
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 
@@ -86,96 +82,6 @@ def test_stop_strings_need_a_tokenizer_and_some_text(target):
 # --- rows that sample
 
 
-class RandomDrafter:
-    """Drafter that samples trees: after token t from the softmax of row t of `logits`."""
-
-    PARENTS = (-1, -1, 0, 0)
-    max_nodes = len(PARENTS)
-    feature_layers = ()
-
-    def __init__(self, logits: torch.Tensor, *, with_replacement: bool) -> None:
-        self.probs, self.with_replacement = warp(logits, Sampling()), with_replacement
-
-    def init_state(self, prompts, prefill, *, max_new_tokens) -> None:
-        return None
-
-    def propose(self, state, last_token, *, generator=None) -> tuple[DraftTree, None]:
-        tokens = torch.zeros(len(last_token), self.max_nodes, dtype=torch.long)
-        for parent, children in ((last_token, slice(0, 2)), (0, slice(2, 4))):
-            probs = self.probs[parent if isinstance(parent, torch.Tensor) else tokens[:, parent]]
-            if self.with_replacement:
-                tokens[:, children] = draw(probs[:, None].expand(-1, 2, -1), generator)
-            else:
-                tokens[:, children] = draw_several(probs, 2, generator)
-        drawn = Drawn(
-            probs=self.probs[torch.cat([last_token[:, None], tokens], dim=1)],
-            with_replacement=self.with_replacement,
-            max_children=2,
-        )
-        parents = torch.tensor(self.PARENTS).expand(len(tokens), -1)
-        return DraftTree(tokens=tokens, parents=parents, max_depth=2, drawn=drawn), None
-
-    def meanwhile(self, drafted) -> None:
-        return None
-
-    def advance(self, drafted, tree, accepted, output) -> None:
-        return None
-
-    def select(self, state, rows) -> None:
-        return None
-
-
-@pytest.mark.parametrize("kind", ["nothing", "survivors", "likeliest", "distinct", "independent"])
-@pytest.mark.slow
-def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(target, redrafter, kind):
-    redrafter.config.tree_nodes = 5 if kind == "likeliest" else None
-    # A drafter that is accepted now and then: its logits after a token are the target's for this
-    # token alone.
-    with torch.no_grad():
-        logits = target.model(torch.arange(target.vocab_size)[:, None]).logits[:, -1]
-    drafter = {
-        "nothing": NullDrafter(),
-        "distinct": RandomDrafter(logits, with_replacement=False),
-        "independent": RandomDrafter(logits, with_replacement=True),
-    }.get(kind, redrafter)
-    rule = SpeculativeSampling(sampling=Sampling())
-
-    def sampled(rows: list[int], seeds: list[int]) -> tuple[list[list[int]], list]:
-        # rows leave one by one
-        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))
-        tokens, _, steps = answers(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(seeds))
-        return tokens, steps
-
-    alone = [sampled([row], [row])[0][0] for row in range(4)]
-    assert len({tuple(tokens) for tokens in alone}) == 4
-    assert len({len(tokens) for tokens in alone}) > 1, "all rows end together"
-    num_accepted = 0
-    for order in ([0, 1, 2, 3], [3, 0, 2, 1], [2, 1]):
-        together, steps = sampled(order, order)
-        assert together == [alone[row] for row in order]
-        num_accepted += sum(sum(step.num_accepted) for step in steps)
-    if kind in ("distinct", "independent"):
-        assert num_accepted > 0
-    twice, _ = sampled([1, 1, 1], [1, 5, 1])
-    assert twice[0] == twice[2] == alone[1] != twice[1]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=20), Sampling(top_p=0.8)])
-def test_row_seeds_sample_the_same_text_with_any_deterministic_drafter(target, redrafter, sampling):
-    rule = SpeculativeSampling(sampling=sampling)
-
-    def sampled(drafter) -> list[list[int]]:
-        return answers(target, drafter, vectors(), rule, stop_ids=set(range(60, 70)), generator=RowSeeds(range(4)))[0]
-
-    plain = sampled(NullDrafter())
-    oracle = OracleDrafter(plain, [1, 2, 3, 3], target.vocab_size)
-    for drafter in (redrafter, oracle):
-        assert sampled(drafter) == plain
-    options = {"max_new_tokens": NUM_NEW, "stop_ids": set(range(60, 70)), "generator": RowSeeds(range(4))}
-    steps = list(generate(target, oracle, rule, vectors(), **options))
-    assert sum(sum(step.num_accepted) for step in steps) > 10, "sampled texts can be drafted too"
-
-
 def test_a_wrong_number_of_seeds_is_an_error(target):
     with pytest.raises(ValueError, match="3 seeds for 4 rows"):
         answers(target, NullDrafter(), vectors(), SpeculativeSampling(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
@@ -212,7 +118,7 @@ def cut_rows(steps) -> set[int]:
     return {row for step in ends for row, new, num_accepted in zip(*step, strict=True) if len(new) <= num_accepted}
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("limit", [1, 4, 11])
 def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
     actual, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), max_new_tokens=limit)
     assert actual == [tokens[:limit] for tokens in plain]
@@ -299,7 +205,7 @@ def test_stop_strings_cut_accepted_paths_of_a_batch(target, plain):
 def test_a_stop_string_ends_with_the_last_byte_of_its_last_character(target):
     """Characters of two tokens, the second in the middle of an accepted path."""
     tokenizer, right = target.tokenizer, 3
-    prompts = [[first, 70] for first in range(4, target.vocab_size)]
+    prompts = [[first, 70] for first in range(4, target.vocab_size // 2)]
     texts, _, _ = answers(target, NullDrafter(), vectors(prompts))
     num_cut = 0
     for prompt, tokens in zip(prompts, texts, strict=True):
@@ -331,9 +237,7 @@ def test_wrong_prompt_lengths_are_an_error():
 # --- host reads
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8])
-@pytest.mark.parametrize("tree_nodes", [None, 5])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("batch", "tree_nodes", "temperature"), [(1, None, 1.0), (8, None, 0.0), (8, 5, 1.0)])
 def test_a_step_has_one_host_read_for_any_batch_size(target, redrafter, batch, tree_nodes, temperature):
     redrafter.config.tree_nodes = tree_nodes
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()

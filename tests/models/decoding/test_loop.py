@@ -73,8 +73,7 @@ def test_plain_decoding_equals_full_forwards(target, prompt, plain):
     assert [len(step.tokens[0]) for step in steps] == [1] * MAX_NEW_TOKENS
 
 
-@pytest.mark.parametrize("decoys", [0, 2])
-@pytest.mark.parametrize("right", [0, 1, 3, 4])
+@pytest.mark.parametrize(("right", "decoys"), [(0, 0), (0, 2), (3, 2), (4, 0)])
 def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain, right, decoys):
     drafter = ScriptedDrafter(plain, right=right, depth=4, decoys=decoys, vocab_size=target.vocab_size)
     steps = decode(target, drafter, prompt)

@@ -270,9 +270,7 @@ def plain_tree(drafter: Redrafter, tokens: list[int], parents: list[int], scores
 @pytest.mark.parametrize("tree_nodes", [None, 9])
 @pytest.mark.parametrize("draft_vocab_size", [None, 150])
 @pytest.mark.parametrize(("width", "length"), [(1, 4), (4, 3), (16, 5), (40, 3), (70, 2)])
-def test_the_drafted_tree_is_that_of_a_plain_search(
-    width: int, length: int, draft_vocab_size: int | None, tree_nodes: int | None
-):
+def test_the_drafted_tree_is_that_of_a_plain_search(width, length, draft_vocab_size, tree_nodes):
     torch.manual_seed(width)
     num_rows, hidden_size, vocab_size = 3, 16, 600
     config = RedrafterConfig(

@@ -1,6 +1,6 @@
 """The block drafter, against a slow version with full attention over one block at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from .test_eagle import FAMILIES, PROMPTS, VOCAB, make, make_batch, make_target, rotate
 
 BLOCK = 3
@@ -81,11 +82,7 @@ def slow_block_of_tokens(drafter: Block, features: torch.Tensor, first_token: in
 
 def answer(target: HFTarget, drafter: Any, texts: list[torch.Tensor]) -> list[list[int]]:
     """Return the greedy answers of a batch."""
-    answers: list[list[int]] = [[] for _ in texts]
-    for step in generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=9):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers
+    return texts_of(generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=9), len(texts))
 
 
 def labelled(batch: DrafterBatch) -> list[tuple[int, int, int]]:
@@ -203,33 +200,6 @@ def test_slots_attend_like_one_mask_over_everything() -> None:
     torch.testing.assert_close(
         torch.autograd.grad((split * weights).sum(), inputs), torch.autograd.grad((dense * weights).sum(), inputs)
     )
-
-
-def test_recomputed_activations_give_the_same_gradient(llama: HFTarget) -> None:
-    drafter = block_drafter(llama, num_layers=2).train()
-    batch = make_batch(llama, drafter.feature_layers)
-
-    def gradients() -> Sequence[torch.Tensor]:
-        parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-        return torch.autograd.grad(drafter.loss(batch, Objective()).sums.sum(), parameters)
-
-    kept = gradients()
-    drafter.checkpoint_activations()
-    for one, other in zip(kept, gradients(), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"correction": "markov", "rank": 4}, {"draft_vocab_size": 20}, {"num_slots": 1, "train_head": True}]
-)
-def test_a_batch_without_labels_gives_zero_gradients_to_all_parameters(llama: HFTarget, options: dict[str, Any]) -> None:
-    drafter = block_drafter(llama, **options).train()
-    drafter.choose_draft_vocabulary(torch.arange(VOCAB))
-    batch = make_batch(llama, drafter.feature_layers)
-    drafter.loss(replace(batch, positions=torch.zeros_like(batch.positions)), Objective()).sums.sum().backward()
-    for name, parameter in drafter.named_parameters():
-        assert parameter.grad is not None, name
-        assert not parameter.grad.any(), name
 
 
 def test_a_reduced_vocabulary_starts_with_the_targets_rows(llama: HFTarget) -> None:
@@ -359,12 +329,8 @@ def patch_propose(drafter: Block) -> Iterator[list[Any]]:
 
 
 def decoded(target: HFTarget, drafter: Any) -> list[list[int]]:
-    answers: list[list[int]] = [[] for _ in PROMPTS]
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers
+    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12), len(PROMPTS))
 
 
 def test_a_search_without_bounds_is_refused() -> None:

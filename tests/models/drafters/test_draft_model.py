@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
@@ -29,8 +28,9 @@ from outrider.models.drafters.registry import DrafterSpec
 from outrider.models.drafters.small_models import fit_vocabulary
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
-from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
+from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 
@@ -61,14 +61,10 @@ class Recording(DraftModel):
         return tree, drafted
 
 
-@pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("length", "batch"), [(1, 3), (4, 1), (4, 3)])
 def test_drafts_are_greedy_text_and_answers_are_the_targets(target, small, length, batch):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS[:batch]]
-    plain: list[list[int]] = [[] for _ in prompts]
-    for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            plain[row] += tokens
+    plain = texts_of(generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20), len(prompts))
     drafter = Recording(DraftModelConfig(length=length), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS[:batch]]
     actual: list[list[int]] = [[] for _ in prompts]
@@ -98,7 +94,7 @@ def test_a_sampled_chain_has_at_most_max_nodes_nodes(target, small):
     assert {step.num_nodes for step in steps[1:]} == {2} == {drafter.max_nodes}
 
 
-@pytest.mark.parametrize("length", [1, 3, 6, 8])
+@pytest.mark.parametrize("length", [1, 6])
 def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=32)
@@ -147,13 +143,10 @@ class RecordingTrees(DraftModel):
         return tree, drafted
 
 
-@pytest.mark.parametrize(("length", "top_k", "tree_nodes"), [(3, 3, 5), (4, 2, None), (1, 5, None), (3, 4, 2)])
+@pytest.mark.parametrize(("length", "top_k", "tree_nodes"), [(3, 3, 5), (4, 2, None)])
 def test_trees_hold_the_likeliest_nodes_and_answers_are_the_targets(target, small, length, top_k, tree_nodes):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    plain: list[list[int]] = [[] for _ in prompts]
-    for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14):
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            plain[row] += tokens
+    plain = texts_of(generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14), len(prompts))
     stop = plain[0][5]  # some rows leave sooner than others
     drafter = RecordingTrees(DraftModelConfig(length=length, top_k=top_k, tree_nodes=tree_nodes), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS]
@@ -181,9 +174,9 @@ def test_trees_of_the_target_itself_are_accepted_to_their_last_depth(target):
 # --- sampled chains
 
 
-@pytest.fixture(params=[VOCAB, VOCAB + 1, VOCAB - 1])
+@pytest.fixture(params=[VOCAB + 1, VOCAB - 1])
 def tiny_pair(target, request) -> tuple[HFTarget, HFTarget]:
-    """Make a target and a drafter with other weights, whose vocabulary may have been fitted."""
+    """Make a target and a drafter with other weights, whose vocabulary is fitted."""
     small = make_tiny(target, seed=1, vocab_size=request.param)
     fit_vocabulary(small.model, VOCAB)
     return make_tiny(target, seed=0), small
@@ -221,16 +214,6 @@ def test_all_outcomes_of_a_sampled_chain_sum_to_the_targets_distribution(tiny_pa
     # 2211.17192, section 3.3).
     p, q = joint(target.model, 1), joint(small.model, 1)
     assert float(torch.minimum(p, q).sum()) <= accepted <= 2
-
-
-@pytest.mark.parametrize("temperature", [TEMPERATURE, pytest.param(1.5, marks=pytest.mark.slow)])
-def test_answers_drafted_by_sampled_chains_are_samples_of_the_target(tiny_pair, temperature):
-    target, small = tiny_pair
-    drafter = DraftModel(DraftModelConfig(length=2, temperature=temperature), small)
-    counts, accepted = sampled_counts(target, drafter, num_texts=6000, length=4)
-    assert accepted == {0, 1, 2}
-    assert g_test(counts, joint(target.model, 4)) > 1e-6
-    assert g_test(counts, joint(small.model, 4)) < 1e-6, "the test sees nothing"
 
 
 def test_a_sampled_chain_returns_the_probabilities_of_its_tokens(target, small):

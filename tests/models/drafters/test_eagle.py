@@ -6,6 +6,7 @@ The slow version has full attention over one branch at a time, without cache and
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
@@ -34,6 +34,9 @@ from outrider.models.drafters.objective import LOSS_DECAY, Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 
+from ... import tiny_models
+from ...conformance.test_architectures import LLAMA3_ROPE
+
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {
     "vocab_size": VOCAB,
@@ -47,14 +50,6 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 # Families with biases in attention, norms of queries and keys, other rotary frequencies, and one
 # key head for each query head.
@@ -81,16 +76,7 @@ def make_target(architecture: str, tokenizer, **options) -> HFTarget:
     return HFTarget(randomise(model), tokenizer, IDENTITY)
 
 
-IDENTITY = TargetIdentity(
-    name="tiny",
-    revision=None,
-    weights_sha256="0",
-    config_sha256="",
-    quantization="",
-    tokenizer_sha256="0",
-    hidden_size=HIDDEN,
-    vocab_size=VOCAB,
-)
+IDENTITY = replace(tiny_models.IDENTITY, hidden_size=HIDDEN, vocab_size=VOCAB)
 
 
 def randomise(module: torch.nn.Module) -> Any:
@@ -279,16 +265,6 @@ def test_features_are_noisy_in_training_only(llama):
     assert torch.equal(drafter.loss(batch, Objective()).sums, quiet)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_the_features_is_refused(kind, llama):
-    batch = make_batch(llama)
-    bare = DrafterBatch(
-        **{name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
-    )
-    with pytest.raises(ValueError, match="recompute them"):
-        make(kind, llama).loss(bare, Objective())
-
-
 # --- decoding
 
 
@@ -368,9 +344,7 @@ def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> d
 
 
 @pytest.mark.parametrize(
-    ("form", "family"),
-    [*((form, "llama") for form in FORMS), *(("eagle3", family) for family in FAMILIES if family != "llama")],
-    indirect=["family"],
+    ("form", "family"), [("eagle", "llama"), ("eagle3", "qwen3"), ("eagle3.1", "qwen2")], indirect=["family"]
 )
 def test_decoding_drafts_the_trees_of_a_slow_search(form, family):
     drafter = make(target=family, **FORMS[form], depth=3, top_k=2, tree_nodes=5)

@@ -21,6 +21,7 @@ from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
@@ -29,7 +30,6 @@ ONE, ALL = PROMPTS[:1], PROMPTS
 NOTHING = TargetOutput(logits=torch.zeros(1, 1, 1), hidden_states=torch.zeros(1, 1, 1))
 """An output that a draft model doesn't read."""
 PACES = ("confidence", "expected")
-ROWS = pytest.mark.parametrize("rows", [ONE, ALL], ids=["1 row", "3 rows"])
 
 
 class Steady:
@@ -113,13 +113,10 @@ def waits(monkeypatch) -> Callable[..., list[bool]]:
 
 
 def decode(target, drafter, rows, rule=None, num_new=24, **options: Any) -> tuple[list[list[int]], list[Any]]:
-    answers: list[list[int]] = [[] for _ in rows]
     steps = list(
         generate(target, drafter, rule or GreedyAcceptance(), list(map(torch.tensor, rows)), max_new_tokens=num_new, **options)
     )
-    for step in steps:
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
+    answers = texts_of(steps, len(rows))
     return answers, steps
 
 
@@ -130,25 +127,23 @@ def accepted_of(steps: list[Any]) -> int:
 # --- answers
 
 
-@pytest.mark.parametrize(("num_calls", "seconds"), [(0, 0.0), (5, 1e6)])
 @pytest.mark.parametrize("pace", PACES)
-def test_answers_are_those_of_plain_decoding(target, twin, waits, pace, num_calls, seconds):
+def test_answers_of_waiting_passes_are_those_of_plain_decoding(target, twin, waits, pace):
     rows = ALL
     plain, _ = decode(target, NullDrafter(), rows, num_new=16)
     sampling = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95))
     seeds = RowSeeds(range(len(rows)))
     sampled, _ = decode(target, NullDrafter(), rows, sampling, num_new=16, generator=seeds)
-    waits(num_calls, seconds)
+    waits(5)
     drafter = growing(twin, pace=pace, tree_nodes=8)
     assert decode(target, drafter, rows, num_new=16)[0] == plain
     assert decode(target, drafter, rows, sampling, num_new=16, generator=seeds)[0] == sampled
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_do_not_depend_on_the_clock(target, twin, waits, seed):
+def test_answers_do_not_depend_on_the_clock(target, twin, waits):
     """Seconds decide how large trees are and when they are verified, not what is accepted."""
     waits(3, 0.5)
-    chance = random.Random(seed)
+    chance = random.Random(0)
     seconds = [0.0]
 
     def clock() -> float:
@@ -245,9 +240,8 @@ class Watched:
             self.num_checked += 1
 
 
-@pytest.mark.parametrize("num_calls", [0, 2])
-def test_keys_and_values_of_a_re_rooted_tree_are_those_of_a_fresh_read(target, twin, waits, kept, num_calls):
-    waits(num_calls)
+def test_keys_and_values_of_a_re_rooted_tree_are_those_of_a_fresh_read(target, twin, waits, kept):
+    waits(2)
     plain, _ = decode(target, NullDrafter(), ONE, num_new=40)
     watched = Watched(growing(twin, Steady()), plain)
     answers, steps = decode(target, watched, ONE, num_new=40)
@@ -260,8 +254,7 @@ def test_keys_and_values_of_a_re_rooted_tree_are_those_of_a_fresh_read(target, t
     assert accepted_of(steps) > len(steps)
 
 
-@pytest.mark.parametrize("num_calls", [0, 2])
-def test_rows_of_a_batch_read_different_numbers_of_nodes(target, twin, waits, kept, num_calls):
+def test_rows_of_a_batch_read_different_numbers_of_nodes(target, twin, waits, kept):
     """Their trees are padded in the draft model's cache; a padded entry must be seen by no node."""
 
     class Uneven(Steady):
@@ -271,7 +264,7 @@ def test_rows_of_a_batch_read_different_numbers_of_nodes(target, twin, waits, ke
                 self.spare_reads(tree, 1.0)[: 1 + row] if num_read(tree) < limits[row] else [] for row, tree in enumerate(trees)
             ]
 
-    results = waits(num_calls)
+    results = waits(2)
     plain, _ = decode(target, NullDrafter(), ALL)
     watched = Watched(growing(twin, Uneven()), plain)
     stop_ids = {plain[1][6]}  # rows leave the batch
@@ -281,7 +274,7 @@ def test_rows_of_a_batch_read_different_numbers_of_nodes(target, twin, waits, ke
     assert len({len(step.rows) for step in steps}) > 1, "rows left the batch"
     assert watched.num_checked > 50
     num_single = sum(len(step.rows) == 1 for step in steps[1:])
-    assert sum(results) == num_calls * num_single
+    assert sum(results) == 2 * num_single
     assert bool(kept) == (num_single > 1)
 
 
@@ -337,6 +330,7 @@ def test_a_draft_pass_that_does_not_fit_the_wait_is_not_begun(target, twin, wait
     assert not any(results), "the first pass has shown what one takes"
 
 
+@pytest.mark.slow
 def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
     """It must not fill the memory in a pass that takes minutes."""
     plain, _ = decode(target, NullDrafter(), ONE, num_new=4)
@@ -457,8 +451,7 @@ def merge(target, drafter, *names: str, pace: str = "fixed", tree_nodes: int = 1
     return MergedDrafter(sources, MergedConfig(tree_nodes=tree_nodes, pace=pace))
 
 
-@ROWS
-@pytest.mark.parametrize("pace", ["fixed", "expected"])
+@pytest.mark.parametrize(("pace", "rows"), [("fixed", ALL), ("expected", ONE)], ids=["3 rows", "1 row"])
 def test_a_merges_growing_tree_survives_steps_and_grows_meanwhile(target, twin, waits, kept, pace, rows):
     """The tree that is verified is another one; re-rooting goes by tokens."""
     results = waits(2)
@@ -532,6 +525,7 @@ def test_a_growing_tree_that_is_skipped_keeps_its_nodes(target, twin, kept):
 # --- calibration
 
 
+@pytest.mark.slow
 def test_probabilities_follow_what_the_target_accepts(target, twin):
     """The draft model is far too sure of itself, and q much less so."""
     rule = Steady(num_reads=6, num_nodes=8)
@@ -565,12 +559,11 @@ def test_probabilities_follow_what_the_target_accepts(target, twin):
     assert errors[0] < errors[1] / 2
 
 
-@pytest.mark.parametrize("num_calls", [0, 2])
-def test_each_choice_of_the_target_teaches_once(target, twin, waits, monkeypatch, num_calls):
+def test_each_choice_of_the_target_teaches_once(target, twin, waits, monkeypatch):
     """A node that survives a step teaches when the text has reached its parent, and not again."""
     taught: list[bool] = []
     monkeypatch.setattr(ScoreCalibration, "add", lambda self, depth, score, hit: taught.append(hit))
-    waits(num_calls)
+    waits(2)
     answers, _ = decode(target, growing(twin, Steady(num_reads=20)), ONE, num_new=40)
     assert 0 < sum(taught) <= len(answers[0])
     assert len(taught) <= MAX_CHILDREN * len(answers[0])

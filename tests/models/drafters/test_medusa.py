@@ -12,16 +12,11 @@ from torch.nn import functional as F
 
 from outrider import conf
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.decoding import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance, generate
-from outrider.models.decoding.sampling import RowSeeds, Sampling
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.medusa import Medusa, likeliest_paths
 from outrider.models.drafters.objective import HIT_RANKS, Loss, Objective
 from outrider.models.drafters.options import MedusaConfig
-
-from ..recorder import ReplayingRecorder
 
 PROMPTS = [torch.tensor(prompt) for prompt in ([1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47])]
 SHAPES = [
@@ -255,31 +250,6 @@ def test_accuracies_outside_zero_to_one_are_an_error(target, tmp_path, value):
     save_drafter(drafter, tmp_path, target.identity)
     with pytest.raises(ValueError, match="accuracies must be shares"):
         load_drafter(tmp_path, target)
-
-
-def texts_of(target, drafter, rule, **options) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in PROMPTS]
-    for step in generate(target, drafter, rule, PROMPTS, max_new_tokens=20, **options):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
-
-
-@pytest.mark.parametrize("options", [*SHAPES, {"tree_paths": [[1], [1, 3], [0]]}, {"tree_nodes": 1}])
-def test_greedy_answers_with_any_heads_and_trees_are_plain_decodings(target, options):
-    plain = texts_of(target, NullDrafter(), GreedyAcceptance())
-    assert texts_of(target, make(target, noise=0.05, **options), GreedyAcceptance()) == plain
-
-
-@pytest.mark.parametrize("rule", [SpeculativeSampling, TypicalAcceptance])
-def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
-    drafter, recorder = make(target, noise=0.05, tree_nodes=9).requires_grad_(False), ReplayingRecorder()
-    texts = [
-        texts_of(target, one_drafter, rule(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
-        for one_drafter in (drafter, GraphedDrafter(drafter, recorder))
-    ]
-    assert texts[0] == texts[1]
-    assert recorder.num_replays > 5
 
 
 # --- options

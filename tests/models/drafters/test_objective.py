@@ -14,8 +14,6 @@ from outrider.models.drafters.losses import WEIGHTS, LossKind
 from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
-from ..largest import Largest
-
 VOCAB, WIDTH = 11, 6
 TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 # After position 1 of the first text the continuation repeats the text. Elsewhere it leaves the
@@ -262,21 +260,6 @@ def test_of_equal_logits_only_the_first_is_a_hit(heads):
     loss = score(lambda rows: rows, (tied,), labels, batch, Objective(), vocabulary=DraftVocabulary(size=VOCAB))
     tokens = labels.tokens[labels.known].tolist()
     assert loss.hits.sum(0).tolist() == [sum(token <= rank for token in tokens) for rank in range(10)]
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monkeypatch):
-    vocab, batch = 1000, make_batch()
-    labels = Labels.of(batch)
-    monkeypatch.setattr(objective_module, "max_chunk", lambda device: 2 * vocab)
-    vocabulary = DraftVocabulary(size=vocab, tokens=torch.arange(50) if reduced else None)
-    target_head, head = nn.Linear(WIDTH, vocab).requires_grad_(False), nn.Linear(WIDTH, vocabulary.num_outputs)
-    rows = drafter_rows(labels).requires_grad_()
-    objective = Objective(loss=LossKind.kl_acceptance, head=target_head)
-    with Largest() as largest:
-        score(head, (rows,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
-    assert largest.size <= vocab * WIDTH, "the head's own weights"
-    assert len(rows) * vocab > vocab * WIDTH
 
 
 def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads):

@@ -10,10 +10,9 @@ import torch
 from outrider.models.decoding import DraftTree, Prompts, TargetOutput
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import DRAFTERS, TRAINING_FREE, NullDrafter, build_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import DRAFTERS, TRAINING_FREE, build_drafter, make_training_free, parse_drafter
 from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm.hf_target import HFTarget
 
 from ..recorder import ReplayingRecorder
@@ -40,13 +39,8 @@ FREE: dict[str, dict[str, Any]] = {
     "recycling": {"tree_nodes": 8},
     "suffix": {"tree_nodes": 8},
 }
-MERGES: dict[str, list[str]] = {
-    "merged": ["redrafter", "prompt_lookup"],
-    "merged draft model": ["draft_tree", "prompt_lookup"],
-    "merged eagles": ["eagle3", "eagle"],
-    "merged training-free": ["recycling", "suffix"],
-}
-RECORDED = {f"recorded {kind}": kind for kind in ("redrafter", "eagle", "eagle3", "block")}
+MERGES = {"merged": ["draft_tree", "prompt_lookup"]}
+RECORDED = {f"recorded {kind}": kind for kind in ("redrafter", "eagle")}
 KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
 
 
@@ -56,21 +50,9 @@ def build(name: str, target: HFTarget) -> Any:
     return build_drafter(parse_drafter(KINDS[name]), target).to(target.dtype).eval()
 
 
-QUICK = ["redrafter", "block", "eagle3", "draft_tree", "recycling", "suffix", "merged", "recorded eagle"]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in (*KINDS, *FREE, *MERGES, "null", "oracle", *RECORDED)
-    ]
-)
+@pytest.fixture(params=[*DRAFTERS, *VARIANTS, *FREE, *MERGES, *RECORDED])
 def drafter(request, target) -> Any:
     torch.manual_seed(0)
-    if request.param == "null":
-        return NullDrafter()
-    if request.param == "oracle":
-        return OracleDrafter([[*range(20, 90)]] * len(PROMPTS), [1, 2, 3], target.vocab_size)
     if request.param in MERGES:
         sources = {name: build(name, target) for name in MERGES[request.param]}
         return MergedDrafter(sources, MergedConfig(tree_nodes=9, pace="fixed"))

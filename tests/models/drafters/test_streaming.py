@@ -208,13 +208,12 @@ def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch
 # --- draft models
 
 
-@pytest.mark.parametrize("options", [{}, {"length": 2, "top_k": 3}, {"pace": "expected"}, {"pace": "confidence"}])
 @pytest.mark.parametrize("kind", ["draft_model", pytest.param("model + free", marks=pytest.mark.slow)])
-def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind, options):
+def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind):
     """The logits of every node that is read are those of its whole text."""
     likeliest, logits = growing_draft.likeliest_children, []
     monkeypatch.setattr(growing_draft, "likeliest_children", lambda values: (logits.append(values[0]), likeliest(values))[1])
-    model = draft_model(twin, **options)
+    model = draft_model(twin)
     sources = {"draft_model": model, "suffix": make_training_free("suffix", {}, target)}
     drafter = streaming_drafter(model if kind == "draft_model" else MergedDrafter(sources, MergedConfig()))
     part = drafter if kind == "draft_model" else drafter.models[0]
@@ -239,33 +238,6 @@ def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, mon
         logits.clear()
     assert num_read > 50
     assert num_kept > 10, "nodes outlive a step"
-
-
-def test_a_node_that_outlives_a_step_has_the_children_of_a_fresh_tree(target, twin):
-    drafter, num_checked = streaming_drafter(draft_model(twin)), 0
-    for moment in stream(target, drafter, num_nodes=2):
-        tree, scores = moment.tree, drafter.scores(moment.state)
-        for node in [node for node, entry in enumerate(tree.entries) if entry != UNREAD]:
-            text = torch.tensor([[*moment.text, *path_to(tree, node)]])
-            probs = twin.model(text).logits[0, -1].softmax(-1).topk(MAX_CHILDREN)
-            children = tree.children(node)
-            assert [tree.tokens[child] for child in children] == probs.indices.tolist()[: len(children)]
-            assert [scores[child] for child in children] == pytest.approx(probs.values.tolist()[: len(children)], rel=1e-5)
-            num_checked += 1
-    assert num_checked > 50
-
-
-def test_a_draft_model_reads_a_text_in_pieces_if_it_never_drafts(target, twin, monkeypatch):
-    """A text of thousands of unread tokens would stall the first draft."""
-    monkeypatch.setattr(growing_draft, "MAX_UNREAD", 6)
-    drafter = streaming_drafter(draft_model(twin))
-    longest = [len(moment.state.rows[0].tokens) for moment in stream(target, drafter, most_grows=0, num_new=20)]
-    assert max(longest) == 6
-    *_, last = stream(target, drafter, most_grows=0, num_new=20)
-    assert drafter.grow(last.state) == (not len(last.tree)) or len(last.tree)
-    node = drafter.tree(last.state).first(1)[0]
-    likeliest = twin.model(torch.tensor([last.text])).logits[0, -1].argmax()
-    assert drafter.tree(last.state).tokens[node] == likeliest
 
 
 def test_what_the_synchronous_drafter_has_learned_is_used(target, twin):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import DRAFTERS, build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
@@ -17,6 +16,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import states_of_texts
 
+from ...tiny_models import IDENTITY
 from ..largest import Largest
 
 # The vocabulary is by far the largest dimension, so that a tensor of all labels (or positions)
@@ -57,16 +57,7 @@ def wide_target(tiny_tokenizer: PreTrainedTokenizerFast) -> HFTarget:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    identity = TargetIdentity(
-        name="wide",
-        revision=None,
-        weights_sha256="0",
-        config_sha256="",
-        quantization="",
-        tokenizer_sha256="0",
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-    )
+    identity = replace(IDENTITY, hidden_size=HIDDEN, vocab_size=VOCAB)
     return HFTarget(model, tiny_tokenizer, identity)
 
 
@@ -107,9 +98,7 @@ def test_every_kind_is_here() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "kind" in OPTIONS[name] else []) for name in sorted(OPTIONS)]
 )
-def test_no_tensor_holds_all_labels_times_the_vocabulary(
-    name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_holds_all_labels_times_the_vocabulary(name, wide_target, monkeypatch):
     """This holds for every loss and teacher."""
     monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)

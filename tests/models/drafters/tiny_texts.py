@@ -5,7 +5,7 @@ import itertools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.models.decoding import RowSeeds, Sampling, SpeculativeSampling, generate, warp
+from outrider.models.decoding import Sampling, warp
 from outrider.models.llm.hf_target import HFTarget
 
 VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
@@ -41,20 +41,3 @@ def joint(model, length: int) -> torch.Tensor:
 def code(tokens: torch.Tensor) -> torch.Tensor:
     """Return the index of each text in `joint`."""
     return (tokens * VOCAB ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
-
-
-def sampled_counts(target, drafter, *, num_texts: int, length: int) -> tuple[torch.Tensor, set[int]]:
-    """Count how often each text is sampled, with one seed per row.
-
-    Also returns the set of numbers of accepted draft tokens.
-    """
-    texts, filled, accepted = torch.zeros(num_texts, length, dtype=torch.long), [0] * num_texts, set()
-    rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
-    prompts = torch.tensor(PROMPT).expand(num_texts, -1)
-    for step in generate(target, drafter, rule, prompts, max_new_tokens=length, generator=RowSeeds(range(num_texts))):
-        accepted |= set(step.num_accepted)
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            texts[row, filled[row] : filled[row] + len(tokens)] = torch.tensor(tokens)
-            filled[row] += len(tokens)
-    assert set(filled) == {length}
-    return code(texts).bincount(minlength=VOCAB**length), accepted

@@ -5,6 +5,7 @@ each of them matters.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider.data.manifest import TargetIdentity
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export.package import make_package
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.identity import tokenizer_digest
 from outrider.models.llm.loading import load_target
+
+from ...tiny_models import IDENTITY
 
 HIDDEN, VOCAB = 32, 300
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -75,15 +77,8 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., HFTarg
             model = make_model(make_config(**{**sizes, **options})).eval().requires_grad_(False)
             for name, parameter in model.named_parameters():
                 torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-        identity = TargetIdentity(
-            name="org/tiny",
-            revision=None,
-            weights_sha256="0",
-            config_sha256="",
-            quantization="",
-            tokenizer_sha256=tokenizer_digest(tiny_tokenizer),
-            hidden_size=HIDDEN,
-            vocab_size=VOCAB,
+        identity = replace(
+            IDENTITY, name="org/tiny", tokenizer_sha256=tokenizer_digest(tiny_tokenizer), hidden_size=HIDDEN, vocab_size=VOCAB
         )
         return HFTarget(model, tiny_tokenizer, identity)
 

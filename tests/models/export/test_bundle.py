@@ -115,9 +115,7 @@ def is_installed(requirement: str) -> bool:
 
 
 @pytest.mark.slow
-def test_plain_transformers_decodes_with_a_package(
-    package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_plain_transformers_decodes_with_a_package(package_dirs, tiny_target_dir, tmp_path):
     """The environment has only pydantic, torch, transformers and their dependencies.
 
     The script is the one with which users check their installation. It compares a single prompt and

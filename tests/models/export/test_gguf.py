@@ -67,9 +67,7 @@ def test_a_failed_converter_leaves_the_old_file_and_its_last_lines_are_shown(tin
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_llama_cpp_cannot_draft_is_refused_before_anything_is_loaded(
-    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_llama_cpp_cannot_draft_is_refused_before_anything_is_loaded(tiny_target_dir, tmp_path, monkeypatch):
     eagle = make("eagle3", tiny_target_dir, tmp_path / "normed", feature_layers=[0, 1], norm_output=True)
     two = make("eagle3", tiny_target_dir, tmp_path / "two", feature_layers=[0, 1])
     medusa = make("medusa", tiny_target_dir, tmp_path / "medusa", num_heads=2)

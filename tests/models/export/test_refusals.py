@@ -42,9 +42,7 @@ def test_a_kinds_defaults_fit_every_one_of_its_formats(family: str, kind: str, m
         (shipped("medusa", heads="ffn"), "heads are of the kind ffn", "heads=residual"),
     ],
 )
-def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(
-    options: dict[str, Any], rule: str, remedy: str, make_target: Callable[..., HFTarget]
-) -> None:
+def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(options, rule, remedy, make_target):
     target = make_target("qwen3")
     refusals = refusals_after_training(build_drafter(parse_drafter(options), target), target)
     warning = describe_unexportable(refusals)
@@ -63,9 +61,7 @@ class Scaled(torch.nn.Embedding):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "block_dspark"])
-def test_drafters_of_a_target_that_scales_its_embeddings_have_no_format(
-    kind: str, make_target: Callable[..., HFTarget], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafters_of_a_target_that_scales_its_embeddings_have_no_format(kind, make_target, monkeypatch):
     """Engines look tokens up in the target's table, and would draft from other vectors."""
     target = make_target("llama")
     options = {"kind": kind, "init": "random"}

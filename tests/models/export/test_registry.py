@@ -40,7 +40,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "tensorrt-llm": [{"num_heads": 2, "num_layers": 2, "tree_nodes": 9}],
     "transformers": [{"hidden_size": 16, "length": 3}, {"init": "target_layers", "top_k": 2}],
 }
-ALL_CASES = [(name, options) for name, cases in CASES.items() for options in cases]
+ALL_CASES = [
+    pytest.param(name, options, marks=pytest.mark.slow if index else [])
+    for name, cases in CASES.items()
+    for index, options in enumerate(cases)
+]
 PROMPTS = [[1, 70, 71, 72, 2], [9], [40, 41, 42, 43, 44, 45, 46, 47]]
 
 

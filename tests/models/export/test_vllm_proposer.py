@@ -69,9 +69,7 @@ def model_of(target: HFTarget, vocab_size: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_a_batch_gets_the_drafters_own_chains(
-    options: dict[str, Any], target: HFTarget, runner: type[Any], tmp_path: Path
-) -> None:
+def test_a_batch_gets_the_drafters_own_chains(options, target, runner, tmp_path):
     folder = saved(options, target, tmp_path / "drafter")
     proposer = vllm_proposer.Proposer(config(folder))
     proposer.load_model(model_of(target))

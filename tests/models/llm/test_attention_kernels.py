@@ -100,9 +100,7 @@ def test_pytorchs_operators_take_these_arguments(monkeypatch: pytest.MonkeyPatch
     ],
 )
 @pytest.mark.usefixtures("cuda_path")
-def test_what_the_kernel_does_not_take_is_computed_by_plain_operations(
-    dtype: torch.dtype, widths: tuple[int, int], expected: bool
-) -> None:
+def test_what_the_kernel_does_not_take_is_computed_by_plain_operations(dtype, widths, expected):
     assert split_attention.has_kernel(*(torch.empty(1, width, dtype=dtype) for width in widths)) == expected
 
 

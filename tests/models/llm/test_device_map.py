@@ -63,9 +63,7 @@ def test_a_map_covers_the_layers_and_all_modules_beside_them(empty: LlamaForCaus
         ({"": 0, "model.layers.1": "cpu"}, r"devices of several kinds \(cpu, cuda\).*memory_budget_gib"),
     ],
 )
-def test_a_map_that_drafters_or_layers_cannot_use_is_an_error(
-    device_map: Any, message: str, empty: LlamaForCausalLM, any_device: None
-) -> None:
+def test_a_map_that_drafters_or_layers_cannot_use_is_an_error(device_map, message, empty, any_device):
     with pytest.raises(ValueError, match=message):
         resolve(device_map, empty)
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import gguf
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from outrider.cli.compose import load_recipe
 from outrider.cli.init_facts import read_target_facts
@@ -118,9 +117,7 @@ def dequantised_weight(name: str, weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)).bfloat16()
 
 
-def test_a_gguf_target_has_the_files_weights_tokenizer_and_template(
-    file: Path, tiny_target_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_gguf_target_has_the_files_weights_tokenizer_and_template(file, tiny_target_dir, tiny_tokenizer):
     target = load_target(TargetConfig(name_or_path=str(file), dtype="float32"), CPU)
     original = load_file(tiny_target_dir / "model.safetensors")
     weights = target.model.state_dict()
@@ -245,9 +242,7 @@ def test_a_file_that_cant_be_read_is_one_error_and_leaves_nothing(case: str, fil
         ({"parts": "many"}, "can't be converted: ValueError: invalid literal"),
     ],
 )
-def test_a_file_that_isnt_supported_is_one_error(
-    options: dict[str, Any], message: str, file: Path, assets: Path, tiny_target_dir: Path
-) -> None:
+def test_a_file_that_isnt_supported_is_one_error(options, message, file, assets, tiny_target_dir):
     with pytest.raises(ValueError, match=message):
         folder_of(str(write_gguf(file, tiny_target_dir, **options)))
     assert kept(assets) == []

@@ -88,9 +88,8 @@ def weight_bytes(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_a_streamed_target_survives_a_cap_at_its_budget(limits: Any, large: Path, share: float) -> None:
-    budget = int(share * weight_bytes(large))
+def test_a_streamed_target_survives_a_cap_at_its_budget(limits: Any, large: Path) -> None:
+    budget = weight_bytes(large) // 4
     with decoding(limits, large, budget) as (limiter, process, baseline):
         code, numbers = outcome(limiter, process, budget + ALLOWANCE_BYTES, baseline)
         assert code == 0, process.stderr.read()[-2000:]
@@ -98,13 +97,3 @@ def test_a_streamed_target_survives_a_cap_at_its_budget(limits: Any, large: Path
     assert planned <= budget
     assert 0 < streamed < weight_bytes(large)
     assert len(tokens) == 4
-
-
-@pytest.mark.slow
-def test_a_cap_below_the_plan_kills_the_process(limits: Any, large: Path) -> None:
-    """The test above can fail: the memory that the plan counts is memory that the process takes."""
-    budget = int(0.75 * weight_bytes(large))
-    with decoding(limits, large, budget) as (limiter, process, baseline):
-        code, numbers = outcome(limiter, process, budget // 3, baseline)
-    assert code != 0
-    assert not numbers

@@ -82,9 +82,7 @@ def test_a_drafter_that_would_start_from_quantized_layers_is_an_error(kind: str,
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
-def test_a_drafter_trained_from_the_targets_layers_loads_for_the_quantized_target(
-    kind: str, plain: HFTarget, int8: HFTarget, tmp_path: Path
-) -> None:
+def test_a_drafter_trained_from_the_targets_layers_loads_for_the_quantized_target(kind, plain, int8, tmp_path):
     start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {"init": "target"}
     trained = build_drafter(parse_drafter({"kind": kind, **start}), plain)
     save_drafter(trained, tmp_path, plain.identity)
@@ -98,9 +96,7 @@ def test_a_drafter_trained_from_the_targets_layers_loads_for_the_quantized_targe
     ("method", "names"),
     [("bitsandbytes", "bitsandbytes"), ("torchao", "torchao"), ("gptq", "gptqmodel optimum"), ("awq", "gptqmodel")],
 )
-def test_a_missing_package_is_an_error_with_its_command_before_loading(
-    method: str, names: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_an_error_with_its_command_before_loading(method, names, tiny_target_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(target_config, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"quantised by {method} .*pip install {names}$"):
         load(tiny_target_dir, {"method": method})

@@ -14,6 +14,7 @@ from outrider.models.llm import split_attention, tree_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.split_attention import choose_num_parts
 
+from ...decoded import texts_of
 from ..recorder import PoolRecorder
 from . import efficient_attention
 
@@ -66,12 +67,8 @@ def redrafter(target: HFTarget) -> Any:
 
 
 def answers(target: HFTarget, drafter: Any, rows: Any = PROMPTS) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
     prompts = [torch.tensor(row) for row in rows]
-    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=ROOM):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
+    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=ROOM), len(rows))
 
 
 def prefilled(target: HFTarget) -> Any:
@@ -84,9 +81,7 @@ def prefilled(target: HFTarget) -> Any:
 
 
 @pytest.mark.parametrize("form", ["eager", "cuda_graphs", pytest.param("compiled", marks=[pytest.mark.slow, pytest.mark.long])])
-def test_the_text_is_the_same_in_every_form(
-    request: pytest.FixtureRequest, make_target: Any, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_the_text_is_the_same_in_every_form(request, make_target, monkeypatch, form):
     expected = answers(make_target(), NullDrafter())
     parts: set[int] = request.getfixturevalue("parts")
     options: dict[str, Any] = {
@@ -111,9 +106,7 @@ def test_a_cpu_splits_nothing(make_target: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("limit", [{"MAX_TEXTS": 1}, {"MIN_KEYS": 4 * STEP}], ids=str)
-def test_many_rows_and_short_texts_are_not_split(
-    parts: set[int], make_target: Any, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
-) -> None:
+def test_many_rows_and_short_texts_are_not_split(parts, make_target, monkeypatch, limit):
     cache = prefilled(make_target())
     assert choose_num_parts(make_target().model, cache) == NUM_PARTS
     for name, value in limit.items():
@@ -126,9 +119,7 @@ def test_many_rows_and_short_texts_are_not_split(
     [("_supports_attention_backend", False), ("dtype", torch.bfloat16)],
     ids=["own code", "another type"],
 )
-def test_layers_that_may_not_read_a_split_mask_get_none(
-    parts: set[int], make_target: Any, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any
-) -> None:
+def test_layers_that_may_not_read_a_split_mask_get_none(parts, make_target, monkeypatch, attribute, value):
     """A model with attention code of its own would add the mask to the scores of all keys."""
     target = make_target()
     cache = prefilled(target)

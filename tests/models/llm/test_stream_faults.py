@@ -131,7 +131,7 @@ def write_oddly(path: Path, tensors: dict[str, torch.Tensor], rng: random.Random
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize("seed", range(3))
 def test_types_may_differ_by_tensor_and_positions_may_be_odd(folder, seed, monkeypatch):
     rng = random.Random(seed)
     # 1. Store each tensor in a random type.
@@ -182,7 +182,7 @@ def test_weights_on_a_tmpfs_are_read(saved, expected):
 # --- budgets
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+@pytest.mark.parametrize("seed", range(2))
 def test_any_budget_gives_the_same_logits_and_reads_what_it_plans(saved, expected, seed, monkeypatch):
     rng = random.Random(seed)
     config = TargetConfig(name_or_path=str(saved), dtype="float32", fast_linears=False, budget_tokens=rng.randint(100, 3000))
@@ -258,16 +258,6 @@ def test_an_error_in_a_hook_leaves_the_target_usable(saved, expected, error, reg
         hook.remove()
         assert torch.equal(logits(target), expected)
         assert not any(parameter.numel() for module in layers_of(target) for parameter in module.parameters())
-
-
-def test_two_answers_at_once_are_an_error(saved):
-    target = load_streamed(saved)
-    first, second = (generate(target, NullDrafter(), GreedyAcceptance(), [TEXT[0]], max_new_tokens=6) for _ in range(2))
-    next(first)
-    next(second)
-    with pytest.raises(RuntimeError):
-        next(first)
-    assert answer(target) == answer(load_in_memory(saved))
 
 
 def test_a_target_decodes_after_its_cache_was_released(saved):

@@ -6,19 +6,16 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from outrider.eval.measure.environment import measure_roofline, weight_bytes
-from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.decoder_layer import require_resident_weights
 from outrider.models.llm import weight_reader
@@ -29,6 +26,7 @@ from outrider.models.llm.loading import load_target
 from outrider.models.llm.weight_files import PAGE
 from outrider.models.llm.weight_reader import staging_bytes
 
+from ...decoded import texts_of
 from ...tiny_models import save_tiny_target
 
 GIB = 2**30
@@ -94,51 +92,10 @@ def load(directory: Path, whole: HFTarget) -> Iterator[Load]:
 def answers(target: HFTarget, texts: list[torch.Tensor], *, sampled: bool = False, num_new: int = 8) -> list[list[int]]:
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.8)) if sampled else GreedyAcceptance()
     generator = RowSeeds([7 + row for row in range(len(texts))]) if sampled else None
-    tokens: list[list[int]] = [[] for _ in texts]
-    for step in generate(target, NullDrafter(), rule, texts, max_new_tokens=num_new, generator=generator):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens
-
-
-def streamed_places(target: HFTarget) -> str:
-    assert target.stream is not None
-    return "".join(unit.place[0] for unit in target.stream.plan.units)
+    return texts_of(generate(target, NullDrafter(), rule, texts, max_new_tokens=num_new, generator=generator), len(texts))
 
 
 # --- the same text
-
-
-@pytest.mark.parametrize(("num_layers", "places", "batch"), [(0, "ssssssssssr", 1), (3, "rsssrsssrsr", 4)])
-def test_the_text_is_that_of_the_whole_target(load: Load, whole: HFTarget, num_layers: int, places: str, batch: int) -> None:
-    target = load(num_layers)
-    assert streamed_places(target) == places
-    assert target.form == "streamed"
-    for sampled in (False, True):
-        expected = answers(whole, TEXTS[:batch], sampled=sampled)
-        assert answers(target, TEXTS[:batch], sampled=sampled) == expected
-    tree = chain_tree(torch.tensor([[10, 11, 12]]))
-    with torch.inference_mode():
-        for reader in (whole, target):
-            reader.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
-        logits = [reader.verify(torch.tensor([9]), tree).logits for reader in (whole, target)]
-    assert torch.equal(*logits)
-
-
-def test_weights_are_cast_into_their_slot(directory: Path, tmp_path: Path, load: Load, whole: HFTarget) -> None:
-    """Stored in 16 bits and computed in 32: half the bytes to read, and the whole load's numbers."""
-    narrow = Path(shutil.copytree(directory, tmp_path / "narrow"))
-    for path in narrow.glob("*.safetensors*"):
-        path.unlink()
-    LlamaForCausalLM.from_pretrained(directory).bfloat16().save_pretrained(narrow)
-    expected = load_target(TargetConfig(name_or_path=str(narrow), dtype="float32", fast_linears=False), torch.device("cpu"))
-    target = load(1, path=narrow, dtype="float32")
-    # The room for one layer in 32 bits keeps two in 16 bits. Smaller buffers make room for two more.
-    assert streamed_places(target) == "ksksksssksr"
-    layer = sum(parameter.nbytes for parameter in decoder_layers(whole.model)[0].parameters())
-    assert target.stream is not None
-    assert target.stream.plan.streamed_bytes == 6 * layer / 2
-    assert answers(target, TEXTS) == answers(expected, TEXTS)
 
 
 def test_a_budget_for_all_weights_streams_nothing(load: Load, whole: HFTarget, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,34 +105,6 @@ def test_a_budget_for_all_weights_streams_nothing(load: Load, whole: HFTarget, c
     assert target.form == "eager"
     assert not target.fast_linears  # packed copies would be outside the budget
     assert "10 layers: 10 stay (a pass reads no file)" in caplog.text
-    assert answers(target, TEXTS) == answers(whole, TEXTS)
-
-
-def test_the_head_streams_where_the_budget_is_too_small_for_it(load: Load, whole: HFTarget) -> None:
-    target = load(gib=budget(whole, head_stays=False))
-    assert streamed_places(target) == "sssssssssss"
-    assert answers(target, TEXTS) == answers(whole, TEXTS)
-    with pytest.raises(ValueError, match=r"the head of target is read from its file.*raise target.memory_budget_gib"):
-        _ = target.head
-
-
-def test_a_tied_head_stays_with_the_embeddings(tiny_tokenizer: Any, tmp_path: Path, whole: HFTarget, load: Load) -> None:
-    options = {"num_hidden_layers": NUM_LAYERS, "initializer_range": 0.2, "tie_word_embeddings": True}
-    save_tiny_target(tmp_path / "tied", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)
-    expected = load_target(TargetConfig(name_or_path=str(tmp_path / "tied"), fast_linears=False), torch.device("cpu"))
-    target = load(path=tmp_path / "tied", gib=budget(expected, 2))
-    assert len(streamed_places(target)) == NUM_LAYERS
-    assert target.head.weight is target.embed_tokens.weight
-    assert answers(target, TEXTS) == answers(expected, TEXTS)
-
-
-def test_hidden_states_and_layers_inputs_are_the_same(load: Load, whole: HFTarget) -> None:
-    """Training and labelling read these; passes for layers' inputs end before the last layer."""
-    target, text = load(), TEXTS[2][None]
-    for _ in range(2):
-        assert torch.equal(target.layer_inputs((1, 3), input_ids=text), whole.layer_inputs((1, 3), input_ids=text))
-        for actual, expected in zip(target.hidden_states(text, (0, 5)), whole.hidden_states(text, (0, 5)), strict=True):
-            assert torch.equal(actual, expected)
     assert answers(target, TEXTS) == answers(whole, TEXTS)
 
 
@@ -233,50 +162,6 @@ def test_the_roofline_of_a_streamed_target_is_the_reading(load: Load, whole: HFT
     assert not target.has_fixed_shapes  # nothing is compiled for each shape
 
 
-def test_drafting_runs_while_a_pass_waits_and_never_on_a_target_in_memory(load: Load, whole: HFTarget) -> None:
-    calls: list[float] = []
-
-    def meanwhile(seconds: float) -> bool:
-        calls.append(seconds)
-        return True
-
-    tree = chain_tree(torch.tensor([[10, 11, 12]]))
-    for target in (whole, load(0)):
-        assert calls == []
-        with torch.inference_mode():
-            target.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
-            for _ in range(20):
-                target.verify(torch.tensor([9]), tree, meanwhile=meanwhile)
-    assert target.stream is not None
-    assert target.stream.stats.drafts == len(calls)
-    assert target.stream.meanwhile is None
-
-
-def test_another_models_pass_inside_a_wait_changes_nothing(
-    load: Load, whole: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draft model reads its tree in the middle of the target's pass, on the same thread."""
-    target, system_read, outputs = load(0), os.preadv, []
-    tree, last = chain_tree(torch.tensor([[10, 11, 12]])), torch.tensor([9])
-
-    def slow(descriptor: int, buffers: Any, offset: int) -> int:
-        time.sleep(0.005)
-        return system_read(descriptor, buffers, offset)
-
-    def draft(seconds: float) -> bool:
-        outputs.append(whole.verify(last, tree).logits)
-        return True
-
-    monkeypatch.setattr(weight_reader.os, "preadv", slow)
-    with torch.inference_mode():
-        for reader in (whole, target):
-            reader.prefill(Prompts.of(TEXTS[:1]), max_new_tokens=8, max_nodes=3)
-        actual = target.verify(last, tree, meanwhile=draft).logits
-        expected = whole.verify(last, tree).logits
-    assert len(outputs) >= NUM_LAYERS // 2
-    assert all(torch.equal(logits, expected) for logits in (actual, *outputs))
-
-
 # --- what is refused
 
 
@@ -324,24 +209,7 @@ def test_fast_linears_leave_the_target_alone(load: Load) -> None:
     assert not any("forward" in vars(module) for module in target.model.modules())
 
 
-def test_pickled_weights_are_refused(copy: Path, load: Load) -> None:
-    for path in copy.glob("*.safetensors*"):
-        path.unlink()
-    (copy / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match="has no safetensors files"):
-        load(path=copy)
-
-
-def test_damaged_files_and_missing_tensors_are_refused_before_the_model_is_built(copy: Path, load: Load) -> None:
-    path = min(copy.glob("*.safetensors"))
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"model-00001.*ends at byte"):
-        load(path=copy)
-
-
-def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(
-    tmp_path: Path, tiny_tokenizer: Any, load: Load, whole: HFTarget, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(tmp_path, tiny_tokenizer, load, whole, caplog):
     """transformers joins the experts of a mixture when it loads them."""
     options = {"num_hidden_layers": NUM_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
     save_tiny_target(tmp_path / "mixture", MixtralForCausalLM, MixtralConfig, tiny_tokenizer, **options)
@@ -358,37 +226,7 @@ def test_stored_weights_of_another_form_are_refused_and_the_remedy_works(
 # --- faults in the middle
 
 
-def test_a_generator_that_is_dropped_and_one_that_is_interrupted_leave_the_target_usable(load: Load, whole: HFTarget) -> None:
-    target, expected = load(0), answers(whole, TEXTS)
-    steps = generate(target, NullDrafter(), GreedyAcceptance(), TEXTS, max_new_tokens=8)
-    next(steps)
-    next(steps)
-    steps.close()
-    assert answers(target, TEXTS) == expected
-    hook = decoder_layers(target.model)[3].mlp.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        answers(target, TEXTS)
-    hook.remove()
-    assert answers(target, TEXTS) == expected
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_logits_that_are_not_numbers_leave_the_target_usable(load: Load, whole: HFTarget) -> None:
-    target, expected = load(0), answers(whole, TEXTS)
-    assert answers(target, TEXTS) == expected
-    hook = target.model.get_decoder().norm.register_forward_hook(lambda module, args, output: output * torch.nan)
-    with pytest.raises(ValueError, match="not numbers"):
-        answers(target, TEXTS)
-    hook.remove()
-    assert answers(target, TEXTS) == expected
-
-
-def test_a_failed_read_names_the_layer_and_the_next_answer_is_right(
-    load: Load, whole: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_names_the_layer_and_the_next_answer_is_right(load, whole, monkeypatch):
     target, expected = load(0), answers(whole, TEXTS)
     assert answers(target, TEXTS) == expected
     system_read, fails = os.preadv, True
@@ -404,18 +242,6 @@ def test_a_failed_read_names_the_layer_and_the_next_answer_is_right(
             answers(target, TEXTS)
     fails = False
     assert answers(target, TEXTS) == expected
-
-
-def test_a_file_that_is_replaced_during_a_run_is_named_at_the_next_pass(load: Load, copy: Path) -> None:
-    target = load(0, path=copy)
-    steps = generate(target, NullDrafter(), GreedyAcceptance(), TEXTS, max_new_tokens=20)
-    tokens = [next(steps).tokens, next(steps).tokens]
-    path = min(copy.glob("*.safetensors"))
-    shutil.copy(path, copy / "other")
-    (copy / "other").replace(path)
-    with pytest.raises(ValueError, match=f"weights changed while they were being read: {path}: it was written or replaced"):
-        tokens += [step.tokens for step in steps]
-    assert 2 <= len(tokens) <= 4  # what was read ahead may still be used; earlier tokens are kept
 
 
 def test_threads_and_files_end_with_the_target(load: Load, directory: Path, whole: HFTarget) -> None:
@@ -437,20 +263,9 @@ def test_threads_and_files_end_with_the_target(load: Load, directory: Path, whol
     assert len(os.listdir("/proc/self/fd")) <= num_files  # noqa: PTH208
 
 
-def test_the_digest_of_the_weights_leaves_them_out_of_the_page_cache(
-    load: Load, whole: HFTarget, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_of_the_weights_leaves_them_out_of_the_page_cache(load, whole, directory, monkeypatch):
     """Else the first pass of a benchmark would read from memory."""
     dropped: list[Path] = []
     monkeypatch.setattr("outrider.models.llm.identity.drop_from_cache", dropped.append)
     assert load().identity == whole.identity
     assert dropped == sorted(directory.glob("*.safetensors"))
-
-
-def test_stored_values_are_those_of_the_files(load: Load, directory: Path) -> None:
-    """The least that can be said about loading by stand-ins: nothing is mixed up."""
-    target = load(100)
-    stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    state = target.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
-    assert replace(target.identity, name="") is not None

@@ -46,9 +46,7 @@ def test_each_process_holds_its_slice_of_the_layers(launched: Path) -> None:
     assert reports[0]["whole"] > 10_000
 
 
-def test_answers_and_labels_are_those_of_the_whole_target(
-    launched: Path, data: DataConfig, tiny_target_dir: Path, tmp_path: Path
-) -> None:
+def test_answers_and_labels_are_those_of_the_whole_target(launched, data, tiny_target_dir, tmp_path):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
     make(target, data, tmp_path, Accelerator(cpu=True))
     reads = TargetReads(hidden_states=True)
@@ -83,9 +81,7 @@ def with_processes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("processes", "message"),
     [(1, "there is one; launch several"), (3, "num_attention_heads of 4 and num_key_value_heads of 2 and intermediate_size")],
 )
-def test_a_launch_that_cannot_slice_the_target_is_an_error_before_loading(
-    processes: int, message: str, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_cannot_slice_the_target_is_an_error_before_loading(processes, message, tiny_target_dir, monkeypatch):
     with_processes(processes, monkeypatch)
     with pytest.raises(ValueError, match=message):
         load_target(TargetConfig(name_or_path=str(tiny_target_dir), tensor_parallel=True))

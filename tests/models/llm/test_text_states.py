@@ -49,9 +49,7 @@ def texts() -> DrafterBatch:
         (False, (), []),
     ],
 )
-def test_layers_after_the_last_needed_one_and_the_head_are_not_run(
-    last: bool, layers: tuple[int, ...], expected: list[str], target: HFTarget, texts: DrafterBatch, calls: list[str]
-) -> None:
+def test_layers_after_the_last_needed_one_and_the_head_are_not_run(last, layers, expected, target, texts, calls):
     with torch.enable_grad():
         states_of_texts(target, texts, last=last, layers=layers)
     assert calls == expected

@@ -54,9 +54,7 @@ def test_the_header_gives_the_bytes_of_every_tensor(tmp_path: Path) -> None:
         ({"a": entry(0, 8, [3])}, b"x" * 8, None, r"a of shape \[3\] has 8 bytes"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong(
-    tmp_path: Path, header: Any, data: bytes, length: int | None, why: str
-) -> None:
+def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, header, data, length, why):
     with pytest.raises(ValueError, match=f"(?s)x.safetensors can't be read: .*{why}"):
         read_header(write(tmp_path / "x.safetensors", header, data, length))
 

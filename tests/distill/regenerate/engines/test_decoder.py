@@ -1,7 +1,6 @@
 """Our decoder as an engine: in any batch and with any drafter it gives transformers' text."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ def reference(target: HFTarget, request: Request, room: int) -> tuple[list[int],
     return tokens, tokens[-1] not in stops
 
 
-def test_greedy_answers_with_stops_and_cuts_are_those_of_transformers(
-    target: HFTarget, requests: list[Request], limits: Limits
-) -> None:
+def test_greedy_answers_with_stops_and_cuts_are_those_of_transformers(target, requests, limits):
     engine = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits, batch_size=4)
     actual = texts(answers(engine, requests))
     for request in requests:
@@ -50,9 +47,7 @@ def test_greedy_answers_with_stops_and_cuts_are_those_of_transformers(
     assert {cut for _, cut in actual.values()} == {True, False}
 
 
-def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(
-    target: HFTarget, requests: list[Request], limits: Limits
-) -> None:
+def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(target, requests, limits):
     engine = DecoderEngine(target, NullDrafter(), sampling=Sampling(temperature=1.0, top_p=0.9), limits=limits, batch_size=5)
     together = texts(answers(engine, requests))
     alone = {request.id: texts(answers(engine, [request]))[request.id] for request in requests}
@@ -62,9 +57,7 @@ def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_changes_the_number_of_passes_and_no_token(
-    target: HFTarget, requests: list[Request], limits: Limits, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_changes_the_number_of_passes_and_no_token(target, requests, limits, temperature, monkeypatch):
     sampling = Sampling(temperature=temperature)
     passes: list[int] = []
     verify = HFTarget.verify
@@ -84,9 +77,7 @@ def test_a_drafter_changes_the_number_of_passes_and_no_token(
     assert num_drafted < 0.6 * num_plain
 
 
-def test_requests_longer_than_the_drafters_context_are_decoded_without_it(
-    target: HFTarget, requests: list[Request], limits: Limits
-) -> None:
+def test_requests_longer_than_the_drafters_context_are_decoded_without_it(target, requests, limits):
     read: list[int] = []
 
     class Recorder(NullDrafter):
@@ -102,9 +93,7 @@ def test_requests_longer_than_the_drafters_context_are_decoded_without_it(
     assert 0 < len(read) < len(requests)
 
 
-def test_a_trained_drafter_from_a_folder_changes_no_token(
-    target: HFTarget, requests: list[Request], limits: Limits, tmp_path: Path
-) -> None:
+def test_a_trained_drafter_from_a_folder_changes_no_token(target, requests, limits, tmp_path):
     drafter = build_drafter(
         parse_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}), target
     )

@@ -153,9 +153,7 @@ COMPLETIONS = {
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
-    ask: Callable[[], list[list[int]]], hostile: HostileServer, name: str
-) -> None:
+def test_a_hostile_completion_is_one_clear_error_in_bounded_time(ask, hostile, name):
     hostile.completions, error, message = COMPLETIONS[name]
     with pytest.raises(error, match=message) as caught:
         ask()
@@ -172,13 +170,7 @@ def test_a_hostile_completion_is_one_clear_error_in_bounded_time(
         (sends({"data": [{"id": "\x1b[2Ja"}, {"id": "b"}]}), ValueError, r"serves  \[2Ja, b"),
     ],
 )
-def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(
-    ask: Callable[[], list[list[int]]],
-    hostile: HostileServer,
-    models: Callable[[Handler], None],
-    error: type[Exception],
-    message: str,
-) -> None:
+def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(ask, hostile, models, error, message):
     hostile.models = models
     with pytest.raises(error, match=message) as caught:
         ask()

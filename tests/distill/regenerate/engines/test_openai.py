@@ -58,9 +58,7 @@ def expected(target: HFTarget, requests: list[Request], limits: Limits, sampling
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_answers_are_the_servers_tokens_with_the_requested_sampling(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, temperature: float
-) -> None:
+def test_answers_are_the_servers_tokens_with_the_requested_sampling(ask, server, target, requests, limits, temperature):
     actual = ask(temperature=temperature, top_k=40)
     assert actual == expected(target, requests, limits, Sampling(temperature=temperature, top_k=40))
     assert {cut for _, cut in actual.values()} == {True, False}
@@ -73,9 +71,7 @@ def test_answers_are_the_servers_tokens_with_the_requested_sampling(
     assert server.keys == {"Bearer none"}
 
 
-def test_a_stop_token_missing_in_a_reply_is_added_from_its_stop_reason(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
-) -> None:
+def test_a_stop_token_missing_in_a_reply_is_added_from_its_stop_reason(ask, server, target, requests, limits):
     def leave_out(reply: dict[str, Any]) -> None:
         choice = reply["choices"][0]
         if choice["finish_reason"] == "stop":
@@ -88,9 +84,7 @@ def test_a_stop_token_missing_in_a_reply_is_added_from_its_stop_reason(
 SOON = {"Retry-After": "0.01"}
 
 
-def test_failed_requests_are_retried_and_no_answer_is_lost(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
-) -> None:
+def test_failed_requests_are_retried_and_no_answer_is_lost(ask, server, target, requests, limits):
     server.faults = [(503, SOON, b"loading"), None, (429, {"Retry-After": "0.6"}, b"slow down"), (500, SOON, b"oops")]
     started = time.monotonic()
     assert ask(decode_batch_size=1) == expected(target, requests, limits, Sampling(temperature=0.0))
@@ -98,9 +92,7 @@ def test_failed_requests_are_retried_and_no_answer_is_lost(
     assert time.monotonic() - started > 0.6
 
 
-def test_an_unavailable_server_is_an_error_with_the_remedy(
-    ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unavailable_server_is_an_error_with_the_remedy(ask, server, monkeypatch):
     monkeypatch.setattr(openai, "MAX_RETRIES", 2)
     server.faults = [(503, SOON, b"loading")] * 100
     with pytest.raises(ConnectionError, match=r"failed 3 times; at last it answers 503: loading.*finished shards are kept"):
@@ -121,9 +113,7 @@ def test_a_missing_client_is_reported_with_the_extra_that_installs_it(monkeypatc
         pass
 
 
-def test_an_authentication_error_is_raised_at_once_without_the_key(
-    ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_an_authentication_error_is_raised_at_once_without_the_key(ask, server, monkeypatch, caplog):
     monkeypatch.setenv(openai.KEY_VARIABLE, "sk-very-secret")
     server.faults = [(401, {}, b"the key sk-very-secret is unknown")] * 100
     with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="answers 401: the key .* is unknown") as error:
@@ -141,9 +131,7 @@ def test_a_redirect_is_an_error_at_once_with_the_address(ask: Callable[..., Foun
     assert len(server.faults) > 90
 
 
-def test_text_without_token_ids_is_tokenized_again_with_one_warning(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
-) -> None:
+def test_text_without_token_ids_is_tokenized_again_with_one_warning(ask, server, target, requests, limits, caplog):
     server.change = lambda reply: reply["choices"][0].pop("token_ids")
     with caplog.at_level(logging.WARNING, logger="outrider"):
         actual = ask(decode_batch_size=1)
@@ -172,36 +160,23 @@ def test_text_without_token_ids_is_tokenized_again_with_one_warning(
         (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens, more than max_tokens="),
     ],
 )
-def test_an_invalid_reply_is_an_error_that_names_the_field(
-    ask: Callable[..., Found],
-    server: Server,
-    requests: list[Request],
-    change: Callable[[dict[str, Any]], None],
-    message: str,
-) -> None:
+def test_an_invalid_reply_is_an_error_that_names_the_field(ask, server, requests, change, message):
     server.change = change
     del requests[1:]
     with pytest.raises(ValueError, match=message):
         ask()
 
 
-@pytest.mark.parametrize("usage", [None, {}])
-def test_a_reply_without_token_counts_is_accepted(
-    ask: Callable[..., Found],
-    server: Server,
-    target: HFTarget,
-    requests: list[Request],
-    limits: Limits,
-    usage: dict[str, None] | None,
-) -> None:
-    server.change = lambda reply: reply.update(usage=usage)
-    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+def test_a_reply_without_token_counts_is_accepted(ask, server, target, requests, limits) -> None:
+    del requests[1:]
+    for usage in (None, {}):
+        server.change = lambda reply, usage=usage: reply.update(usage=usage)
+        assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
 @pytest.mark.parametrize("stop_reason", [True, "</s>"])
-def test_a_stop_reason_that_is_no_token_id_is_ignored(
-    ask: Callable[..., Found], server: Server, target: HFTarget, stop_reason: Any
-) -> None:
+def test_a_stop_reason_that_is_no_token_id_is_ignored(ask, server, target, requests, stop_reason) -> None:
+    del requests[1:]
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = [3, 1, 4]
     server.change = lambda reply: reply["choices"][0].update(
@@ -212,9 +187,7 @@ def test_a_stop_reason_that_is_no_token_id_is_ignored(
 
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
-def test_an_answer_that_goes_on_after_a_stop_token_is_cut_there(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], finish_reason: str, caplog: Any
-) -> None:
+def test_an_answer_that_goes_on_after_a_stop_token_is_cut_there(ask, server, target, requests, finish_reason, caplog):
     tokens = [7, target.stop_ids[0], 8]
     del requests[1:]
     server.change = lambda reply: reply["choices"][0].update(token_ids=tokens, finish_reason=finish_reason)
@@ -224,14 +197,14 @@ def test_an_answer_that_goes_on_after_a_stop_token_is_cut_there(
 
 
 @pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
-def test_an_answer_cut_before_its_first_token_is_an_empty_one(
-    ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
-) -> None:
+def test_an_answer_cut_before_its_first_token_is_an_empty_one(ask, server, requests, nothing):
+    del requests[1:]
     server.change = lambda reply: reply["choices"][0].update(finish_reason="length", **nothing)
     assert ask() == {request.id: ([], True) for request in requests}
 
 
-def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+def test_a_text_longer_than_requested_is_one_warning(ask, server, requests, caplog) -> None:
+    del requests[2:]
     server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 1_000_000)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         answers = ask(decode_batch_size=1)
@@ -260,9 +233,7 @@ def ends_at_once() -> Iterator[None]:
     assert time.monotonic() - start < 2
 
 
-def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
-    server: Server, target: HFTarget, limits: Limits, requests: list[Request]
-) -> None:
+def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(server, target, limits, requests):
     server.num_quick = 1
     config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
     with ends_at_once(), open_engine(config, target, limits) as engine:
@@ -275,13 +246,7 @@ def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
 
 
 @pytest.mark.parametrize("waits_for", ["answers", "tries"])
-def test_ctrl_c_waits_for_no_answer_and_no_retry(
-    server: Server,
-    target: HFTarget,
-    limits: Limits,
-    requests: list[Request],
-    waits_for: str,
-) -> None:
+def test_ctrl_c_waits_for_no_answer_and_no_retry(server, target, limits, requests, waits_for):
     server.num_quick = 0
     if waits_for == "tries":
         server.num_quick, server.faults = None, [(503, {"Retry-After": "30"}, b"loading")] * 4

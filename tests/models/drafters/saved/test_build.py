@@ -52,9 +52,7 @@ def test_every_kind_starts_from_its_weights_for_a_changed_target(target: HFTarge
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_a_training_that_memory_cannot_hold_is_an_error_before_anything_is_built(
-    target: HFTarget, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_training_that_memory_cannot_hold_is_an_error_before_anything_is_built(target, monkeypatch, kind):
     spec = parse_drafter({"kind": kind, **OPTIONS[kind]})
     require_memory(spec, target)
     monkeypatch.setattr("outrider.models.drafters.saved.build.free_memory", lambda device: 9)

@@ -65,17 +65,13 @@ def launched(whole: HFTarget, draft_model: str, folder: Path, target: Path, coun
 
 
 @pytest.mark.slow
-def test_a_launch_answers_like_the_target_in_memory(
-    whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_launch_answers_like_the_target_in_memory(whole, draft_model, demo_target_dir, tmp_path):
     launched(whole, draft_model, tmp_path, demo_target_dir, count=2, num_tokens=24)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_24_prompts_are_answered_like_the_target_in_memory(
-    whole: HFTarget, draft_model: str, demo_target_dir: Path, tmp_path: Path
-) -> None:
+def test_24_prompts_are_answered_like_the_target_in_memory(whole, draft_model, demo_target_dir, tmp_path):
     launched(whole, draft_model, tmp_path, demo_target_dir, count=24, num_tokens=128)
 
 

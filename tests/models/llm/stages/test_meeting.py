@@ -45,9 +45,7 @@ def test_a_stage_that_differs_is_sent_the_reason(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("local_rank", "rank", "beside"), [("2", "2", True), ("0", "2", False)])
-def test_the_stages_on_the_heads_machine_have_equal_ranks(
-    local_rank: str, rank: str, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stages_on_the_heads_machine_have_equal_ranks(local_rank, rank, beside, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("RANK", rank)
     assert meeting.is_beside_head() == beside

@@ -53,9 +53,7 @@ def answer_until_lost(target: Any) -> list[int]:
     return tokens
 
 
-def test_processes_answer_like_the_target_in_memory(
-    folder: Path, uninterrupted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_answer_like_the_target_in_memory(folder, uninterrupted, monkeypatch):
     with launch(target_options(folder, [1, 2, 1]), monkeypatch) as running:
         target = running.load()
         whole = load_target(TargetConfig(**{**running.options, "stage_layers": None}))
@@ -67,9 +65,7 @@ def test_processes_answer_like_the_target_in_memory(
 
 
 @pytest.mark.parametrize("rank", [2, *(pytest.param(rank, marks=SLOW) for rank in (1, 3))])
-def test_a_killed_stage_is_named_and_leaves_no_orphan(
-    rank: int, folder: Path, uninterrupted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_stage_is_named_and_leaves_no_orphan(rank, folder, uninterrupted, monkeypatch):
     options = target_options(folder, [1, 2, 1])
     with launch(options, monkeypatch) as running:
         tokens = kill_at(running, rank, 0.02 * rank)
@@ -105,9 +101,7 @@ def kill_at(running: Any, rank: int, seconds: float) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("count", [20])
-def test_a_stage_killed_at_any_moment_is_named(
-    count: int, folder: Path, uninterrupted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_killed_at_any_moment_is_named(count, folder, uninterrupted, monkeypatch):
     moments = random.Random(count)
     for number in range(count):
         with launch(target_options(folder, [1, 2, 1]), monkeypatch) as running:

@@ -5,9 +5,7 @@ they have layers, keys and values, and a cancellation may land between two layer
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.stages.messages import Kind, Link, Work
+from outrider.models.llm.stages.messages import Link, Work
 from outrider.models.llm.stages.stage import Stage
 from outrider.models.llm.stages.staged_target import StagedTarget
 
@@ -156,58 +154,3 @@ def test_a_staged_target_is_an_asynchronous_target() -> None:
 @pytest.mark.parametrize("count", [12, pytest.param(2_000, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_no_schedule_of_real_stages_changes_a_token(count: int) -> None:
     check(count)
-
-
-# --- mutants: what the schedules must catch
-
-
-def keeps_only_if_it_reads(stage: Stage, work: Work, is_cancelled: Any) -> Work:
-    if work.kind is Kind.READ and (work.hidden is None or is_cancelled(work.number)):
-        return replace(work, hidden=None)
-    return HANDLE(stage, work, is_cancelled)
-
-
-def mixes_survivors(stage: Stage, work: Work, is_cancelled: Any) -> Work:
-    if work.keep is not None:
-        committed, survivors = work.keep[: work.num_committed], work.keep[work.num_committed :]
-        work = replace(work, keep=(*committed, *survivors[:1], *reversed(survivors[1:])))
-    return HANDLE(stage, work, is_cancelled)
-
-
-def forgets_survivors(stage: Stage, work: Work, is_cancelled: Any) -> Work:
-    """Move only what is committed."""
-    return HANDLE(stage, work if work.keep is None else replace(work, keep=work.keep[: work.num_committed]), is_cancelled)
-
-
-def sees_siblings(stage: Stage, work: Work, is_cancelled: Any) -> Work:
-    """Read every window as a chain."""
-    return HANDLE(stage, replace(work, parents=tuple(range(-1, len(work.parents) - 1))), is_cancelled)
-
-
-def skips_a_run_too_many(stage: Stage, work: Work, is_cancelled: Any) -> Work:
-    return HANDLE(stage, work, lambda number: is_cancelled(number) or is_cancelled(number - 1))
-
-
-HANDLE = Stage.handle
-MUTANTS = [keeps_only_if_it_reads, mixes_survivors, forgets_survivors, sees_siblings, skips_a_run_too_many]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_stage_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stage, "handle", mutant)
-    assert is_caught()
-
-
-def is_caught() -> bool:
-    """Return whether a schedule ends with other tokens, or in an error."""
-    staged.cache_clear()
-    try:
-        return any(
-            decode(schedule) != [*plain(schedule.prompt, schedule.is_sampled)[: schedule.max_new_tokens]]
-            for schedule in schedules(80)
-        )
-    except (AssertionError, RuntimeError, IndexError, ValueError):
-        return True
-    finally:
-        staged.cache_clear()

@@ -204,9 +204,7 @@ def test_a_prefill_drops_runs_that_are_under_way(whole: HFTarget, staged: Staged
     torch.testing.assert_close(output.logits, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_prefill_cancels_what_is_under_way_and_is_never_cancelled_itself(
-    whole: HFTarget, staged: StagedTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_cancels_what_is_under_way_and_is_never_cancelled_itself(whole, staged, monkeypatch):
     runs = [run_of([ROOT], [], 0), run_of([20], [NO_NODE], 1)]
     for run in runs:
         staged.submit(run)
