@@ -7,7 +7,8 @@ the messages, so sending never waits, and messages of one process keep their ord
 
 **Loss.** An outbox whose connection ends has lost its process. A process that ends is lost at once.
 A process that is stopped, or behind a cut network, stops answering ZeroMQ's heartbeats, and is lost
-after STALL_SECONDS. ZeroMQ's thread answers them, so a process that computes is never lost.
+after STALL_SECONDS, or a third more. ZeroMQ's thread answers them, so a process that computes is
+never lost.
 
 **Strangers.** An inbox asks for a password before it reads messages: an HMAC of the launch's key
 and the inbox's port, so the key itself isn't sent, and a password opens one inbox. Until then
@@ -42,13 +43,9 @@ FRAME_BYTES, MOST_FRAME_BYTES = 1 << 20, 1 << 21
 """Size of a tensor's parts, and of the largest frame that ZeroMQ reads."""
 OPTIONS = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0, zmq.RECONNECT_IVL: -1, zmq.IPV6: 1, zmq.MAXMSGSIZE: MOST_FRAME_BYTES}
 """Options of all sockets: queues without a limit, and connections that end once and for all."""
-ALIGNMENT = 8
-"""Address of a tensor that suits all types."""
 CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 EVENTS = CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Events of an outbox: its connection, then its loss."""
-
-
 Topic = Literal["hello", "go", "ready", "work", "cancel", "failed", "stop"]
 """What a message is."""
 
@@ -189,7 +186,7 @@ def _message(frames: list[zmq.Frame]) -> Message:
     if "shape" in fields:
         payload = frames[1].buffer if len(frames) == 2 else bytearray().join(frame.buffer for frame in frames[1:])
         data = torch.frombuffer(payload, dtype=torch.uint8)
-        if data.data_ptr() % ALIGNMENT:
+        if data.data_ptr() % 8:  # no address for all types
             data = data.clone()
         tensor = data.view(getattr(torch, fields.pop("dtype"))).reshape(fields.pop("shape"))
     return Message(sender, topic, fields, tensor)

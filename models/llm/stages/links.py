@@ -43,15 +43,11 @@ class ProcessLink:
 
     def __init__(self, exchange: Exchange, names: Mapping[int, str]) -> None:
         self._exchange, self._names = exchange, names
+        self.num_stages = len(names)
         self._answers: deque[Work] = deque()
         self._lost: StageLost | None = None
         # Also at the end of the process, whatever ends it.
         self.close = weakref.finalize(self, exchange.close, "stop")
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are, without the head."""
-        return len(self._names)
 
     def send(self, work: Work) -> None:
         """Send a message to the first stage, without waiting for it."""
@@ -112,13 +108,12 @@ def report_loss_on_sigterm(link: ProcessLink) -> None:
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
-    remembered = weakref.ref(link)
+    remembered = weakref.WeakMethod(link.look_for_loss)
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        link = remembered()
-        if link is not None:
-            link.look_for_loss(REPORT_SECONDS)
+        if look_for_loss := remembered():
+            look_for_loss(REPORT_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
@@ -131,17 +126,11 @@ class StageLink:
         self._exchange, self._following = exchange, following
         self._works: deque[Work] = deque()
         self._cancelled: set[int] = set()
-        self._stops = False
 
-    def receive(self) -> Work | None:
-        """Wait for the next message and return it; None if the stage has to stop.
-
-        Raises StageLost if the head has ended.
-        """
-        while not self._works and not self._stops:
+    def receive(self) -> Work:
+        """Wait for the next message and return it."""
+        while not self._works:
             self._move(None)
-        if self._stops:
-            return None
         work = self._works.popleft()
         self._cancelled = {number for number in self._cancelled if number >= work.number}
         return work
@@ -153,9 +142,10 @@ class StageLink:
     def is_cancelled(self, number: int) -> bool:
         """Return whether a run may be skipped. To be called before each layer."""
         self._move(0.0)
-        return self._stops or number in self._cancelled
+        return number in self._cancelled
 
     def _move(self, seconds: float | None) -> None:
+        """Receive what has arrived. Ends the process when the head does; raises StageLost without its word."""
         for message in self._exchange.receive(seconds):
             match message.topic:
                 case "work":
@@ -163,9 +153,8 @@ class StageLink:
                 case "cancel":
                     self._cancelled.update(message.fields["numbers"])
                 case "stop":
-                    self._stops = True
-        if self._stops:
-            return
+                    self._exchange.close()
+                    raise SystemExit(0)
         if HEAD in self._exchange.lost:
             raise StageLost(f"the head {ENDED}")
         if self._following in self._exchange.lost:

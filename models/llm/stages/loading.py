@@ -49,7 +49,7 @@ MEET_SECONDS = 600.0
 LOAD_SECONDS = 3600.0
 """Longest wait until all stages have read their weights."""
 KEY = "head"
-"""Name of the head's port, key and facts in the launch's store."""
+"""Name of the head's port, key and facts in the launch's store: the same in all versions, which the facts name."""
 FILES = "files"
 """The fact that may differ: where and which the weight files are. Without a difference no digest is computed."""
 LOCAL_OPTIONS = frozenset({"name_or_path", "device", "tokenizer_options", "trust_remote_code"})
@@ -220,8 +220,6 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
         # On its own machine the head prints the error.
         logger.log(logging.INFO if is_beside_head() else logging.WARNING, "this stage of the target ends: %s", error)
         raise SystemExit(1) from None
-    exchange.close()
-    raise SystemExit(0)
 
 
 def facts(config: TargetConfig) -> dict[str, str]:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 from jaxtyping import Int
@@ -92,13 +93,14 @@ def _entries(keep: Sequence[int], device: torch.device) -> Int[torch.Tensor, "1 
     return None if all(map(int.__eq__, keep, range(len(keep)))) else torch.tensor([keep], device=device)
 
 
-def serve(stage: Stage, link: StageLink, *, fast_linears: bool) -> None:
-    """Handle messages until the head stops this stage. Raises StageLost if the head ends.
+def serve(stage: Stage, link: StageLink, *, fast_linears: bool) -> NoReturn:
+    """Handle messages until the head stops this process.
 
     Linear layers are chosen when the first message arrives: stages of one machine then measure one
     after the other, undisturbed.
     """
-    while (work := link.receive()) is not None:
+    while True:
+        work = link.receive()
         if fast_linears:
             choose_linears(*stage.layers.modules)
             fast_linears = False

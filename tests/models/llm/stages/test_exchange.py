@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -88,8 +88,10 @@ def test_what_was_sent_before_an_end_arrives(connected: Connect) -> None:
 
 @pytest.mark.parametrize("address", [LOCAL, "::1", "localhost", socket.gethostname()])
 def test_processes_meet_at_names_and_addresses_of_both_kinds(address: str, connected: Connect) -> None:
-    if address == "::1" and not socket.has_ipv6:
-        pytest.skip("this machine has no IPv6")
+    try:
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no such address: {error}")
     one, two = connected(address)
     two.send(0, "ready")
     assert received(one)[0].sender == 1
@@ -165,10 +167,10 @@ def test_slow_strangers_delay_nobody(connected: Connect) -> None:
 
 
 def be_neighbour(port: int, answers: "Connection[Any, Any]", stall_seconds: float) -> None:
-    """Connect to a process, and answer questions whom this one has lost."""
+    """Connect to a process (0: to another exchange of this one), and answer questions who is lost."""
     exchange.STALL_SECONDS = stall_seconds
-    with closing(Exchange(1, LOCAL, "the key")) as own:
-        own.connect(0, "the head", LOCAL, port)
+    with closing(Exchange(0, LOCAL, "the key")) as head, closing(Exchange(1, LOCAL, "the key")) as own:
+        own.connect(0, "the head", LOCAL, port or head.port)
         answers.send(own.port)
         while answers.recv() != "end":
             own.receive(0.0)
@@ -179,14 +181,31 @@ def be_neighbour(port: int, answers: "Connection[Any, Any]", stall_seconds: floa
 def neighbours(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchange, Any, "Connection[Any, Any]"]]:
     """Yield an exchange of this process, the process of its neighbour, and a connection to it."""
     monkeypatch.setattr(exchange, "STALL_SECONDS", 0.6)
+    with closing(Exchange(0, LOCAL, "the key")) as own, neighbour(own.port) as (process, answers):
+        own.connect(1, "stage 1", LOCAL, answers.recv())
+        yield own, process, answers
+
+
+@contextmanager
+def neighbour(port: int) -> Iterator[tuple[Any, "Connection[Any, Any]"]]:
     near, far = CONTEXT.Pipe()
-    with closing(Exchange(0, LOCAL, "the key")) as own:
-        process = CONTEXT.Process(target=be_neighbour, args=(own.port, far, 0.6), daemon=True)
-        process.start()
-        own.connect(1, "stage 1", LOCAL, near.recv())
-        yield own, process, near
-        process.kill()
-        process.join()
+    process = CONTEXT.Process(target=be_neighbour, args=(port, far, 0.6), daemon=True)
+    process.start()
+    yield process, near
+    process.kill()
+    process.join()
+
+
+def test_a_pause_of_all_processes_is_no_loss() -> None:
+    """As after Ctrl-Z and `fg`."""
+    with neighbour(0) as (process, answers):
+        answers.recv()
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+        answers.send("look")
+        assert answers.recv() == []
 
 
 def test_a_process_that_is_stopped_is_lost_after_the_stall_limit(neighbours: Any) -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,8 @@ class Pipeline:
         head, *others = self.exchanges = [Exchange(rank, LOCAL, "the key") for rank in range(num_stages + 1)]
         self.held = threading.Event()
         """While it is set, stage 2 doesn't begin its next layer."""
+        self.ending: set[int] = set()
+        """Stages that end after their next run."""
         self.ended: list[int] = []
         self.stages: list[StageLink] = []
         names = {number: f"stage {number} (layer {number})" for number in range(1, num_stages + 1)}
@@ -41,15 +43,14 @@ class Pipeline:
             thread.start()
 
     def _serve(self, number: int, link: StageLink) -> None:
-        try:
-            while (work := link.receive()) is not None:
-                while number == 2 and self.held.is_set() and not link._stops:
+        with suppress(StageLost, SystemExit):
+            while number not in self.ending:
+                work = link.receive()
+                while number == 2 and self.held.is_set():
                     time.sleep(0.01)
                     link._move(0.0)
                 hidden = None if work.hidden is None or link.is_cancelled(work.number) else work.hidden * (1 + number)
                 link.send(replace(work, hidden=hidden))
-        except StageLost:
-            pass
         self.exchanges[number].close()
         self.ended.append(number)
 
@@ -78,6 +79,11 @@ def work(number: int, size: int = 3) -> Work:
 def ask(link: ProcessLink) -> Work:
     link.send(work(1))
     return link.receive()
+
+
+def ask_twice(link: ProcessLink) -> None:
+    ask(link)
+    ask(link)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
@@ -141,11 +147,10 @@ def test_a_stage_that_has_ended_is_named_and_the_others_stop() -> None:
     with pipeline(4) as running:
         running.link.send(work(0))
         assert running.link.receive().number == 0
-        running.stages[2]._stops = True
-        running.link.send(work(1))  # wakes it
+        running.ending.add(3)
         start = time.monotonic()
         with pytest.raises(StageLost, match=r"stage 3 \(layer 3\) has ended"):
-            running.link.receive()
+            ask_twice(running.link)
         assert time.monotonic() - start < 2
         assert running.link.has_answer(), "waiting for it would be in vain"
         for act in (running.link.receive, lambda: running.link.send(work(2))):
