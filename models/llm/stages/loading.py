@@ -3,45 +3,79 @@
 Process 0 of the launch is the head: embeddings, final norm, output embeddings, drafter. Process k
 has the layers of stage k. Everything that can be wrong is an error of the head, before weights are
 read.
+
+The head puts the port of its inbox, the launch's key and its facts (files, options and versions)
+into the launcher's store. Each stage compares the facts with its own, and connects to the head.
+
+    stage --hello--> head --go--> stage --ready--> head
+
+"hello" has the stage's address, and what is wrong with it. "go" has the next stage's address, to
+which the stage connects, and the digest of the head's weights. A stage with the same files computes
+no digest.
 """
 
+import json
 import logging
 import os
-import time
+import secrets
+import socket
+from collections.abc import Mapping
 from dataclasses import fields
+from datetime import timedelta
+from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from ...machine import turn_off_cudnn_attention
 from ..config import TargetConfig
 from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
 from ..pretrained import read_config
 from ..streamed_loading import Skeleton, build_without_weights, stored_weights
-from .links import GOODBYE_SECONDS, ProcessLink, RemoteStage, StageLink, report_loss_on_sigterm
-from .meeting import (
-    HeadMeeting,
-    StageFacts,
-    StageMeeting,
-    Type,
-    is_beside_head,
-    launch_store,
-    machine,
-    num_processes,
-    rank,
-    versions,
-)
-from .messages import StageLost
+from .exchange import Exchange
+from .links import ProcessLink, StageLink, report_loss_on_sigterm
+from .messages import HEAD, StageLost
 from .slices import EndSlice, LayerSlice
-from .stage import FAILED, Stage, leave_interrupts_to_the_head, serve
+from .stage import Stage, leave_interrupts_to_the_head, serve
 
 logger = logging.getLogger(__name__)
 
+MEET_SECONDS = 600.0
+"""Longest wait for the other processes. Machines are seldom started at the same time."""
+LOAD_SECONDS = 3600.0
+"""Longest wait until all stages have read their weights."""
+KEY = "head"
+"""Name of the head's port, key and facts in the launch's store: the same in all versions, which the facts name."""
+FILES = "files"
+"""The fact that may differ: where and which the weight files are. Without a difference no digest is computed."""
 LOCAL_OPTIONS = frozenset({"name_or_path", "device", "tokenizer_options", "trust_remote_code"})
 """Options of the target that may differ between processes."""
+
+
+def rank() -> int:
+    """Return the number of this process in the launch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_beside_head() -> bool:
+    """Return whether this process is on the machine of the head, the launch's first one."""
+    return os.environ.get("LOCAL_RANK") == str(rank())
+
+
+def launch_store() -> Store:
+    """Return the store that all processes of the launch share."""
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEET_SECONDS)))
+    except DistError as error:
+        raise ValueError(
+            f"not all processes of target.stage_layers have come within {MEET_SECONDS:.0f} s ({error}); do they run, and can "
+            f"their machines reach {os.environ['MASTER_ADDR']}?"
+        ) from error
+    return PrefixStore("outrider/stages", store)
 
 
 def head_or_stage(config: TargetConfig, device: torch.device) -> "Head":
@@ -61,7 +95,7 @@ def stage_ranges(config: TargetConfig, launched: int | None = None) -> list[rang
     """
     assert config.stage_layers is not None
     counts = [int(number) for number in config.stage_layers]
-    needed, launched = 1 + len(counts), launched or num_processes()
+    needed, launched = 1 + len(counts), launched or int(os.environ.get("WORLD_SIZE", "1"))
     if launched != needed:
         raise ValueError(
             f"target.stage_layers is {counts}, which needs {needed} processes (a head, and one for each stage), and "
@@ -102,81 +136,112 @@ class Head:
         config = self._config
         skeleton = skeleton_of(config)
         # 2. Meet the stages.
-        names = [
-            f"stage {number} of {len(self._ranges)} ({_layers(part)})" for number, part in enumerate(self._ranges, start=1)
-        ]
-        meeting = HeadMeeting(names, facts(config))
-        with meeting:
-            meeting.gather(self._store)
+        count = len(self._ranges)
+        names = {number: f"stage {number} of {count} ({_layers(part)})" for number, part in enumerate(self._ranges, start=1)}
+        key = secrets.token_hex(16)
+        exchange = Exchange(HEAD, os.environ["MASTER_ADDR"], key)
+        try:
+            self._store.set(KEY, json.dumps([exchange.port, key, facts(config)]))
+            addresses = _gather(exchange, names)
             self.weights_sha256 = digest(config)
-            meeting.compare(self.weights_sha256)
+            for number in names:
+                exchange.send(number, "go", following=addresses.get(number + 1), digest=self.weights_sha256)
             # 3. Load the ends, while the stages load their layers.
-            meeting.start()
             ends = EndSlice.load(skeleton, self._device)
-            meeting.wait_until_ready()
-        link = ProcessLink([RemoteStage(guest.name, guest.channel) for guest in meeting.guests])
+            exchange.wait_for(names, "ready", LOAD_SECONDS)
+        except BaseException as error:
+            exchange.close("failed", stage=HEAD, error=f"can't go on: {error}")
+            raise
+        link = ProcessLink(exchange, names)
         report_loss_on_sigterm(link)
         return ends, link
+
+
+def _gather(exchange: Exchange, names: dict[int, str]) -> dict[int, list[Any]]:
+    """Wait for all stages, connect to them, and return the name and address of each.
+
+    Adds processes and machines to their names. Raises ValueError with the problems of all stages, or
+    if one doesn't come.
+    """
+    problems, addresses = "", {}
+    for number, hello in sorted(exchange.wait_for(names, "hello", MEET_SECONDS).items()):
+        names[number] += f" of process {hello.fields['process']} on {hello.fields['machine']}"
+        addresses[number] = [names[number], *hello.fields["address"]]
+        exchange.connect(number, *addresses[number])
+        if hello.fields["problem"]:
+            problems += f"\n{names[number]} {hello.fields['problem']}"
+    if problems:
+        raise ValueError(
+            "all processes of target.stage_layers must have the same model, options and versions; give all machines the same "
+            f"command, files and packages:{problems}"
+        )
+    return addresses
 
 
 def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
     """Be a stage: load its layers, handle the head's messages, and end the process with the head."""
     leave_interrupts_to_the_head()
     turn_off_cudnn_attention(device)
+    exchange = None
     try:
-        # 1. Describe this process, or why it can't be a stage: the head reports both.
-        store, error = launch_store(), ""
+        # 1. Tell the head the address of this process, or why it can't be a stage: the head reports both.
+        address = os.environ["MASTER_ADDR"]
+        port, key, head_facts = json.loads(launch_store().get(KEY))
+        exchange = Exchange(rank(), address, key)
+        own = exchange.connect(HEAD, "the head", address, port)
+        problem, own_facts = "", dict[str, str]()
         try:
-            part, skeleton, known = stage_ranges(config)[rank() - 1], skeleton_of(config), facts(config)
-        except (ValueError, OSError) as reason:
-            error = str(reason)
-        meeting = StageMeeting(store)
-        if error:
-            meeting.greet(None, error)
-            raise StageLost(f"it can't be one: {error}")
-        meeting.greet(known)
-        meeting.answer(digest(config) if meeting.needs_digest() else "")
-        # 2. Connect to the neighbours, and load.
-        try:
-            previous, following = meeting.connect()
-            stage = Stage(LayerSlice.load(skeleton, part, device))
-        except Exception as error:
-            kind = "" if isinstance(error, StageLost) else f"{type(error).__name__}: "
-            meeting.head.send({"type": Type.FAILED, "error": f"{kind}{error}"})
+            part, skeleton, own_facts = stage_ranges(config)[rank() - 1], skeleton_of(config), facts(config)
+            problem = differences(own_facts, head_facts)
+        except (ValueError, OSError) as error:
+            problem = f"can't be one: {error}"
+        at = [address if is_beside_head() else own, exchange.port]
+        exchange.send(HEAD, "hello", process=os.getpid(), machine=socket.gethostname(), address=at, problem=problem)
+        # 2. Connect to the process that reads the results, and load.
+        sha256 = "" if problem or own_facts[FILES] == head_facts[FILES] else digest(config)
+        go = exchange.wait_for({HEAD: "the head"}, "go", LOAD_SECONDS)[HEAD].fields
+        if sha256 not in ("", go["digest"]):
+            raise StageLost(f"it has other weights (digest {sha256[:12]}) than the head ({go['digest'][:12]})")
+        following = HEAD
+        if go["following"] is not None:
+            following = rank() + 1
+            exchange.connect(following, *go["following"])
+        stage = Stage(LayerSlice.load(skeleton, part, device))
+        exchange.send(HEAD, "ready")
+        # 3. Serve.
+        serve(stage, StageLink(exchange, following), fast_linears=config.fast_linears)
+    except Exception as error:
+        is_lost = isinstance(error, (StageLost, DistError))
+        if exchange is not None:
+            text = str(error) if is_lost else f"{type(error).__name__}: {error}"
+            exchange.close("failed", stage=rank(), error=f"failed: {text}")
+        if not is_lost:
             raise
-        neighbours = {
-            channel: number
-            for channel, number in ((previous, rank() - 1), (following, rank() + 1))
-            if channel is not meeting.head
-        }
-        meeting.head.send({"type": Type.READY})
-    except (StageLost, DistError) as lost:
         # On its own machine the head prints the error.
-        level = logging.INFO if is_beside_head() else logging.WARNING
-        logger.log(level, "this stage of the target ends: %s", str(lost).partition("\n")[0])
-        # Launchers end all processes after the first that fails, and the head has an error to print.
-        time.sleep(GOODBYE_SECONDS)
-        raise SystemExit(FAILED) from None
-    # 3. Serve.
-    serve(stage, StageLink(meeting.head, previous, following, neighbours), fast_linears=config.fast_linears)
+        logger.log(logging.INFO if is_beside_head() else logging.WARNING, "this stage of the target ends: %s", error)
+        raise SystemExit(1) from None
 
 
-def facts(config: TargetConfig) -> StageFacts:
+def facts(config: TargetConfig) -> dict[str, str]:
     """Return what must be equal in all processes, without reading weights."""
     folder = Path(config.name_or_path)
     paths = sorted(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)) if folder.is_dir() else []
     stats = [(path.name, path.stat()) for path in paths]
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in LOCAL_OPTIONS}
-    return StageFacts(
-        machine=machine(),
-        files=[[name, stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino] for name, stat in stats],
-        values={
-            **{f"version of {name}": value for name, value in versions().items()},
-            **{f"target.{name}": str(value) for name, value in options.items()},
-            "digest of config.json": config_digest(config.name_or_path)[:12],
-            "weight files": ", ".join(f"{name} of {stat.st_size:,} bytes" for name, stat in stats),
-        },
-    )
+    machine = (socket.gethostname(), Path("/").stat().st_dev)  # containers of one machine have different roots
+    return {
+        **{f"version of {name}": version(name) for name in ("torch", "transformers", "outrider")},
+        **{f"target.{name}": str(value) for name, value in options.items()},
+        "digest of config.json": config_digest(config.name_or_path)[:12],
+        "weight files": ", ".join(f"{name} of {stat.st_size:,} bytes" for name, stat in stats),
+        FILES: str([machine, *[(name, stat.st_size, stat.st_mtime_ns, stat.st_dev, stat.st_ino) for name, stat in stats]]),
+    }
+
+
+def differences(own: Mapping[str, str], head: Mapping[str, str]) -> str:
+    """Return in which facts a stage differs from the head, except the files that it reads."""
+    names = [name for name, value in head.items() if own.get(name) != value and name != FILES]
+    return ", and ".join(f"has {own.get(name) or 'no'} {name}, and the head has {head[name] or 'none'}" for name in names)
 
 
 def digest(config: TargetConfig) -> str:

@@ -15,6 +15,9 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+HEAD = 0
+"""Number of the head's process. Stage k has number k."""
+
 
 class Kind(IntEnum):
     """What a stage does with a message."""

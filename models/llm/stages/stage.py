@@ -1,6 +1,5 @@
 """A stage: some layers of the target, and what its process does."""
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from ...decoding.types import NO_NODE, Counts
 from ..linears import choose_linears
 from ..tree_cache import TreeCache
 from ..tree_reader import TreeReader
-from .links import HeadLost, StageLink
+from .links import StageLink
 from .messages import Kind, Work
 from .slices import LayerSlice
 
@@ -94,31 +93,18 @@ def _entries(keep: Sequence[int], device: torch.device) -> Int[torch.Tensor, "1 
     return None if all(map(int.__eq__, keep, range(len(keep)))) else torch.tensor([keep], device=device)
 
 
-logger = logging.getLogger(__name__)
-
-STOPPED, FAILED = 0, 1
-"""Exit statuses of a stage: told to stop, or without a head or with an error."""
-
-
 def serve(stage: Stage, link: StageLink, *, fast_linears: bool) -> NoReturn:
-    """Handle messages, and end the process with the head.
+    """Handle messages until the head stops this process.
 
     Linear layers are chosen when the first message arrives: stages of one machine then measure one
     after the other, undisturbed.
     """
-    try:
-        while (work := link.receive()) is not None:
-            if fast_linears:
-                choose_linears(*stage.layers.modules)
-                fast_linears = False
-            link.send(stage.handle(work, link.is_cancelled))
-    except HeadLost as lost:
-        logger.warning("the head has ended (%s), so this stage ends, too", lost)
-        raise SystemExit(FAILED) from None
-    except Exception as error:
-        link.fail(f"{type(error).__name__}: {error}")
-        raise
-    raise SystemExit(STOPPED)
+    while True:
+        work = link.receive()
+        if fast_linears:
+            choose_linears(*stage.layers.modules)
+            fast_linears = False
+        link.send(stage.handle(work, link.is_cancelled))
 
 
 def leave_interrupts_to_the_head() -> None:

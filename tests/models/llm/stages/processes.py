@@ -30,8 +30,8 @@ from outrider.models.llm.loading import load_target
 PATIENCE = 60.0
 """Seconds until a process that should end counts as an orphan."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["outrider.models.llm.loading", "outrider.models.drafters.draft_model"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["outrider.models.llm.loading", "outrider.models.drafters.draft_model"])
 
 
 def free_port() -> int:
@@ -86,7 +86,7 @@ class Launch:
         """Start the stages. `others` are different options of single ones, as `stage_1={...}`."""
         for rank in range(1, self.world_size):
             options = {**self.options, **others.get(f"stage_{rank}", {})}
-            stage = _context.Process(target=run_stage, args=(launched(rank, self.world_size, self.port), options), daemon=True)
+            stage = CONTEXT.Process(target=run_stage, args=(launched(rank, self.world_size, self.port), options), daemon=True)
             stage.start()
             self.stages.append(stage)
 
@@ -97,9 +97,9 @@ class Launch:
 
     def start_head(self, prompt: Sequence[int]) -> BaseProcess:
         """Start a head in a process of its own, and wait until it decodes."""
-        decodes = _context.Event()
+        decodes = CONTEXT.Event()
         arguments = (launched(0, self.world_size, self.port), self.options, list(prompt), decodes)
-        head = _context.Process(target=run_head, args=arguments, daemon=True)
+        head = CONTEXT.Process(target=run_head, args=arguments, daemon=True)
         head.start()
         assert decodes.wait(PATIENCE), "the head doesn't decode"
         return head

@@ -1,51 +1,21 @@
-"""The meeting of a head and a stage, in two threads."""
-
-import threading
+"""What the processes of a target in stages compare before they load anything."""
 
 import pytest
-from torch.distributed import HashStore
 
-from outrider.models.llm.stages import meeting
-from outrider.models.llm.stages.messages import StageLost
+from outrider.models.llm.stages.loading import FILES, differences, is_beside_head
 
 
-def facts(dtype: str) -> meeting.StageFacts:
-    return meeting.StageFacts(machine="here", files=[], values={"target.dtype": dtype})
-
-
-def test_a_stage_that_differs_is_sent_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another machine the stage's own message is all that its user sees."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("RANK", "1")
-    store, reasons = HashStore(), []
-
-    def be_stage() -> None:
-        stage = meeting.StageMeeting(store)
-        stage.greet(facts("float64"))
-        assert not stage.needs_digest()
-        with pytest.raises(StageLost) as lost:
-            stage.connect()
-        reasons.append(str(lost.value))
-        stage.head.close()
-        stage._door._server.close()
-
-    def be_head() -> None:
-        with meeting.HeadMeeting(["stage 1"], facts("float32")) as head:
-            head.gather(store)
-            head.compare("digest")
-
-    thread = threading.Thread(target=be_stage)
-    thread.start()
-    with pytest.raises(ValueError, match="stage 1 .* has float64 target.dtype"):
-        be_head()
-    thread.join(10)
-    assert len(reasons) == 1
-    assert "has float64 target.dtype, and the head has float32" in reasons[0]
-    assert "\n" not in reasons[0]
+def test_versions_and_options_that_differ_are_named_with_both_values() -> None:
+    head = {"version of outrider": "0.2.0", "target.dtype": "float32", "weight files": "", FILES: "here"}
+    assert not differences({**head, FILES: "there"}, head)
+    text = differences({"version of outrider": "0.1.0", "weight files": "one", FILES: "here"}, head)
+    assert "has 0.1.0 version of outrider, and the head has 0.2.0" in text
+    assert "has no target.dtype, and the head has float32" in text
+    assert "has one weight files, and the head has none" in text
 
 
 @pytest.mark.parametrize(("local_rank", "rank", "beside"), [("2", "2", True), ("0", "2", False)])
 def test_the_stages_on_the_heads_machine_have_equal_ranks(local_rank, rank, beside, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setenv("RANK", rank)
-    assert meeting.is_beside_head() == beside
+    assert is_beside_head() == beside
