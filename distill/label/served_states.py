@@ -73,7 +73,7 @@ class ServedStates:
                 logger.info("%s: states of layer %s differ from the target's here by %.1e", url, name, error)
 
     def read(
-        self, texts: Sequence[Int[torch.Tensor, " seq"]]
+        self, texts: Sequence[Int[torch.Tensor, " _"]]
     ) -> tuple[Float[torch.Tensor, "text seq hidden"], dict[int, Float[torch.Tensor, "text seq hidden"]]]:
         """Return the last hidden states of texts and the inputs of `layers`, right-padded, on the target's device.
 

@@ -11,9 +11,9 @@ from ..wrong_values import problems
 
 def test_all_wrong_values_are_listed_at_once() -> None:
     values = {"temperature": -1.0, "top_p": 2.0, "max_new_tokens": 0, "decode_batch_size": 0, "seed": -1, "kv_budget_gib": 0.0}
-    assert problems(DistillConfig, engine="vllm", feature_layers=[1, -1], **values) == [
+    assert problems(DistillConfig, engine="vlm", feature_layers=[1, -1], **values) == [
         "feature_layers[1]=-1: must be at least 0",
-        'engine="vllm": must be one of decoder, batch, openai',
+        'engine="vlm": must be one of decoder, batch, openai, vllm',
         "temperature=-1.0: must be at least 0",
         "top_p=2.0: must be at most 1",
         "max_new_tokens=0: must be above 0",
@@ -72,7 +72,9 @@ def test_the_engine_batch_decides_its_batches_itself() -> None:
 
 
 def test_unused_options_of_regeneration_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"engine is null.*: temperature, base_url; set engine to decoder, batch or openai"):
+    with pytest.raises(
+        ValueError, match=r"engine is null.*: temperature, base_url; set engine to decoder, batch, openai or vllm"
+    ):
         DistillConfig(base_url="http://localhost:8000/v1", temperature=0.8)
     with pytest.raises(ValueError, match="drafter_settings"):
         DistillConfig(drafter="outputs/demo/drafter", drafter_settings={"beam_width": 4})

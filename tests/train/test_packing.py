@@ -89,7 +89,7 @@ def test_states_of_packed_texts_equal_those_of_each_text_alone(shards_dir: Path,
 
 
 @pytest.mark.parametrize(
-    ("options", "loss"), zip(KINDS, cycle(["kl", "cross_entropy"]), strict=False), ids=lambda value: str(value)
+    ("options", "loss"), list(zip(KINDS, cycle(["kl", "cross_entropy"]), strict=False)), ids=lambda value: str(value)
 )
 def test_losses_and_gradients_equal_those_of_the_padded_batch(options, loss, shards_dir, target, monkeypatch):
     monkeypatch.setattr(eagle, "MEASURED_EVERY", 1)  # which positions it counts depends on the rows

@@ -131,8 +131,8 @@ def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(target,
         write_shard(directory, index, *args)
         events.append(f"written {index}")
 
-    def label(config: DistillConfig, target: HFTarget, examples: list[Example], progress: Any) -> Any:
-        result = label_shard(config, target, examples, progress)
+    def label(config: DistillConfig, target: HFTarget, examples: list[Example], progress: Any, served: Any) -> Any:
+        result = label_shard(config, target, examples, progress, served)
         num_labelled.append(len(events))
         if len(num_labelled) == 2:
             labelled_second.set()
@@ -157,10 +157,10 @@ def test_an_error_of_writing_ends_the_run_and_an_error_of_labelling_keeps_the_sh
             run(CONFIG, data, target, folder)
     assert not list(folder.glob("shard-*[0-9].json"))
 
-    def interrupted(config: DistillConfig, target: HFTarget, examples: list[Example]) -> Any:
+    def interrupted(config: DistillConfig, target: HFTarget, examples: list[Example], served: Any) -> Any:
         if any(example.id in expected.shards[1].ids for example in examples):
             raise KeyboardInterrupt
-        return label_batch(config, target, examples)
+        return label_batch(config, target, examples, served)
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_label_batch", interrupted)

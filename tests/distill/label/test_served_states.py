@@ -40,7 +40,7 @@ class StatesServer(Server):
         self.spoil: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        reply = super().complete(body)
+        reply = super().complete({"top_k": -1, "top_p": 1.0, "seed": 0, **body})
         tokens, inputs = torch.tensor(body["prompt"]), list[torch.Tensor]()
         model = self.target.model
         parts = [*decoder_layers(model), model.model.norm]
