@@ -98,7 +98,7 @@ class Exchange:
             # 2. Connect, and wait for the answer to the password.
             outbox.plain_username, outbox.plain_password = b"outrider", self._password(port)
             outbox.connect(f"tcp://[{other}]:{port}")
-            if not monitor.poll(1000 * STALL_SECONDS) or recv_monitor_message(monitor)["event"] != CONNECTED:
+            if not monitor.poll(int(1000 * STALL_SECONDS)) or recv_monitor_message(monitor)["event"] != CONNECTED:
                 raise ConnectionError("it has another key, or has ended")
         except OSError as error:
             self.lost.add(rank)
@@ -124,14 +124,15 @@ class Exchange:
 
         Waits for the first one, or for a loss, at most so many seconds (None: without a limit).
         """
-        for source, _ in self._poller.poll(None if seconds is None else 1000 * seconds):
+        for source, _ in self._poller.poll(None if seconds is None else int(1000 * seconds)):
             if source is not self._inbox:
                 self._poller.unregister(source)
                 self.lost.add(self._monitors[source])
         # What a process has sent before its end has arrived before it counts as lost.
         messages = []
-        while self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            messages.append(_message(self._inbox.recv_multipart(copy=False)))
+        with suppress(zmq.Again):
+            while True:
+                messages.append(_message(self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)))
         return messages
 
     def wait_for(self, names: Mapping[int, str], topic: Topic, seconds: float) -> dict[int, Message]:
