@@ -55,8 +55,10 @@ class ServedStates:
         Raises ValueError if a server's states are those of another model or of other layers.
         """
         if not hasattr(decoder_of(self.target.model), "norm"):
-            name = type(self.target.model).__name__
-            raise ValueError(f"{name} has no final norm where Llama has it, so its last states can't be computed here")
+            raise ValueError(
+                f"{type(self.target.model).__name__} has no final norm where Llama has it, so its last states can't be "
+                "computed here"
+            )
         text = self.target.probe_ids
         last, inputs = self.target.hidden_states(text[None], self.layers)
         here = [last] if inputs is None else [last, *inputs.split(last.shape[-1], dim=-1)]

@@ -158,8 +158,9 @@ class Exchange:
         """Close all connections. Others get a last message, and time to end."""
         if self._context.closed:
             return
-        for rank in self._outboxes if topic else ():
-            self.send(rank, topic, **fields)
+        if topic:
+            for rank in self._outboxes:
+                self.send(rank, topic, **fields)
         end = time.monotonic() + (GOODBYE_SECONDS if topic else 0)
         while not self.lost >= self._outboxes.keys() and (rest := end - time.monotonic()) > 0:
             self.receive(rest)

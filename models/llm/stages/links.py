@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import FrameType
+from typing import Any
 
 from .exchange import ENDED, Exchange, Message
 from .messages import HEAD, Kind, StageLost, Work
@@ -34,7 +35,9 @@ def send_work(exchange: Exchange, rank: int, work: Work) -> None:
 
 def work_of(message: Message) -> Work:
     """Return the run that a message carries."""
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in message.fields.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in message.fields.items()
+    }
     return Work(**{**values, "kind": Kind(values["kind"]), "hidden": message.tensor})
 
 
