@@ -28,8 +28,8 @@ COMMANDS = {
     "/help": "list the commands",
     "/exit": "end the chat (Ctrl-D, too); Ctrl-C ends an answer, whose text so far stays in the history",
 }
-COMMAND = re.compile(r"/[^/*\s]*(\s|$)")
-"""The beginning of a command, right or wrong. A question may begin with a path or a comment of a program."""
+COMMAND = re.compile(rf"/[^/*\s]*$|({'|'.join(COMMANDS)})\s")
+"""A command, right or wrong. A question may begin with a path or a comment of a program."""
 COLOURS, SEVERAL = (32, 36, 35, 34, 31), 33
 """A terminal's codes for a drafter's sources (further ones begin again), and for tokens that several sources proposed."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from ..data.fields import OPTIONS, Distinct, NonNegativeInt, NumThreads, PositiveInt, SmallCount
 from ..eval.config import EvalConfig
 from ..models.llm.config import TargetConfig
+from .errors import starts_again
 from .options import BY_MACHINE, cpu_threads, load_chosen_target, require_used, with_limit
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def check_server_command(options: CheckServerOptions) -> None:
     from ..eval.certify.certificate import certificate_table
     from ..eval.server.check import drafts_table, speed_table
 
-    with guarded(options.output), cpu_threads(options.num_threads):
+    with guarded(options.output), starts_again("check"), cpu_threads(options.num_threads):
         check = _check(options)
         write_json(options.output, {"url": options.url, "without": options.without, **check.as_json()})
     console = Console()
@@ -172,7 +173,9 @@ def _checked(
             found.notes.append(
                 f"{server.url} gives text, not token ids: it was tokenized again, which can differ from its tokens."
             )
-        if drafts is None:
+        if drafts is None and method is not None:
+            found.lines.append(checks.no_drafts(len(questions)))
+        elif drafts is None:
             found.notes.append(f"{server.url} counts no drafts at /metrics (llama.cpp: --metrics), so these were not compared.")
         elif method is None:
             found.drafts = {"server": checks.by_category(questions, drafts)}

@@ -99,7 +99,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     """
     # 1. Read its config.json. A multimodal model has the sizes in text_config.
     name = target
-    if target.endswith(".gguf") or (Path(target).is_dir() and not Path(target, "config.json").is_file()):
+    if Path(target).suffix.lower() == ".gguf" or (Path(target).is_dir() and not Path(target, "config.json").is_file()):
         from ..models.llm.gguf_files import folder_of  # imports torch
 
         target = folder_of(target)

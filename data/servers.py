@@ -20,6 +20,17 @@ NO_FILTERS = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
 NO_FILTERS |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
+def server_key() -> str:
+    """Return the key of the environment, or nothing.
+
+    Raises ValueError, without the key, for one that no HTTP header can carry.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(f"{KEY_VARIABLE} has a character that no key has (it isn't shown here); set it anew")
+    return key
+
+
 def is_address(base_url: str) -> bool:
     """Return whether `base_url` is the address of a server, without a password."""
     try:
@@ -35,6 +46,6 @@ def is_address(base_url: str) -> bool:
 
 def shown(text: str) -> str:
     """Return the start of a server's message, without terminal escapes and the key, which some servers repeat."""
-    key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     start = (text.replace(key, "***") if key else text)[:MOST_SHOWN]
     return "".join(character if character.isprintable() else " " for character in start)

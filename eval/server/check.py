@@ -190,6 +190,17 @@ def check_drafts(server: Sequence[DraftCounts], here: Sequence[DraftCounts], *, 
     )
 
 
+def no_drafts(num_questions: int) -> CertificateLine:
+    """Return the failure of a server that should draft and counts no drafts."""
+    return CertificateLine(
+        subject="drafts",
+        method="outrider's decoding of the same prompts",
+        num_cases=num_questions,
+        result="the server counts none at /metrics: it doesn't draft, or doesn't say (llama.cpp: --metrics)",
+        passed=False,
+    )
+
+
 def by_category(questions: Sequence[Question], counts: Sequence[DraftCounts]) -> dict[str, DraftCounts]:
     """Sum the drafts of all questions, under "all", of each suite if there are several, and of each category."""
     groups: dict[str, list[DraftCounts]] = {"all": list(counts)}

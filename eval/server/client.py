@@ -5,7 +5,6 @@ the server's chat template has no part in the check.
 """
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -16,15 +15,19 @@ from secrets import token_hex
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, shown
+from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_key, shown
 
 CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
 ENDED, CUT = ("stop", "eos", "word"), ("length", "limit")
 """Reasons for an answer's end in both protocols: the model ended it, or the limit did."""
+MOST_HELD = 3
+"""Most tokens at the limit that a server doesn't send, since they begin a character without ending it (llama.cpp)."""
+ABSENT = (404, 405, 501)
+"""Statuses of a path that a server doesn't have."""
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
 COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)
@@ -82,7 +85,7 @@ class DraftCounts:
 
 
 class _Logprobs(BaseModel):
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: list[dict[str, FiniteFloat] | None] = []
 
 
 class _Choice(BaseModel):
@@ -92,16 +95,21 @@ class _Choice(BaseModel):
     finish_reason: str | None = None
 
 
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+
+
 class _Chunk(BaseModel):
     """A part of a reply of OpenAI's protocol."""
 
     choices: list[_Choice] = []
-    usage: dict[str, Any] | None = None
+    usage: _Usage | None = None
+    error: Any = None
 
 
 class _Top(BaseModel):
     id: NonNegativeInt
-    logprob: float | None
+    logprob: FiniteFloat | None
 
 
 class _Place(BaseModel):
@@ -117,6 +125,7 @@ class _Part(BaseModel):
     stop: bool = False
     stop_type: str = ""
     tokens_evaluated: int | None = None
+    error: Any = None
 
 
 class Server:
@@ -131,7 +140,7 @@ class Server:
             raise ValueError(f"the server's URL {NO_ADDRESS}")
         self.url = re.sub(r"(/v1)?/*$", "", url)
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
-        key = os.environ.get(KEY_VARIABLE)
+        key = server_key()
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(SILENT_SECONDS, connect=CONNECT_SECONDS, pool=None),
@@ -164,10 +173,14 @@ class Server:
         sums: Counter[str] = Counter()
         by_depth: Counter[int] = Counter()
         for name, depth, value in COUNT.findall(self._get("/metrics")):
+            try:
+                count = round(float(value))
+            except (ValueError, OverflowError):
+                raise ValueError(f"{self.url}/metrics has {value} for {name}, which is no count") from None
             if depth:
-                by_depth[int(depth)] += round(float(value))
+                by_depth[int(depth)] += count
             else:
-                sums[name] += round(float(value))
+                sums[name] += count
         if not {"drafts", "draft_tokens", "accepted_tokens"} <= sums.keys():
             return None
         return DraftCounts(
@@ -224,6 +237,11 @@ class Server:
             tokens, ended = tokens[:end], True
         if not tokens and not ended:
             raise ValueError(f"{self.url}{path} was asked for {max_tokens} tokens and sent none, without an end of the answer")
+        if not ended and not is_retokenized and len(tokens) < max_tokens - MOST_HELD:
+            raise ValueError(
+                f"{self.url}{path} was asked for {max_tokens} tokens and cut its answer after {len(tokens)}: its context "
+                "window, or a limit of its own, is smaller"
+            )
         if len(tokens) > max_tokens or any(token >= self._vocab_size for token in tokens):
             raise ValueError(
                 f"{self.url}{path} was asked for {max_tokens} tokens and sent {len(tokens)}, the largest {max(tokens)} of a "
@@ -240,7 +258,7 @@ class Server:
     def _chunk(self, event: str) -> _Part:
         """Read a part of OpenAI's protocol as one of llama.cpp's."""
         chunk = self._valid(_Chunk, event)
-        num_read = (chunk.usage or {}).get("prompt_tokens")
+        num_read = chunk.usage.prompt_tokens if chunk.usage else None
         if not chunk.choices:
             return _Part(tokens_evaluated=num_read)
         choice = chunk.choices[0]
@@ -255,7 +273,10 @@ class Server:
 
     def _valid(self, kind: Any, event: str) -> Any:
         try:
-            return kind.model_validate_json(event)
+            part = kind.model_validate_json(event)
+            if part.error is not None:
+                raise ValueError(f"{self.url} answers {shown(event)}")
+            return part
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"])) or "the reply"
@@ -278,9 +299,9 @@ class Server:
         try:
             with self._client.stream(method, url, json=body) as response:
                 is_bad = response.status_code != 200
-                if is_bad and body is None:
+                if body is None and response.status_code in ABSENT:
                     return
-                message = ""
+                message = response.headers.get("location", "")  # redirects aren't followed
                 for part in response.iter_text():
                     num_bytes += len(part)
                     if num_bytes > MOST_REPLY_BYTES:

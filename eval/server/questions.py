@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from ...data.suites import Prompt
@@ -14,6 +16,7 @@ from .client import Reply, Server
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+NO_OUTPUT: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 RUN_SECONDS = 10.0
 """Longest run of an answer's program."""
 
@@ -41,19 +44,38 @@ def ask(
     Calls `told` after each reply. Sampled answers have the index of their question as seed.
     """
     started = time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        options: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
-        futures = [pool.submit(server.complete, question.ids, seed=seed, **options) for seed, question in enumerate(questions)]
-        try:
-            replies = []
-            for future in futures:
-                replies.append(future.result())
-                told()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            server.close()  # ends the other requests
-            raise
-    return replies, time.perf_counter() - started
+    options: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
+    waiting, done = SimpleQueue[tuple[int, Question]](), SimpleQueue[tuple[int, Reply | BaseException]]()
+    for place in enumerate(questions):
+        waiting.put(place)
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                seed, question = waiting.get_nowait()
+                try:
+                    done.put((seed, server.complete(question.ids, seed=seed, **options)))
+                except BaseException as error:  # noqa: BLE001 - it is raised below
+                    done.put((seed, error))
+                    return
+
+    # Daemons: a request that a server holds up must not hold up an error, or Ctrl-C.
+    for _ in range(min(concurrency, len(questions))):
+        Thread(target=work, daemon=True).start()
+    replies: dict[int, Reply] = {}
+    try:
+        while len(replies) < len(questions):
+            seed, reply = done.get()
+            if isinstance(reply, BaseException):
+                raise reply
+            replies[seed] = reply
+            told()
+    except BaseException:
+        with suppress(Empty):
+            while True:
+                waiting.get_nowait()
+        raise
+    return [replies[seed] for seed in range(len(questions))], time.perf_counter() - started
 
 
 def is_right(question: Question, text: str, *, may_run: bool) -> bool | None:
@@ -81,6 +103,6 @@ def _value(number: str) -> float:
 def _runs(program: str) -> bool:
     try:
         command = [sys.executable, "-I", "-c", program]
-        return subprocess.run(command, timeout=RUN_SECONDS, check=False, capture_output=True).returncode == 0
+        return subprocess.run(command, timeout=RUN_SECONDS, check=False, **NO_OUTPUT).returncode == 0
     except subprocess.TimeoutExpired:
         return False

@@ -112,6 +112,11 @@ class ServerThere:
                     readings.append(Reading(deficit=0.0, greater=0.0, own=1.0))
                 elif not top:
                     raise ValueError(f"{self.server.url} gives no log-probabilities, which a reference needs")
+                elif token not in top and len(own.tops[place]) < NUM_TOP:
+                    raise ValueError(
+                        f"{self.server.url} gives the log-probabilities of {len(own.tops[place])} tokens and was asked for "
+                        f"{NUM_TOP}; a reference needs them (vLLM: --max-logprobs)"
+                    )
                 else:
                     readings.append(_reading_of_top(top, token))
                 if token != choice:

@@ -37,7 +37,7 @@ VERSION = 2
 SIZES_FILE = "sizes.json"
 """Beside the converted target: the bytes of each of its files."""
 SUFFIX = ".gguf"
-SPLIT = re.compile(r"(.*)-\d{5}-of-\d{5}")
+SPLIT = re.compile(r".*-\d{5}-of-(\d{5})")
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that plain weights keep, by their name in GGUF. Quantised weights become bfloat16."""
 SPARE_BYTES = 1 << 26
@@ -193,15 +193,16 @@ def _convert(path: Path, folder: Path) -> None:
     require_complete(str(path), sorted(loaded[1]["missing_keys"]))
     record_tie(model)
     # 3. Save it as a model that never was quantised.
+    name = path.stem.strip(".") or "model"
     with replacing_directory(folder) as partial:
         try:
-            model.save_pretrained(partial / path.stem)
+            model.save_pretrained(partial / name)
         except SafetensorError as error:  # also for a full disk
             raise OSError(
                 f"{folder} can't be written: {error}. Free some space, or set HF_HOME to a folder elsewhere"
             ) from error
-        tokenizer.save_pretrained(partial / path.stem)
-        write_json(partial / SIZES_FILE, _sizes(partial / path.stem))
+        tokenizer.save_pretrained(partial / name)
+        write_json(partial / SIZES_FILE, _sizes(partial / name))
 
 
 def _plain_weights() -> Any:
@@ -225,7 +226,8 @@ def _read_facts(path: Path) -> tuple[int, str, int]:
         reader = GGUFReader(path)
         architecture = reader.fields["general.architecture"].contents()
         facts = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-        is_part = SPLIT.fullmatch(path.stem) is not None or int(facts.get("split.count", 1)) > 1
+        named = SPLIT.fullmatch(path.stem)
+        is_part = max(int(named[1]) if named else 1, int(facts.get("split.count", 1))) > 1
     if is_part:
         raise ValueError(
             f"{path} is one of several parts of a split model, which can't be read; join them with llama.cpp's "

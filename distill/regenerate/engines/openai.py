@@ -9,7 +9,6 @@ import asyncio
 import fcntl
 import importlib.util
 import logging
-import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ import torch
 from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from ....data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, shown
+from ....data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_key, shown
 from ....models.decoding.sampling import Sampling
 from ..engine import Answer, Limits, Request
 
@@ -193,7 +192,7 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
     timeout = Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
     client = AsyncOpenAI(
         base_url=base_url,
-        api_key=os.environ.get(KEY_VARIABLE) or NO_KEY,
+        api_key=server_key() or NO_KEY,
         max_retries=MAX_RETRIES,
         timeout=timeout,
         # A redirected POST may become a GET, and the client would retry endless redirects.

@@ -25,7 +25,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         served = self.server
-        if self.path == "/metrics" and served.counts_drafts:
+        if served.status_of_get != 200:
+            self.send_response(served.status_of_get)
+            self.send_header("Location", "http://elsewhere/")
+            self.end_headers()
+        elif self.path == "/metrics" and served.counts_drafts:
             self._send("\n".join(served.metrics()))
         elif self.path == "/props" and served.is_llama_cpp:
             self._send('{"default_generation_settings": {}}')
@@ -87,6 +91,14 @@ class Served(ThreadingHTTPServer):
         """In place of the true reason for an answer's end."""
         self.writes_nothing = False
         self.error = ""
+        self.status_of_get = 200
+        self.event: Any = None
+        """In place of the events of an answer."""
+        self.num_written_at_most: int | None = None
+        self.num_tops: int | None = None
+        self.spoilt_logprob: float | None = None
+        self.metric: str | None = None
+        """In place of each counter of drafts."""
 
     def metrics(self) -> Iterator[str]:
         """The text of /metrics, as vLLM and llama.cpp write it."""
@@ -94,7 +106,8 @@ class Served(ThreadingHTTPServer):
         for name, value in (("drafts", steps), ("draft_tokens", self.num_drafted), ("accepted_tokens", accepted)):
             yield f"# TYPE vllm:spec_decode_num_{name} counter"
             labels = "" if self.is_llama_cpp else '{engine="0",model_name="served"}'
-            yield f"{'llamacpp' if self.is_llama_cpp else 'vllm'}:spec_decode_num_{name}_total{labels} {float(value)}"
+            program = "llamacpp" if self.is_llama_cpp else "vllm"
+            yield f"{program}:spec_decode_num_{name}_total{labels} {self.metric or float(value)}"
         for depth in range(4):
             count = sum(number for length, number in self.accepted.items() if length > depth)
             labels = f'{{engine="0",model_name="served",position="{depth}"}}'
@@ -106,7 +119,11 @@ class Served(ThreadingHTTPServer):
 
     def answer(self, body: dict[str, Any]) -> Iterator[Any]:
         """The events of an answer."""
+        if self.event is not None:
+            yield self.event
+            return
         limit = body["n_predict" if self.is_llama_cpp else "max_tokens"] + 3 * self.ignores_limit
+        limit = min(limit, self.num_written_at_most or limit)
         num_top = body.get("n_probs" if self.is_llama_cpp else "logprobs") or 0
         temperature = 0.0 if self.ignores_temperature else body["temperature"]
         tokens, prompt, num_prompt = list[int](), body["prompt"], self.num_prompt_tokens or len(body["prompt"])
@@ -158,8 +175,11 @@ class Served(ThreadingHTTPServer):
     def _tops(self, prompt: list[int], tokens: list[int], num_top: int) -> list[dict[int, float]]:
         if not num_top:
             return [{} for _ in tokens]
+        num_top = self.num_tops or num_top
         logits = self.target.plain_logits(torch.tensor([[*prompt, *tokens[:-1]]]), len(tokens))[0]
         values, ids = logits.log_softmax(-1).topk(num_top)
+        if self.spoilt_logprob is not None:
+            values = torch.full_like(values, self.spoilt_logprob)
         return [dict(zip(place, value, strict=True)) for place, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
 

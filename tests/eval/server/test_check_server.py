@@ -1,6 +1,7 @@
 """`outrider check-server` against a server of our own: a sound one passes, and each fault is found and named."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from outrider.data.suites import Prompt
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
 from outrider.eval.server import client
-from outrider.eval.server.questions import Question, is_right
+from outrider.eval.server.questions import Question, ask, is_right
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
@@ -206,6 +207,12 @@ def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int =
         ({"trickle": 0.0}, "answers with more than 1,000,000 bytes"),
         ({"writes_nothing": True, "reason": "length"}, "was asked for 24 tokens and sent none"),
         ({"reason": "abort"}, "ended an answer for the reason 'abort'"),
+        ({"num_written_at_most": 3}, "was asked for 24 tokens and cut its answer after 3"),
+        ({"event": {"error": {"message": "out of memory"}}}, "out of memory"),
+        ({"event": {"choices": [], "usage": {"prompt_tokens": "abc"}}}, "where usage.prompt_tokens: Input should be"),
+        ({"metric": "1e999"}, "/metrics has 1e999 for drafts"),
+        ({"metric": "1.2.3"}, "/metrics has 1.2.3 for drafts"),
+        ({"status_of_get": 307}, "answers 307: http://elsewhere/"),
     ],
 )
 def test_a_server_that_fails_or_lies_is_named(check, running, fault, words, monkeypatch):
@@ -223,6 +230,54 @@ def test_a_server_that_fails_or_lies_is_named(check, running, fault, words, monk
     assert "sk-secret" not in message
     assert not found
     assert running.keys <= {"Bearer sk-secret"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"num_tops": 1}, "gives the log-probabilities of 1 tokens and was asked for 20"),
+        ({"spoilt_logprob": float("nan")}, "should be a finite number"),
+    ],
+)
+def test_a_reference_without_probabilities_judges_nothing(
+    check: Any, target: HFTarget, running: Served, fault: dict[str, Any], words: str
+) -> None:
+    running.wrong_one_in = 10
+    with serving(served(target, None)) as plain:
+        for name, value in fault.items():
+            setattr(plain, name, value)
+        result, found = check(running.url, "--without", plain.url)
+    assert words in result.message
+    assert not found
+
+
+def test_a_server_that_should_draft_and_counts_no_drafts_fails(check: Any, target: HFTarget) -> None:
+    with serving(served(target, None)) as server:
+        result, found = check(server.url, "--drafter", "prompt_lookup", "--settings", CHAIN)
+    assert result.exit_code == 1
+    assert "counts none at /metrics" in found["verdict"]
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-sécret", "sk secret"])
+def test_a_key_that_no_header_carries_is_never_shown(
+    check: Any, running: Served, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv(client.KEY_VARIABLE, key)
+    result, _ = check(running.url)
+    assert result.exit_code == (0 if key.isascii() and " " not in key else 2)
+    assert key.strip() not in result.output + str(result.message)
+
+
+def test_an_error_does_not_wait_for_other_requests(target: HFTarget, running: Served) -> None:
+    running.stalls = True
+    tokenizer = target.tokenizer
+    server = client.Server(running.url, tokenizer, target.vocab_size, sorted(target.stop_ids))
+    asked = [Question(suite="s", prompt=Prompt(id=str(size), category="", turns=("x",)), ids=[1] * size) for size in (1, 2)]
+    complete, started = server.complete, time.perf_counter()
+    server.complete = lambda ids, **options: 1 / 0 if len(ids) > 1 else complete(ids, **options)  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        ask(server, asked, concurrency=2, max_new_tokens=4, told=lambda: None)
+    assert time.perf_counter() - started < client.SILENT_SECONDS / 4
 
 
 def test_no_server_and_no_address_are_errors(check: Any) -> None:
