@@ -184,7 +184,10 @@ def test_a_history_that_cannot_be_read_is_one_error(talk: Talk, tmp_path: Path, 
 
 
 def test_a_wrong_command_is_never_asked(talk: Talk) -> None:
-    wrong, asked = ["/compare x", "/exit now", "/Help", "/new-chat", "/"], ["/usr/bin is what?", "// a comment", "/* x */"]
+    wrong, asked = (
+        ["/compare x", "/exit now", "/Help", "/new-chat", "/"],
+        ["/usr/bin is what?", "/etc is what?", "// a comment", "/* x */"],
+    )
     code, _, errors = talk([*wrong, *asked], terminal=True)
     listed = "the commands are /compare, /new, /help, /exit, each alone in its line"
     assert (code, errors.count(listed), errors.count("24 tokens")) == (0, len(wrong), len(asked))

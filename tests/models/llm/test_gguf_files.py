@@ -226,6 +226,12 @@ def test_a_damaged_conversion_is_named_for_deletion(file: Path, assets: Path) ->
     assert load_target(str(file)).vocab_size
 
 
+@pytest.mark.parametrize("name", ["tiny-00001-of-00001.gguf", "..gguf"])
+def test_the_name_of_a_whole_file_does_not_matter(name: str, file: Path, assets: Path) -> None:
+    assert load_target(str(file.rename(file.with_name(name)))).vocab_size
+    assert len(kept(assets)) == 1
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_file_that_cant_be_read_is_one_error_and_leaves_nothing(case: str, file: Path, assets: Path) -> None:
     change, message = BROKEN[case]
