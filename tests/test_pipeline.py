@@ -22,9 +22,9 @@ from outrider.cli.run import run
 from outrider.data.files import sha256_file
 from outrider.models.llm.loading import load_target
 
-from .cheap_evaluations import cheap_evaluations
+from .cheap_evaluations import cheap_evaluations, real_plots
 
-__all__ = ["cheap_evaluations"]
+__all__ = ["cheap_evaluations", "real_plots"]
 REPOSITORY = Path(__file__).parents[1]
 ROW_KEYS = {
     "method",
@@ -321,6 +321,7 @@ def test_the_calibration_writes_no_longer_answers_than_the_evaluation(finished, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("real_plots")  # those of the earlier run are real
 def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(finished, overrides, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
