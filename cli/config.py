@@ -165,6 +165,11 @@ class RunConfig:
             problems.append(
                 f"data.source is {SELF}, and distill.engine is null; set distill.engine=decoder, which the target writes with"
             )
+        if writes and self.distill.engine == "vllm":
+            problems.append(
+                f"data.source is {SELF}, which samples questions, and distill.engine is vllm, which writes greedily only; set "
+                "distill.engine=openai, or write the questions first and give them as data.source=messages"
+            )
         self._drafter_runs: list[DrafterRun] = []
         for name, variant in (self.variants or {"": Variant()}).items():
             try:

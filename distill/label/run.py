@@ -36,10 +36,9 @@ from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import Behind, peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
-from ..regenerate.engines.openai import open_servers
+from ..regenerate.engines.served_states import ServedStates, open_states
 from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
 from .features import TextFeatures, require_features, require_space, start_storing
-from .served_states import ServedStates
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ def distill(
     require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
     with ExitStack() as stack:
-        served = _open_states(config, target, stack) if config.engine == "vllm" and store.missing(plan) else None
+        served = open_states(config, target, stack) if config.engine == "vllm" and store.missing(plan) else None
         return run_shards(
             store,
             manifest,
@@ -118,20 +117,6 @@ def distill(
             unit="tok",
             data_facts=data_facts,
         )
-
-
-def _open_states(config: DistillConfig, target: HFTarget, stack: ExitStack) -> ServedStates:
-    """Connect to the servers that read the texts. Raises ValueError if their states aren't the target's."""
-    assert config.base_url is not None  # DistillConfig has checked both
-    assert config.states_dir is not None
-    served = ServedStates(
-        servers=stack.enter_context(open_servers(config.base_url, target.identity.name)),
-        folder=Path(config.states_dir),
-        target=target,
-        layers=tuple(sorted(config.feature_layers)),
-    )
-    served.require_same_states()
-    return served
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:

@@ -26,8 +26,8 @@ ENDED, CUT = ("stop", "eos", "word"), ("length", "limit")
 """Reasons for an answer's end in both protocols: the model ended it, or the limit did."""
 MOST_HELD = 3
 """Most tokens at the limit that a server doesn't send, since they begin a character without ending it (llama.cpp)."""
-ABSENT = (404, 405, 501)
-"""Statuses of a path that a server doesn't have."""
+ABSENT = (403, 404, 405, 501)
+"""Statuses of a path that a server doesn't have, or a proxy before it doesn't offer."""
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
 COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)

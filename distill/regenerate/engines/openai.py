@@ -6,10 +6,9 @@ later how often the target agrees with the answers.
 """
 
 import asyncio
-import fcntl
 import importlib.util
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ....data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_key, shown
 from ....models.decoding.sampling import Sampling
 from ..engine import Answer, Limits, Request
+from .states_files import Transfer, states_file, take_states
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -73,12 +73,6 @@ class _Choice(BaseModel):
         if self.token_ids is None and self.text is None:
             raise ValueError("a choice must have token_ids or text")
         return self
-
-
-class Transfer(BaseModel):
-    """What vLLM says of a request's hidden states."""
-
-    hidden_states_path: str
 
 
 class _Usage(BaseModel):
@@ -381,29 +375,6 @@ class OpenAIEngine:
         """Return the token that ended the answer: the server's, tokenizer's, or any stop token."""
         candidates = (choice.stop_reason, self.tokenizer.eos_token_id)
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
-
-
-def states_file(url: str, transfer: Transfer, folder: Path) -> Path:
-    """Return the file into which a server has written hidden states.
-
-    Raises ValueError if it isn't in `folder`: a server may name any file of this machine, and what is read is deleted.
-    """
-    path = Path(transfer.hidden_states_path)
-    if path.resolve().parent != folder.resolve():
-        raise ValueError(f"{url} has written states to {str(path)!r}, which isn't in distill.states_dir={folder}")
-    return path
-
-
-def take_states(path: Path, read: Callable[[Path], T]) -> T:
-    """Wait until a file of hidden states is written, return what `read` returns, and delete the file."""
-    lock = path.with_name(f"{path.name}.lock")
-    if lock.exists():
-        with lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_SH)
-    result = read(path)
-    path.unlink(missing_ok=True)
-    lock.unlink(missing_ok=True)
-    return result
 
 
 def _num_tries(error: Any) -> int:

@@ -11,6 +11,7 @@ from ....models.llm.hf_target import HFTarget
 from ...config import DistillConfig
 from ..engine import Engine, Limits
 from . import batch, decoder, openai
+from .served_states import open_states
 
 logger = logging.getLogger(__name__)
 
@@ -82,4 +83,12 @@ def _open_openai(
     )
 
 
-_OPENERS = {"decoder": _open_decoder, "batch": _open_batch, "openai": _open_openai, "vllm": _open_openai}
+def _open_vllm(
+    config: DistillConfig, target: HFTarget, limits: Limits, drafter: LoadedDrafter | None, stack: ExitStack
+) -> Engine:
+    with ExitStack() as check:  # before the answers: the labels need the states
+        open_states(config, target, check)
+    return _open_openai(config, target, limits, drafter, stack)
+
+
+_OPENERS = {"decoder": _open_decoder, "batch": _open_batch, "openai": _open_openai, "vllm": _open_vllm}

@@ -22,19 +22,14 @@ from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.hf_target import HFTarget
 
-from ...completions import Server
+from ...completions import Server, running
 
 
 @pytest.fixture
 def server(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
-    with Server(target) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(Server(target)) as server:
         yield server
-        server.woken.set()
-        server.shutdown()
-        thread.join()
 
 
 Found = dict[str, tuple[list[int], bool]]

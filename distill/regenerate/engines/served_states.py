@@ -8,6 +8,7 @@ greedily is its own label; at the few tokens where rounding in the engine chose 
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -20,9 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
-from ...models.llm.hf_target import HFTarget
-from ...models.llm.hidden_states import decoder_layers, decoder_of
-from ..regenerate.engines.openai import CompletionsServer, Transfer, states_file, take_states
+from ....models.llm.hf_target import HFTarget
+from ....models.llm.hidden_states import decoder_layers, decoder_of
+from ...config import DistillConfig
+from .openai import CompletionsServer, open_servers
+from .states_files import Transfer, states_file, take_states
 
 logger = logging.getLogger(__name__)
 
@@ -124,3 +127,20 @@ class ServedStates:
                 f"this text are {shape}; {START}"
             )
         return states[: len(text)].clone()
+
+
+def open_states(config: DistillConfig, target: HFTarget, stack: ExitStack) -> ServedStates:
+    """Connect to the servers that read texts, until the stack ends.
+
+    Raises ValueError if a server isn't available, or if its states aren't the target's.
+    """
+    assert config.base_url is not None  # DistillConfig has checked both
+    assert config.states_dir is not None
+    served = ServedStates(
+        servers=stack.enter_context(open_servers(config.base_url, target.identity.name)),
+        folder=Path(config.states_dir),
+        target=target,
+        layers=tuple(sorted(config.feature_layers)),
+    )
+    served.require_same_states()
+    return served

@@ -1,9 +1,7 @@
 """Labels and states from a server that has read the texts, against a pass of the target here."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from outrider.distill.regenerate.run import regenerate
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 
-from ..completions import Server
+from .completions import Server, running
 
 LAYERS = [0, 1]
 
@@ -36,6 +34,7 @@ class StatesServer(Server):
 
     def __init__(self, target: HFTarget, folder: Path) -> None:
         super().__init__(target)
+        folder.mkdir(exist_ok=True)
         self.folder, self.num_files = folder, 0
         self.spoil: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None
 
@@ -63,22 +62,10 @@ class StatesServer(Server):
         return {**reply, "kv_transfer_params": {"hidden_states_path": str(path)}}
 
 
-@contextmanager
-def running(target: HFTarget, folder: Path) -> Iterator[StatesServer]:
-    folder.mkdir(exist_ok=True)
-    with StatesServer(target, folder) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.woken.set()
-        server.shutdown()
-        thread.join()
-
-
 @pytest.fixture
 def server(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesServer]:
     monkeypatch.setattr(openai, "MAX_RETRIES", 0)
-    with running(target, tmp_path / "states") as server:
+    with running(StatesServer(target, tmp_path / "states")) as server:
         yield server
 
 
@@ -115,7 +102,7 @@ def run(config: DistillConfig, data: DataConfig, target: HFTarget, folder: Path)
 def test_states_and_labels_are_those_of_a_pass_here_and_files_are_deleted(
     config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path, server: StatesServer
 ) -> None:
-    with running(target, server.folder) as second:
+    with running(StatesServer(target, server.folder)) as second:
         second.lock = server.lock  # both have one target
         served = run(replace(config, base_url=f"{server.url},{second.url}"), data, target, tmp_path / "served")
         assert min(server.num_files, second.num_files) > 2, "two servers share the texts"
@@ -146,14 +133,14 @@ def test_states_and_labels_are_those_of_a_pass_here_and_files_are_deleted(
         (lambda tensors: tensors.pop("token_ids"), "isn't of the text that was sent"),
     ],
 )
-def test_states_of_another_text_or_model_are_refused_before_any_shard(
+def test_states_of_another_text_or_model_are_refused_before_any_answer(
     config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path, server: StatesServer, spoil: Any, message: str
 ) -> None:
     server.spoil = spoil
     with pytest.raises(ValueError, match=message) as error:
         run(config, data, target, tmp_path / "run")
     assert server.url in str(error.value)
-    assert not list((tmp_path / "run" / "distill").glob("shard*"))
+    assert not list((tmp_path / "run").rglob("*.jsonl")), "before any answer"
 
 
 def test_a_server_that_names_any_other_file_is_refused_and_the_file_stays(

@@ -1,0 +1,39 @@
+"""Files into which vLLM writes the hidden states of a request."""
+
+import fcntl
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+class Transfer(BaseModel):
+    """What vLLM says of a request's hidden states."""
+
+    hidden_states_path: str
+
+
+def states_file(url: str, transfer: Transfer, folder: Path) -> Path:
+    """Return the file into which a server has written hidden states.
+
+    Raises ValueError if it isn't in `folder`: a server may name any file of this machine, and what is read is deleted.
+    """
+    path = Path(transfer.hidden_states_path)
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"{url} has written states to {str(path)!r}, which isn't in distill.states_dir={folder}")
+    return path
+
+
+def take_states(path: Path, read: Callable[[Path], T]) -> T:
+    """Wait until a file of hidden states is written, return what `read` returns, and delete the file."""
+    lock = path.with_name(f"{path.name}.lock")
+    if lock.exists():
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+    result = read(path)
+    path.unlink(missing_ok=True)
+    lock.unlink(missing_ok=True)
+    return result
