@@ -391,6 +391,14 @@ def test_a_teacher_of_another_temperature_than_the_labels_is_an_error_before_the
     run_config("distill.label_temperature=1", "train.loss=kl")
 
 
+def test_questions_that_the_target_writes_need_an_engine_that_samples() -> None:
+    written = ["data.source=self", "data.path=null", "data.split=train", "data.count=2"]
+    vllm = ["distill.engine=vllm", "distill.base_url=http://a/v1", "distill.states_dir=states"]
+    for engine, message in ((["distill.engine=null"], "distill.engine is null"), (vllm, "which writes greedily only")):
+        with raises(message):
+            run_config(*written, *engine)
+
+
 def test_a_teacher_that_the_distillation_does_not_store_is_an_error_before_it() -> None:
     teacher = ("train.loss=kl", "train.teacher=top_k")
     with raises(r"train\.teacher is top_k, and distill\.top_logprobs is null"):
