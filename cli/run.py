@@ -56,7 +56,6 @@ from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
-from .calibration_stage import calibrate
 from .config import RunConfig
 from .errors import COMMAND_VARIABLE, silence_bars
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
@@ -166,7 +165,6 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
     settings, folders = _settings(config), [drafter.drafter_dir for drafter in config.drafter_runs()]
     set_aside_evaluation(folder / "eval", folders)
-    calibrate(config, target, folder)
     rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
     print_table(rows, console)
     write_report([folder / "eval"], folder)

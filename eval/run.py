@@ -34,7 +34,6 @@ from .measure.methods import (
     Settings,
     TunedSettings,
     acceptance_rule,
-    is_calibrated,
     load_drafters,
     method_specs,
     methods_by_place,
@@ -86,7 +85,6 @@ def evaluate(
     specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
         loaded = load_drafters(specs, target)
-        calibrated = {name: is_calibrated(specs[name], target) for name in loaded}
         # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
         parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
         path = output_dir / RUN_FILE
@@ -112,7 +110,7 @@ def evaluate(
         records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
-        by_method = {name: drafter_facts(drafter, specs[name].parts, calibrated[name]) for name, drafter in loaded.items()}
+        by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
         facts = audited_facts(bench, records, suites, by_method)
     # 5. Write tables and plots, facts with the summary's digest, and answers.
     rows = rows_of(records, info, facts)
@@ -150,12 +148,12 @@ def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | No
             read_training_facts(folder)
 
 
-def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts, calibrated: bool | None) -> DrafterFacts:
+def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts) -> DrafterFacts:
     """Collect the facts about a drafter that tables show: its size, and its (first) training."""
     parameters = sum(parameter.numel() for part in trained_parts(drafter) for parameter in part.parameters())
     training = read_training_facts(parts.folders[0]) if parts.folders else None
     facts = None if training is None else dataclasses.asdict(training)
-    return DrafterFacts(parameters=parameters, training=facts, calibrated=calibrated)
+    return DrafterFacts(parameters=parameters, training=facts)
 
 
 def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:

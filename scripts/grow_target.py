@@ -32,7 +32,6 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
-from outrider.models.drafters.calibration import CALIBRATION_FILE
 from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS, default_feature_layers
 from outrider.models.drafters.saved.build import shape_digest
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
@@ -303,14 +302,11 @@ def fitted_drafter(folder: Path, original: dict[str, Any]) -> DrafterFile:
 
 
 def copy_drafter(folder: Path, output: Path, original: dict[str, Any]) -> None:
-    """Copy a drafter's files, with the configuration of `fitted_drafter`.
-
-    Its calibration isn't copied: it holds for the original only.
-    """
+    """Copy a drafter's files, with the configuration of `fitted_drafter`."""
     fitted = fitted_drafter(folder, original)
     output.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.is_file() and path.name != CALIBRATION_FILE:
+        if path.is_file():
             shutil.copyfile(path, output / path.name)
     write_json(output / CONFIG_FILE, asdict(fitted))
 

@@ -11,16 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
 
-from outrider.cli import calibration_stage
 from outrider.cli.compose import load_recipe
 from outrider.cli.run import run
 from outrider.data.files import sha256_file
-from outrider.models.llm.loading import load_target
 
 from .cheap_evaluations import cheap_evaluations, real_plots
 
@@ -116,7 +113,6 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "drafter/config.json",
         "drafter/model.safetensors",
         "drafter/training.json",
-        "drafter/calibration.json",
         "eval/records.jsonl",
         "eval/summary.json",
         "eval/table.md",
@@ -306,18 +302,6 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
     with pytest.raises(ValueError, match=r"num_heads is 4 and distill\.horizon 3"):
         run_here("conf=demo", *overrides, "stages=[train]", "distill.horizon=5", medusa)
     assert digests(folder) == before
-
-
-def test_the_calibration_writes_no_longer_answers_than_the_evaluation(finished, overrides, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    shutil.copytree(finished[0], folder)
-    measure = Mock(side_effect=calibration_stage.measure_prior)
-    monkeypatch.setattr(calibration_stage, "measure_prior", measure)
-    for limit in (1, 9, 1000):
-        (folder / "drafter/calibration.json").unlink()
-        config = load_recipe("conf=demo", *overrides, f"output_dir={folder}", f"eval.max_new_tokens={limit}")
-        calibration_stage.calibrate(config, load_target(config.target), folder)
-        assert measure.call_args.kwargs["max_new_tokens"] == min(limit, calibration_stage.NEW_TOKENS)
 
 
 @pytest.mark.slow

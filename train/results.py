@@ -16,7 +16,6 @@ from ..data.files import finish_replacing, partial_directory, read_dataclass, re
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.calibration import CALIBRATION_FILE
 from ..models.drafters.registry import DrafterSpec
 from ..models.drafters.saved.build import starting_weights
 from ..models.drafters.saved.folder import (
@@ -254,7 +253,6 @@ def save_results(
     with replacing_directory(drafter_dir) as folder:
         if drafter_dir.is_dir():  # a user's files beside the drafter's stay
             shutil.copytree(drafter_dir, folder, symlinks=True, dirs_exist_ok=True)
-            (folder / CALIBRATION_FILE).unlink(missing_ok=True)  # it was measured with the weights before
         if kept is None:
             save_drafter(drafter, folder, target)
         else:

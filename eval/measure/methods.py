@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...data.files import read_dataclass
 from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule, Drafter
@@ -21,7 +20,6 @@ from ...models.decoding.sampling import Sampling
 from ...models.decoding.speculation import ExpectedSpeculation
 from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter, load_drafter
-from ...models.drafters.calibration import CALIBRATION_FILE, CalibrationFile
 from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.registry import DRAFTERS
@@ -238,7 +236,6 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
             "config": spec.parts.described(spec.setting or {}),
             "setting": spec.setting,
             "weights": spec.parts.weights,
-            **({"calibration": prior} if (prior := spec.parts.prior_digest(spec.setting or {})) else {}),
             **({} if spec.places is None else {"places": [list(place) for place in spec.places]}),
             **({"decode": PIPELINED} if spec.pipelined else {}),
         }
@@ -249,29 +246,6 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
 def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, LoadedDrafter]:
     """Load the drafters, by method, without those that tuning turned off."""
     return {name: load_drafter(spec.parts, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
-
-
-def is_calibrated(spec: MethodSpec, target: HFTarget) -> bool | None:
-    """Return whether a merge has a calibration for this target; None for other drafters.
-
-    Logs how to get one, if it has a trained part.
-    """
-    setting = spec.setting or {}
-    if not spec.parts.is_merged(setting):
-        return None
-    if spec.parts.prior_digest(setting) is not None:
-        path = spec.parts.folders[0] / CALIBRATION_FILE
-        return not read_dataclass(CalibrationFile, path).target.differences(target.identity)
-    if names := [part.name for part in spec.parts.parts if part.folder is None] if spec.parts.folders else []:
-        logger.info(
-            "%s starts uncalibrated, because %s has no %s; the recipe that trained it writes one with stages=[eval] "
-            "eval.merge=[%s]",
-            spec.parts.name,
-            spec.parts.folders[0],
-            CALIBRATION_FILE,
-            ",".join(names),
-        )
-    return False
 
 
 def proposer(drafter: LoadedDrafter, target: HFTarget) -> Drafter[Any, Any]:

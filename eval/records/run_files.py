@@ -182,8 +182,6 @@ class DrafterFacts:
     """Parameters of the drafter, without those of the target."""
     training: dict[str, Any] | None
     """TrainingFacts."""
-    calibrated: bool | None
-    """Whether a merge starts from a calibration of its folder for this target; None for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

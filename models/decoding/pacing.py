@@ -44,6 +44,8 @@ UNCERTAINTY = 1.0
 """Tokens by which a gain that was observed once may be too low; it falls with the count."""
 GAIN_MEMORY = 60
 """Observations that a mean gain remembers."""
+OVERALL_WEIGHT = 8.0
+"""Observations in one situation that the mean gain of all situations counts for."""
 REVISIT_STEPS = 48
 """After so many steps a width next to the best one is measured again."""
 PATIENCE, MAX_PATIENCE = 40.0, 160.0
@@ -222,25 +224,45 @@ class TokenRate:
 
 
 @dataclass(slots=True)
-class MeanGain:
-    """Mean of the tokens that a source added, in one kind of situation."""
+class Mean:
+    """Mean of the last values, about `memory` of them."""
 
     count: int = 0
     mean: float = 0.0
+
+    def add(self, value: float, memory: int) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / min(self.count, memory)
+
+
+@dataclass(slots=True)
+class Gains:
+    """Tokens that a group of sources adds to a step, as it was found in steps that asked it."""
+
+    overall: Mean = field(default_factory=Mean)
+    by_situation: dict[tuple[int, ...], Mean] = field(default_factory=dict)
     skipped: int = 0
     """Steps since it was asked last."""
     patience: float = PATIENCE
     """Skipped steps per token of its cost after which it is asked again."""
 
-    def add(self, gain: float) -> None:
-        self.count += 1
-        self.mean += (gain - self.mean) / min(self.count, GAIN_MEMORY)
+    def add(self, situation: tuple[int, ...], gain: float) -> None:
+        self.overall.add(gain, GAIN_MEMORY)
+        self.by_situation.setdefault(situation, Mean()).add(gain, GAIN_MEMORY)
         self.skipped = 0
 
-    def is_worth(self, cost: float) -> bool:
+    def expected(self, situation: tuple[int, ...]) -> float:
+        """Return the mean gain in a situation. Few observations there leave it near that of all."""
+        here = self.by_situation.get(situation, Mean())
+        count = min(here.count, GAIN_MEMORY)
+        return (OVERALL_WEIGHT * self.overall.mean + count * here.mean) / (OVERALL_WEIGHT + count)
+
+    def is_worth(self, situation: tuple[int, ...], cost: float) -> bool:
         """Return whether to ask, at a cost in tokens."""
-        # Few observations may be too low by chance: a source that costs little is asked anyway.
-        if not self.count or self.mean + UNCERTAINTY / sqrt(self.count) > cost:
+        # Few observations may be too low by chance: a source that costs little is asked anyway. They
+        # are those of all situations, or a useless source would be asked again in each of them.
+        count = self.overall.count
+        if not count or self.expected(situation) + UNCERTAINTY / sqrt(count) > cost:
             self.patience = PATIENCE
             return True
         self.skipped += 1
@@ -248,6 +270,10 @@ class MeanGain:
             self.patience = min(2 * self.patience, MAX_PATIENCE)
             return True
         return False
+
+    def copy(self) -> "Gains":
+        by_situation = {situation: replace(mean) for situation, mean in self.by_situation.items()}
+        return Gains(replace(self.overall), by_situation, self.skipped, self.patience)
 
 
 class Pacer:
@@ -260,7 +286,7 @@ class Pacer:
     def __init__(self, max_nodes: int, num_groups: int, like: "Pacer | None" = None) -> None:
         self.verify: StepSeconds = StepSeconds(max_nodes, like.verify if like else None)
         self.draft = [Seconds() for _ in range(num_groups)]
-        self.gains: list[dict[tuple[int, ...], MeanGain]] = [{} for _ in range(num_groups)]
+        self.gains = [Gains() for _ in range(num_groups)]
         self._trials = trial_widths(max_nodes) * NUM_TRIALS
         self.step = 0
         self.mean = TokenRate()
@@ -268,7 +294,7 @@ class Pacer:
             for cost, other in zip(self.draft, like.draft, strict=True):
                 if other.samples:
                     cost.add(other.median)
-            self.gains = [{key: replace(gain) for key, gain in gains.items()} for gains in like.gains]
+            self.gains = [gains.copy() for gains in like.gains]
             self._trials = [*like._trials]
             self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
         self._floors: tuple[float, list[float]] | None = None
@@ -298,11 +324,11 @@ class Pacer:
 
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
         """Return whether a group of sources is worth its time in this situation."""
-        return self.gains[group].setdefault(situation, MeanGain()).is_worth(self.rate * self.draft[group].median)
+        return self.gains[group].is_worth(situation, self.rate * self.draft[group].median)
 
     def add_gain(self, group: int, situation: tuple[int, ...], gain: float) -> None:
         """Learn what a group that was asked has added, in tokens less what their time is worth."""
-        self.gains[group].setdefault(situation, MeanGain()).add(gain)
+        self.gains[group].add(situation, gain)
 
     def width(self, gains: Sequence[float]) -> int:
         """Return how many nodes to verify; in a trial the width to be tried."""

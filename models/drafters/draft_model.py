@@ -35,7 +35,6 @@ from ..machine import is_out_of_memory
 from .base import CachedDrafter
 from .beams import SearchTree
 from .branches import Branches
-from .calibration import Prior
 from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
 from .growing_draft import GrowingSearch
 from .labels import Labels
@@ -113,9 +112,6 @@ class DraftModel(CachedDrafter):
         return self.drafting.max_nodes
 
     # --- decoding
-
-    def use_prior(self, prior: Prior) -> None:
-        self.drafting.use_prior(prior)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         """Prefill the prompts, then drop their last tokens from the cache."""

@@ -37,7 +37,7 @@ from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree
-from .calibration import Prior, ScoreCalibration
+from .calibration import ScoreCalibration
 from .candidates import Nodes, add_children, learn, likeliest_children, tree_of
 from .options import DraftModelConfig
 
@@ -114,10 +114,6 @@ class GrowingSearch:
         self.calibration = ScoreCalibration()
         self._rules: dict[int, GrowthRule] = {}
         self._pass_seconds = Seconds()
-
-    def use_prior(self, prior: Prior) -> None:
-        """Start the calibration from these counts."""
-        self.calibration.start_from(prior.sources.get("draft_model", ()))
 
     def rule(self, batch: int) -> GrowthRule:
         """Return the rule of batches of about this size."""

@@ -30,7 +30,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
-from .calibration import MAX_SOURCES, OutcomeCounts, Prior
+from .calibration import MAX_SOURCES, OutcomeCounts
 from .candidates import tree_of
 from .merging import MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
@@ -61,10 +61,9 @@ class MergedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedState:
-    """The states of the sources, and the calibration of each row."""
+    """The states of the sources, and what each row's text has followed."""
 
     sources: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
     walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that each row's text has followed so far, up to its last accepted token."""
     num_accepted: tuple[int, ...]
@@ -78,7 +77,6 @@ class MergedDraft:
     """What `advance` needs of a proposal."""
 
     drafted: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
     walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that the text has followed up to its last token, this one included."""
     expected: float
@@ -95,7 +93,6 @@ class Draft:
     state: MergedState
     last_token: Int[torch.Tensor, " batch"]
     last_tokens: Sequence[int]
-    counts: tuple[OutcomeCounts, ...]
     drafted: dict[int, Any] = field(default_factory=dict)
     """What each source needs to advance, by its index."""
     proposals: list[list[Proposals]]
@@ -105,17 +102,16 @@ class Draft:
 class MergedDrafter(Drafter[MergedState, MergedDraft]):
     """Drafter that merges the candidates of several sources into one tree.
 
-    `prior` is the calibration that each text starts from. Seconds are measured while decoding and
-    kept in the drafter, for all its texts, whatever their lengths and temperatures; they are no part
-    of a state, and follow the latest steps. With `few_sizes` trees are
-    padded to few shapes, for targets whose passes are compiled or recorded.
+    Seconds and calibration are learned while decoding and kept in the drafter, for all its texts,
+    whatever their lengths and temperatures; they are no part of a state, and follow the latest
+    steps. With `few_sizes` trees are padded to few shapes, for targets whose passes are compiled or
+    recorded.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Source],
         config: MergedConfig,
-        prior: Prior | None = None,
         *,
         few_sizes: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -125,7 +121,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
         self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
         self._sources: tuple[Any, ...] = tuple(sources.values())
-        self.prior_counts = {} if prior is None else prior.counts(list(sources))
+        self.counts: OutcomeCounts = {}
         self._layers = tuple(source.feature_layers for source in self._sources)
         self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
         # Sources are asked in groups: all training-free ones first, which cost little.
@@ -169,7 +165,6 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
                 for index, source in enumerate(self._sources)
             ),
-            counts=(self.prior_counts,) * batch,
             walks=((),) * batch,
             num_accepted=(0,) * batch,
         )
@@ -180,10 +175,8 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         # 1. Learn from the tokens that the target chose after the last trees.
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         started = self.clock()
-        counts, walks = zip(*map(_followed, state.counts, state.walks, [[token] for token in last_tokens]), strict=True)
-        draft = Draft(
-            state=state, last_token=last_token, last_tokens=last_tokens, counts=counts, proposals=[[] for _ in last_tokens]
-        )
+        walks = [follow(self.counts, row, token) for row, token in zip(state.walks, last_tokens, strict=True)]
+        draft = Draft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
         # 2. Ask the sources, merge their candidates, and choose the number of nodes.
         if self.config.pace == "fixed":
             for index in range(len(self._sources)):
@@ -196,7 +189,6 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         drafted_at = self.clock()
         return self._tree(rows, num_nodes, last_token.device), MergedDraft(
             drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
-            counts=counts,
             walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
             expected=expected[min(num_nodes, len(expected) - 1)],
             draft_seconds=drafted_at - started,
@@ -216,7 +208,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             for index, source in enumerate(self._sources)
         )
         # 2. Learn which tokens were accepted. The token after the last one comes with `propose`.
-        counts, walks = zip(*map(_followed, drafted.counts, drafted.walks, accepted.tokens), strict=True)
+        walks = [self._followed(row, tokens) for row, tokens in zip(drafted.walks, accepted.tokens, strict=True)]
         # 3. Learn what the step took.
         num_accepted = accepted.num_accepted.host
         if self.config.pace == "expected":
@@ -224,14 +216,11 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             seconds = self.clock() - drafted.drafted_at
             pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
-        return MergedState(
-            sources=states, counts=counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
-        )
+        return MergedState(sources=states, walks=tuple(walks), num_accepted=num_accepted, last_tokens=accepted.next_tokens)
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
-            counts=tuple(state.counts[row] for row in rows),
             walks=tuple(state.walks[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
@@ -312,10 +301,13 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def _merged(self, draft: Draft, floors: Sequence[float] | None = None) -> tuple[MergedRow, ...]:
         """Merge the candidates so far, row by row."""
-        return tuple(
-            grow(proposals, counts, self.max_nodes, floors)
-            for proposals, counts in zip(draft.proposals, draft.counts, strict=True)
-        )
+        return tuple(grow(proposals, self.counts, self.max_nodes, floors) for proposals in draft.proposals)
+
+    def _followed(self, walks: tuple[MergeWalk, ...], tokens: Sequence[int]) -> tuple[MergeWalk, ...]:
+        """Return a row's proposals after these tokens of its text, and learn from them."""
+        for token in tokens:
+            walks = follow(self.counts, walks, token)
+        return walks
 
     def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
         """Return the tree of the likeliest nodes of each row, with their sources."""
@@ -361,15 +353,3 @@ def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
         return sums[0]
     longest = max(map(len, sums))
     return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
-
-
-def _followed(
-    counts: OutcomeCounts, walks: Sequence[MergeWalk], tokens: Sequence[int]
-) -> tuple[OutcomeCounts, tuple[MergeWalk, ...]]:
-    """Return a row's calibration and proposals after these tokens of its text."""
-    if not walks or not tokens:
-        return counts, tuple(walks)
-    counts = dict(counts)
-    for token in tokens:
-        walks = follow(counts, walks, token)
-    return counts, tuple(walks)

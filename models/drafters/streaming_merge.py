@@ -8,8 +8,8 @@ source, whichever has proposed it.
     suffix      d e f             tree   d ─┬─ e ─── f ─── g     g: the draft model has read f,
     model       d x                         └─ x                    which only suffix proposed
 
-A node's probability is calibrated as in a merged tree that is drafted step by step. The calibration
-belongs to the text. A merge of one training-free drafter is how such a drafter is streamed.
+A node's probability is calibrated as in a merged tree that is drafted step by step, by the same
+counts. A merge of one training-free drafter is how such a drafter is streamed.
 
 The tree of a `StreamingDrafter` is a function of the text and of what the drafter has learned; it
 never reads random numbers. So the tokens are those of plain decoding, whenever the target's answers
@@ -17,7 +17,7 @@ arrive.
 """
 
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,6 @@ class MergedGrowth:
     """The states of the training-free sources, by the source's index."""
     models: dict[int, Any]
     """The states of the models."""
-    counts: OutcomeCounts
     walks: tuple[MergeWalk, ...] = ()
     """Former trees that the text has followed so far."""
     roots: list[Proposals] = field(default_factory=list)
@@ -79,16 +78,16 @@ class MergedGrowth:
 class StreamingMerge(StreamingDrafter[MergedGrowth]):
     """Drafters whose candidates form one growing tree."""
 
-    def __init__(self, sources: Sequence[StreamingSource], prior_counts: Mapping[int, tuple[float, float]]) -> None:
+    def __init__(self, sources: Sequence[StreamingSource], counts: OutcomeCounts) -> None:
         self.free = {index: source for index, source in enumerate(sources) if isinstance(source, TrainingFreeDrafter)}
         self.models = {index: source for index, source in enumerate(sources) if isinstance(source, StreamingModel)}
-        self.prior_counts = prior_counts
+        self.counts = counts
 
     def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> MergedGrowth:
         room = {"max_new_tokens": max_new_tokens}
         free = {index: source.init_state(prompts, prefill, **room) for index, source in self.free.items()}
         models = {index: model.begin(prompts, prefill, last_token, **room) for index, model in self.models.items()}
-        return self._rooted(MergedGrowth(last_token=last_token, free=free, models=models, counts=dict(self.prior_counts)))
+        return self._rooted(MergedGrowth(last_token=last_token, free=free, models=models))
 
     def tree(self, state: MergedGrowth) -> GrowingTree:
         return state.tree
@@ -107,7 +106,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         # 1. Learn which tokens the target has chosen.
         walks = (*state.walks[1 - MAX_WALKS :], (state.row, NO_NODE))
         for token in tokens:
-            walks = follow(state.counts, walks, token)
+            walks = follow(self.counts, walks, token)
         # 2. The sources' states. Training-free ones propose anew, since they know more text.
         chain = chain_tree(torch.tensor([tokens[:-1]], dtype=torch.long, device=output.logits.device))
         accepted = accepted_path(chain, [range(len(tokens) - 1)])
@@ -117,7 +116,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         }
         models = {index: model.follow(state.models[index], tokens, output) for index, model in self.models.items()}
         # 3. What is left of the tree.
-        return self._rooted(MergedGrowth(last_token=tokens[-1], free=free, models=models, counts=state.counts, walks=walks))
+        return self._rooted(MergedGrowth(last_token=tokens[-1], free=free, models=models, walks=walks))
 
     def _rooted(self, state: MergedGrowth) -> MergedGrowth:
         """Merge what training-free sources propose below the root, and what models have read."""
@@ -132,7 +131,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         """Merge all proposals into the state's tree."""
         for index, model in self.models.items():
             _append(state.read_by[index], model.tree(state.models[index]), model.scores(state.models[index]))
-        state.row = row = grow(state.roots, state.counts, MAX_NODES, FLOORS)
+        state.row = row = grow(state.roots, self.counts, MAX_NODES, FLOORS)
         state.tree = tree = GrowingTree()
         for token, parent, prob in zip(row.tokens, row.parents, row.probs, strict=True):
             tree.add(parent, [token], [prob if parent == NO_NODE else prob / row.probs[parent]])
@@ -241,7 +240,7 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
     if isinstance(drafter, NullDrafter):
         return StreamingNull()
     if isinstance(drafter, MergedDrafter):
-        return StreamingMerge([_source(source) for source in drafter.sources.values()], drafter.prior_counts)
+        return StreamingMerge([_source(source) for source in drafter.sources.values()], drafter.counts)
     source = _source(drafter)
     return StreamingMerge([source], {}) if isinstance(source, TrainingFreeDrafter) else source
 

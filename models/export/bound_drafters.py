@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
-from ..drafters.calibration import CALIBRATION_FILE
 from ..drafters.draft_model import DraftModel
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
 from ..drafters.saved.loading import load_drafter, require_fitting_target, trained_parts
@@ -130,7 +129,7 @@ def bind(
 
 
 def _state(model: PreTrainedModel, parts: DrafterParts) -> tuple[Any, ...]:
-    paths = [folder / name for folder in parts.folders for name in (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)]
+    paths = [folder / name for folder in parts.folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
     paths += [path for part in parts.with_weights if part.is_model and part.folder for path in sorted(part.folder.glob("*.*"))]
     files = tuple(path.is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
     # Drafters refer to the model's embeddings and head, whose size may change

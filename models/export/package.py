@@ -1,7 +1,7 @@
 """Folder of a drafter for the Hub, for plain transformers and for readers.
 
     config.json, model.safetensors      the trained drafter (see `drafters/saved/folder`), if there is one
-    merge.json, calibration.json        the training-free drafters that draft with it, and its calibration, if any
+    merge.json                          the training-free drafters that draft with it, if any
     training.json, certificate.json     facts about its training, and its certificate, if there are any
     README.md                           the model card
     generation_config.json              greedy decoding; all other options come from the target
@@ -20,7 +20,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...data.files import atomic_write_text, finish_replacing, read_dataclass, replacing_directory, write_json
-from ..drafters.calibration import CALIBRATION_FILE, read_prior
 from ..drafters.saved.build import require_unaltered
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
@@ -51,7 +50,7 @@ TOKENIZER_FILES = (
 ALLOWED = frozenset(
     {
         *(CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, NOTE_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE"),
-        *(CALIBRATION_FILE, MERGE_FILE),
+        MERGE_FILE,
         *TOKENIZER_FILES,
     }
 )
@@ -76,18 +75,17 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
     if drafter is not None:
-        saved = read_drafter_config(drafter)
+        read_drafter_config(drafter)
         read_training_facts(drafter)
         count_tensors(drafter / WEIGHTS_FILE)
         require_unaltered(drafter)
-        read_prior(drafter, saved.target)
     if certificate is not None:
         read_certificate(certificate)
 
     # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
         require_new(output)  # another process may have written it since
-        for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE):
+        for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
             if drafter is not None and (drafter / file).is_file():
                 shutil.copyfile(drafter / file, folder / file)
         if names := [part.name for part in parts.parts if part.folder is None]:

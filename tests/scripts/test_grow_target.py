@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.calibration import Prior, write_prior
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -86,7 +85,6 @@ def test_drafters_of_the_original_load_and_accept_as_much(grow, tiny_target_dir,
     torch.manual_seed(0)
     folder = tmp_path / kind / "drafter"
     save_drafter(build_drafter(parse_drafter(DRAFTERS[kind]), old), folder, old.identity)
-    write_prior(folder, old.identity, Prior(sources={}, agreements=[]))
     grow(tmp_path / "grown", "--target", tiny_target_dir, "--layers", 6, "--intermediate", 192, "--drafters", folder)
     new = load(tmp_path / "grown")
     copied = tmp_path / "grown" / "drafters" / kind

@@ -20,10 +20,9 @@ from huggingface_hub.utils import httpx  # its HTTP client, which isn't always t
 from ....data.files import finish_replacing
 from ....data.hub import bound_requests, use_hub, why_offline
 from ....data.paths import MODEL_PREFIX
-from ..calibration import CALIBRATION_FILE
 from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 
-READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, CALIBRATION_FILE, MERGE_FILE)
+READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, MERGE_FILE)
 """Files that loading a drafter downloads: JSON and safetensors, no code."""
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
 """Files of a causal LM that are downloaded: configuration, tokenizer and weights, no code."""

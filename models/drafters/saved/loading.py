@@ -21,7 +21,6 @@ from ...llm.hf_target import HFTarget
 from ...llm.memory_plan import GIB
 from ...machine import device_name
 from ..base import TrainableDrafter
-from ..calibration import read_prior
 from ..merged import MergedDrafter
 from ..registry import kind_of, make_training_free
 from ..training_free import TrainingFreeDrafter
@@ -90,9 +89,7 @@ def load_drafter(
     sources = {part.name: load_part(part, target, options[part.name]) for part in parts.parts}
     if MERGE not in configs:
         return sources[parts.parts[0].name]
-    # 3. Merge them, with the calibration that was saved beside the first trained part.
-    prior = read_prior(parts.folders[0], target.identity) if parts.folders else None
-    return MergedDrafter(sources, configs[MERGE], prior, few_sizes=target.has_fixed_shapes)
+    return MergedDrafter(sources, configs[MERGE], few_sizes=target.has_fixed_shapes)
 
 
 def load_part(
@@ -110,11 +107,7 @@ def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does."""
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    drafter = _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
-    # A growing tree is calibrated as merged trees are.
-    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
-        drafter.use_prior(prior)
-    return drafter
+    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:

@@ -22,7 +22,6 @@ from ....data.paths import (
     repeated_names,
     split_name,
 )
-from ..calibration import CALIBRATION_FILE
 from .download import resolve_drafter, resolve_model
 from .folder import CONFIG_FILE, MERGE_FILE, WEIGHTS_FILE, MergeFile, read_drafter_config
 
@@ -102,13 +101,6 @@ class DrafterParts:
         """Digests of the parts' weights, joined by `+`; empty if all parts are training-free."""
         return SEPARATOR.join(part.weights for part in self.with_weights)
 
-    def prior_digest(self, options: Mapping[str, Any]) -> str | None:
-        """Digest of the calibration that a merge or a growing tree starts from; None without one."""
-        if not self.folders or not (self.folders[0] / CALIBRATION_FILE).is_file():
-            return None
-        is_calibrated = self.is_merged(options) or self.grows(options)
-        return sha256_file(self.folders[0] / CALIBRATION_FILE) if is_calibrated else None
-
     def merged_with(self, names: Iterable[str]) -> "DrafterParts":
         """Return this drafter merged with training-free ones, except those that it has already."""
         present = {part.name for part in self.parts}
@@ -122,10 +114,6 @@ class DrafterParts:
         of that name.
         """
         return len(self.parts) > 1 or ("pace" in options and not hasattr(self.parts[0].config({}), "pace"))
-
-    def grows(self, options: Mapping[str, Any]) -> bool:
-        """Return whether it is one draft model whose tree grows from step to step."""
-        return not self.is_merged(options) and getattr(self.parts[0].config(options), "pace", "fixed") != "fixed"
 
     def split_options(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Split run-time options by the part that has them; those of the merged tree are at MERGE.

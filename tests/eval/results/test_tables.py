@@ -36,7 +36,7 @@ TRAINING = TrainingFacts(
     labels="distilled",
     hardware="8 x H",
 )
-DRAFTERS = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING), calibrated=None)}
+DRAFTERS = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING))}
 NASTY = 'redrafter a|b_c/50%, "x" & $y$ \\z {#1} [bold]~^<i>*\n'
 
 
@@ -147,7 +147,7 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
 def test_parameter_counts_are_rounded_to_about_three_digits(records: list[EvalRecord]) -> None:
     shown = []
     for number in (850, 1_440_000, 33_500, 2_000_000_000):
-        facts = DrafterFacts(parameters=number, training=None, calibrated=None)
+        facts = DrafterFacts(parameters=number, training=None)
         shown.append(cells(rows_of(records, [], drafters={"redrafter": facts})[1]))
     assert [texts["Params"] for texts in shown] == ["850", "1.4M", "33.5k", "2.0B"]
     assert {texts["Trained s"] for texts in shown} == {"-"}

@@ -13,7 +13,7 @@ from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
-from outrider.models.drafters.calibration import BIN_BOUNDS, CalibrationCell, Prior, ScoreCalibration
+from outrider.models.drafters.calibration import ScoreCalibration
 from outrider.models.drafters.candidates import MAX_CHILDREN
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_ENTRIES, GrowingDraft, GrowingSearch, GrowingState
@@ -567,25 +567,6 @@ def test_each_choice_of_the_target_teaches_once(target, twin, waits, monkeypatch
     answers, _ = decode(target, growing(twin, Steady(num_reads=20)), ONE, num_new=40)
     assert 0 < sum(taught) <= len(answers[0])
     assert len(taught) <= MAX_CHILDREN * len(answers[0])
-
-
-def test_a_text_starts_from_the_saved_calibration(target, twin):
-    drafter = growing(twin, Steady())
-    cells = [CalibrationCell(depth=1, bin=bin_index, hits=0.0, total=30.0) for bin_index in range(1, len(BIN_BOUNDS) + 1)]
-    text, state = start(target, drafter)
-    _, _, before = proposal(drafter, state, text)
-    drafter.use_prior(Prior(sources={"draft_model": cells, "suffix": []}, agreements=[]))
-    text, state = start(target, drafter)
-    _, _, after = proposal(drafter, state, text)
-    first = [node for node in before.trees[0].children(NO_NODE) if before.rows[0].scores[node] > 0.1]
-    assert first
-    assert all(after.trees[0].probs[node] < before.trees[0].probs[node] / 2 for node in first)
-
-
-def test_a_fixed_tree_ignores_a_saved_calibration(target, twin):
-    drafter = DraftModel(DraftModelConfig(length=2), twin)
-    drafter.use_prior(Prior(sources={"draft_model": []}, agreements=[]))
-    assert decode(target, drafter, ONE)[0] == decode(target, NullDrafter(), ONE)[0]
 
 
 # --- the rules

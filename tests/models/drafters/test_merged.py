@@ -8,7 +8,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.drafters.calibration import CalibrationCell, Prior
+from outrider.models.drafters.calibration import source_key
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.registry import TRAINING_FREE, make_training_free
 
@@ -82,16 +82,25 @@ def test_steps_name_the_sources_of_accepted_tokens(target):
     assert len(set(origins)) > 1
 
 
-def test_a_prior_changes_trees_but_no_tokens(target):
+def test_what_earlier_texts_showed_changes_trees_but_no_tokens(target):
     plain, _ = decode(target, NullDrafter(), [0, 1])
     sources = {name: build(name, target) for name in ("draft_model", "medusa")}
-    never = [CalibrationCell(depth=depth, bin=bin, hits=0.0, total=1000.0) for depth in (1, 2, 3, 4) for bin in range(11)]
-    prior = Prior(sources={"draft_model": never, "another": never}, agreements=[])
-    drafter = MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed"), prior)
+    drafter = MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed"))
+    drafter.counts |= {source_key(0, depth) + bin_index: (0.0, 100.0) for depth in (1, 2, 3, 4) for bin_index in range(11)}
     actual, steps = decode(target, drafter, [0, 1])
     _, without = decode(target, MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed")), [0, 1])
     assert actual == plain
     assert [step.origins for step in steps] != [step.origins for step in without]
+
+
+def test_a_text_starts_from_the_counts_of_the_texts_before(target):
+    """Of a batch and of recorded drafting, too."""
+    drafter = merged(target, "medusa", "prompt_lookup", tree_nodes=5)
+    decode(target, drafter, [0])
+    after_one = dict(drafter.counts)
+    decode(target, drafter.recorded(lambda source: source), [1, 2])
+    assert after_one
+    assert sum(total for _, total in drafter.counts.values()) > sum(total for _, total in after_one.values())
 
 
 def test_a_tree_has_at_most_tree_nodes_nodes_and_parents_before_children(target):

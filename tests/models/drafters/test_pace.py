@@ -39,15 +39,16 @@ class World:
     easy: float
     """Probability that the first candidate is right in an easy stretch."""
     hard: float
-    sharpness: float
+    sharpness: float = 1.0
     """The drafter's score is the true probability to this power: below 1 it is overconfident."""
+    seed: int = 1000
 
     def probability(self, position: int) -> float:
         return self.easy if random.Random(position // 40).random() < 0.5 else self.hard
 
     def candidates(self, position: int) -> Candidates:
         """Return a chain whose nodes have a second child each; the same at each call."""
-        rng, nodes, parent = random.Random(1000 + position), [], NO_NODE
+        rng, nodes, parent = random.Random(self.seed + position), [], NO_NODE
         right = True
         for depth in range(DEPTH):
             hit = self.probability(position + depth)
@@ -89,25 +90,31 @@ class Simulated(TrainingFreeDrafter):
 
 
 class Simulation:
-    """Decoding of the world's text by one drafter, without a target and without tensors.
+    """Decoding of the world's text by one drafter or several, without a target and without tensors.
 
-    The clock moves only by the costs of drafting and verifying.
+    The clock moves only by the costs of drafting and verifying. `others` are further sources with
+    their seconds, which are asked after the first one.
     """
 
-    def __init__(self, world: World, draft_seconds: float, verify_seconds: Any, **options: Any) -> None:
+    def __init__(
+        self, world: World, draft_seconds: float, verify_seconds: Any, *others: tuple[World, float], **options: Any
+    ) -> None:
         self.world, self.verify_seconds, self.clock = world, verify_seconds, Clock()
-        self.source = Simulated(world, self.clock, draft_seconds)
-        self.drafter = MergedDrafter({"simulated": self.source}, MergedConfig(**options), clock=self.clock)
-        self.position, self.counts, self.walks, self.num_accepted = 0, {}, (), 0
+        self.sources = [Simulated(world, self.clock, seconds) for world, seconds in ((world, draft_seconds), *others)]
+        self.source = self.sources[-1]
+        named = {f"simulated {number}": source for number, source in enumerate(self.sources)}
+        self.drafter = MergedDrafter(named, MergedConfig(**options), clock=self.clock)
+        # As trained drafters are: each is a group of its own.
+        self.drafter._groups = [[index] for index in range(len(self.sources))]
+        self.position, self.walks, self.num_accepted = 0, (), 0
 
     def step(self) -> int:
         """Draft, verify and accept, as `propose` and `advance` do. Return the number of nodes."""
         # 1. Draft.
         started, drafter = self.clock(), self.drafter
-        state = MergedState(sources=(self.position,), counts=(), walks=(), num_accepted=(self.num_accepted,))
-        draft = Draft(
-            state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], counts=(self.counts,), proposals=[[]]
-        )
+        states = (self.position,) * len(self.sources)
+        state = MergedState(sources=states, walks=(), num_accepted=(self.num_accepted,))
+        draft = Draft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
         pacer = drafter._pacer(1)
         if drafter.config.pace == "expected":
             (row,), num_nodes = drafter._paced(draft, pacer)
@@ -122,7 +129,7 @@ class Simulation:
         node, length = NO_NODE, 0
         walks = (*self.walks, (row, NO_NODE))
         while True:
-            walks = follow(self.counts, walks, self.world.token(self.position + length))
+            walks = follow(drafter.counts, walks, self.world.token(self.position + length))
             node = index.get((node, self.world.token(self.position + length)), -2)
             if node < 0:
                 break
@@ -193,6 +200,25 @@ def test_where_nothing_is_worth_its_time_steps_are_plain_and_nothing_is_asked():
     tokens, seconds, nodes = simulation.run(600)
     assert simulation.source.num_asked - before < 0.05 * len(nodes)
     assert tokens / seconds > 0.93
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4])
+@pytest.mark.parametrize("useless", [World(easy=0.03, hard=0.02, seed=7), World(easy=0.05, hard=0.02, sharpness=0.3, seed=7)])
+def test_a_useless_source_costs_nothing(useless, seconds):
+    """Also from the first token on, though one of them claims probabilities of 0.3 to 0.4."""
+
+    def verify(num_nodes: int) -> float:
+        return 1.0 + 0.04 * num_nodes
+
+    speeds = []
+    for others in ((), ((useless, seconds),)):
+        simulation = Simulation(WORLDS["calibrated"], 0.01, verify, *others, pace="expected", tree_nodes=12)
+        runs = [simulation.run(LENGTH)[:2] for _ in range(2)]
+        speeds.append([tokens / taken for tokens, taken in runs])
+    (first, later), (with_first, with_later) = speeds
+    print([round(x, 3) for x in (with_first / first, with_later / later)], simulation.source.num_asked)
+    assert with_first >= 0.95 * first
+    assert with_later >= 0.98 * later
 
 
 def test_slow_trees_are_small_and_cheap_ones_are_large():

@@ -10,9 +10,7 @@ from transformers import GenerationConfig
 
 from outrider.data.files import read_json, write_json
 from outrider.models.drafters import load_drafter
-from outrider.models.drafters.calibration import Prior, write_prior
 from outrider.models.drafters.options import RedrafterConfig
-from outrider.models.drafters.saved.folder import read_drafter_config
 from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
 from outrider.models.export.package import make_package, package_files
 from outrider.models.llm.config import TargetConfig
@@ -44,13 +42,7 @@ def test_a_package_holds_the_documented_files(folder):
 
 def test_a_package_of_a_merge_decodes_with_all_parts(drafter_dirs, model, tmp_path):
     """One file names the training-free parts. The trained drafter can still be loaded alone."""
-    target = read_drafter_config(drafter_dirs["redrafter"]).target
-    write_prior(drafter_dirs["redrafter"], target, Prior(sources={}, agreements=[]))
-    try:
-        make_package(parse_drafter_name(f"{drafter_dirs['redrafter']}+prompt_lookup"), tmp_path / "package", "# Merged\n")
-    finally:
-        (drafter_dirs["redrafter"] / "calibration.json").unlink()
-    (tmp_path / "package" / "calibration.json").unlink()
+    make_package(parse_drafter_name(f"{drafter_dirs['redrafter']}+prompt_lookup"), tmp_path / "package", "# Merged\n")
     assert read_json(tmp_path / "package" / "merge.json") == {"training_free": ["prompt_lookup"]}
     assert packaged_parts(tmp_path / "package").kind == "redrafter+prompt_lookup"
     assert parse_drafter_name(tmp_path / "package").kind == "redrafter"
@@ -194,11 +186,3 @@ def test_a_package_with_facts_of_no_training_is_an_error(folder):
     (folder / "training.json").write_text('{"steps": 5}')
     with pytest.raises(ValueError, match=r"holds no readable drafter: .*training\.json: seconds: is missing"):
         package_files(folder)
-
-
-def test_a_damaged_calibration_is_not_packaged(drafter_dirs, tmp_path):
-    drafter = Path(shutil.copytree(drafter_dirs["redrafter"], tmp_path / "drafter"))
-    (drafter / "calibration.json").write_text('{"format_version": 1')
-    with pytest.raises(ValueError, match=r"calibration\.json is not a JSON file.*delete"):
-        make_package(drafter, tmp_path / "package", "# Card\n")
-    assert not (tmp_path / "package").exists()
