@@ -5,7 +5,7 @@ from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from .loop import generate, stream_text
 from .pipelined import generate_pipelined
 from .sampling import RowSeeds, Sampling, warp
-from .speculation import ExpectedSpeculation, PaperSpeculation
+from .speculation import ExpectedSpeculation
 from .stopping import Finish
 from .tree import DraftTree, chain_tree, empty_tree
 from .types import Acceptance, Prompts, Step, TargetOutput
@@ -16,7 +16,6 @@ __all__ = [
     "ExpectedSpeculation",
     "Finish",
     "GreedyAcceptance",
-    "PaperSpeculation",
     "PhaseSeconds",
     "Prompts",
     "RowSeeds",

@@ -9,11 +9,16 @@ The most tokens per second, R, are reached by the choices that maximise
 at each step: the n likeliest nodes are verified where n maximises 1 + sum of q - R * T(n), and a
 source drafts if the tokens that it adds are expected to exceed R times its seconds. R is the mean of
 the steps so far, which the rule improves until no choice is better, and at least that of plain
-decoding, which is always a choice. The likeliest nodes are those whose q is most often too high. So
-the expected drafts are scaled by the share of them that came in the steps before.
+decoding, which is always a choice. The nodes that seem likeliest are those whose q is most often too
+high. So the expected draft tokens are scaled by the share of them that was accepted in the steps
+before.
 
 All costs are running medians of measured seconds, so that a stall moves nothing. Nothing here
-reads random numbers, and the tokens change only as the rounding of passes of other shapes does.
+reads random numbers. The choices change the shapes of passes. A token changes only where the
+rounding of another shape changes it.
+
+`Pacer` makes these choices for merges. `growth` makes them for the tree of a draft model, with the
+same parts: `StepSeconds` for costs, `TokenRate` for R and the share, `best_width` for the choice.
 """
 
 from collections import deque
@@ -52,7 +57,7 @@ PATIENCE, MAX_PATIENCE = 40.0, 160.0
 """A source that isn't worth its time is asked again after so many steps per token that it costs, so
 that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
 TRUST_WEIGHT = 4.0
-"""Draft tokens for which the expectation is taken as right before any step."""
+"""Draft tokens that count as expected and accepted before any step."""
 STALL = 3.0
 """A step that takes more than this times its expected seconds counts as this much."""
 
@@ -85,7 +90,8 @@ class StepSeconds:
     """T(n): seconds of a step after drafting, by the number of nodes that are verified.
 
     `like` are those of another batch size: until a width is measured, its seconds are the other's,
-    times the ratio of those that both have.
+    times the ratio of those that both have. `table` has T(n) for n = 0, 1, ..., `max_nodes`; it is
+    zero before the first measurement.
     """
 
     def __init__(self, max_nodes: int, like: "StepSeconds | None" = None) -> None:
@@ -94,6 +100,7 @@ class StepSeconds:
         self.nodes = [Seconds() for _ in self.widths]
         """The number of nodes of the measurements: between the width below and this one."""
         self.last_steps = [-REVISIT_STEPS - 1] * len(self.widths)
+        """The step in which each width was measured last."""
         self.borrowed: list[float] = [] if like is None else like.table
         self.table: list[float] = [0.0] * (max_nodes + 1) if like is None else like.table
 
@@ -112,7 +119,10 @@ class StepSeconds:
             self.table = interpolated(self._points(), len(self.table))
 
     def revisited(self, best: int, most: int, step: int) -> int:
-        """Return a width next to the best that wasn't measured for long, now and then; else the best."""
+        """Return the best width; now and then one next to it that wasn't measured for long.
+
+        `most` is the number of nodes that there are.
+        """
         if step % (REVISIT_STEPS // 3) == 0:
             index = self.index(best)
             for other in (index + 1, index - 1):
@@ -179,7 +189,8 @@ def _slope(table: Sequence[float], left: int, right: int) -> float:
 def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widths: Sequence[int]) -> tuple[int, float]:
     """Return the number of nodes that maximises tokens - rate x seconds, and the maximum.
 
-    `gains[n]` are the expected tokens of the n likeliest nodes; the last entry is all there is.
+    `gains[n]` are the expected tokens of the n likeliest nodes, and the last entry is that of all
+    nodes. `table[n]` are the seconds of n nodes, and `widths` the numbers of nodes to consider.
     """
     most = len(gains) - 1
     best, value = 0, gains[0] - rate * table[0]
@@ -194,15 +205,20 @@ def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widt
 
 @dataclass(slots=True)
 class TokenRate:
-    """Mean tokens per second of the last steps, and the share of the expected drafts that came."""
+    """Mean tokens per second of the last steps, and the share of the expected drafts that came.
+
+    All fields are sums over the steps so far, in which earlier steps count less (RATE_MEMORY).
+    """
 
     tokens: float = 0.0
     seconds: float = 0.0
     expected: float = TRUST_WEIGHT
+    """Draft tokens that were expected to be accepted."""
     accepted: float = TRUST_WEIGHT
 
     @property
     def share(self) -> float:
+        """Accepted draft tokens per expected one."""
         return self.accepted / self.expected
 
     def of(self, table: Sequence[float]) -> float:
@@ -211,7 +227,7 @@ class TokenRate:
         return max(self.tokens / self.seconds, plain) if self.seconds > 0.0 else plain
 
     def trusted(self, gains: Sequence[float]) -> list[float]:
-        """Scale expected tokens by the share of the expected drafts that came so far."""
+        """Scale the draft tokens among expected tokens by the share that came so far."""
         share = self.share
         return [1.0 + share * (gain - 1.0) for gain in gains]
 
@@ -242,9 +258,9 @@ class Gains:
     overall: Mean = field(default_factory=Mean)
     by_situation: dict[tuple[int, ...], Mean] = field(default_factory=dict)
     skipped: int = 0
-    """Steps since it was asked last."""
+    """Steps since the source was asked last."""
     patience: float = PATIENCE
-    """Skipped steps per token of its cost after which it is asked again."""
+    """Skipped steps per token of the source's cost after which it is asked again."""
 
     def add(self, situation: tuple[int, ...], gain: float) -> None:
         self.overall.add(gain, GAIN_MEMORY)
@@ -305,7 +321,7 @@ class Pacer:
         return self.mean.of(self.verify.table)
 
     def trusted(self, gains: Sequence[float]) -> list[float]:
-        """Scale expected tokens by the share of the expected drafts that came so far."""
+        """Scale the draft tokens among expected tokens by the share that came so far."""
         return self.mean.trusted(gains)
 
     @property
@@ -314,7 +330,10 @@ class Pacer:
         return bool(self._trials)
 
     def floors(self) -> list[float]:
-        """Return the least probability that makes a further node worth its time, by number."""
+        """Return the least probability that makes a further node worth its time.
+
+        The index is the number of nodes that the tree has without it.
+        """
         rate = self.rate
         # The slopes change slowly, and so does the rate: compute them anew now and then.
         if self._floors is None or self.step % 8 == 0 or abs(rate - self._floors[0]) > 0.03 * rate:

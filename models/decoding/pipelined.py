@@ -147,11 +147,10 @@ def draft_on(
 
     A node deeper than `max_depth` could only add tokens after the answer's end.
     """
-    most_runs = speculation.max_runs or target.max_runs
     has_more = True
     while not target.has_answer():
         nodes: Sequence[int] | None = ()
-        if len(window.runs) < most_runs:
+        if len(window.runs) < target.max_runs:
             drafts = drafter.tree(state)
             nodes = speculation.choose(window, drafts, max_depth=max_depth, has_more=has_more)
         if nodes:

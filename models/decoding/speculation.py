@@ -1,7 +1,7 @@
-"""Policies of pipelined speculation: which draft tokens are sent, in which runs, and when.
+"""Policy of pipelined speculation: which draft tokens are sent, in which runs, and when.
 
-They see probabilities, and the seconds between a run and its answer. They change the speed, never a
-token.
+It sees probabilities, and measures the seconds between answers. It changes the speed, never a
+token: `window` has the reasons, which hold for every `Speculation`.
 """
 
 import time
@@ -16,31 +16,26 @@ from .window import DraftRun, Window
 MAX_NODES = 64
 """Most nodes of a window."""
 MOST_TRIALS = 4
-"""How often a size of runs is tried until one of them is answered behind its root."""
+"""For how many new roots a size m of runs is tried without measuring F(m)."""
 REVISIT_ROOTS = 16
-"""After so many roots a size next to the best one is measured again."""
+"""After so many new roots a size next to the best one is measured again."""
 MEMORY = 0.98
-"""Weight of the roots before the last one in the mean number of tokens from root to root."""
+"""Factor of all earlier roots at each new one, in the mean number of tokens from root to root."""
 
 
 @runtime_checkable
 class Speculation(Protocol):
     """Decides what runs are made of. An instance may serve several texts, one after the other."""
 
-    @property
-    def max_nodes(self) -> int:
-        """Most nodes of the window. The target's KV cache keeps room for them."""
-
-    @property
-    def max_runs(self) -> int | None:
-        """Most live runs under way (back-pressure); None: as many as the target has use for."""
+    max_nodes: int
+    """Most nodes of the window. The target's KV cache keeps room for them."""
 
     def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         """Return the nodes of the drafter's tree to send now as a run.
 
-        Without nodes it is worth drafting on. None: it isn't, until the next answer. `has_more` is
-        False if the drafter has nothing more to draft. Otherwise it next appends children of its
-        likeliest leaf. Nodes deeper than `max_depth` are useless.
+        An empty sequence: send nothing yet, and draft further. None: neither send nor draft until
+        the next answer. `has_more` is False if the drafter has nothing more to draft. Otherwise it
+        next appends children of its likeliest leaf. Nodes deeper than `max_depth` are useless.
         """
 
     def add_run(self, run: DraftRun) -> None:
@@ -50,68 +45,17 @@ class Speculation(Protocol):
         """Learn that a run was answered, and how many tokens it added: none if it was dead."""
 
 
-class PaperSpeculation:
-    """PipeInfer's rule: chains of likely tokens, cut off by a threshold.
-
-    See arXiv 2407.11798, section IV-B. A run takes the next `micro_batch` tokens of the likeliest
-    chain, and ends before a token that the drafter gives less than the cutoff. The cutoff rises by
-    `recovery` with each run since the last acceptance, and falls by `decay` with each attempt in
-    vain. The default numbers are those of the authors' code.
-    """
-
-    def __init__(
-        self,
-        *,
-        micro_batch: int = 4,
-        cutoff: float = 0.5,
-        recovery: float = 0.0,
-        decay: float = 0.0,
-        max_nodes: int = MAX_NODES,
-        max_runs: int | None = None,
-    ) -> None:
-        if micro_batch < 1:
-            raise ValueError(f"micro_batch is {micro_batch}; it must be at least 1 draft token")
-        self.micro_batch, self.cutoff, self.recovery, self.decay = micro_batch, cutoff, recovery, decay
-        self.max_nodes, self.max_runs = max_nodes, max_runs
-        self._num_runs = self._num_vain = 0
-
-    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
-        cutoff = self.cutoff + self.recovery * self._num_runs - self.decay * self._num_vain
-        # 1. Walk down the likeliest chain, past the nodes that were sent.
-        size = min(self.micro_batch, self.max_nodes - len(window))
-        sent, above = window.sent(drafts), NO_NODE
-        nodes: list[int] = []
-        while len(nodes) < size and (children := drafts.children(above)):
-            above = max(children, key=drafts.probs.__getitem__)
-            if drafts.depths[above] > max_depth or (above not in sent and drafts.estimates[above] < cutoff):
-                break
-            if above not in sent:
-                nodes.append(above)
-        else:
-            # 2. The chain isn't drafted to its end yet: wait for a full run.
-            if len(nodes) < size and has_more:
-                return ()
-        self._num_vain += not nodes
-        return nodes
-
-    def add_run(self, run: DraftRun) -> None:
-        self._num_runs += 1
-
-    def add_answer(self, number: int, num_tokens: int) -> None:
-        if num_tokens:
-            self._num_runs = self._num_vain = 0
-
-
 class ExpectedSpeculation:
     """The likeliest unsent nodes, in runs of the size that takes least time from root to root.
 
-    A new root enters alone. The runs behind it are of one size m, until the next root. A larger run
-    takes longer in every stage, so its answer comes a gap F(m) after the root's. After it the runs
-    come every I(m) seconds. If a token is right with probability a, the root's answer is followed by
+    A new root is a bonus token that wasn't sent as a draft, so all that is under way is dead. It
+    enters alone. The runs behind it are of one size m, until the next new root. A larger run takes
+    longer in every stage, so its answer comes a gap F(m) after the root's. After it the runs come
+    every I(m) seconds. If a token is right with probability a, the root's answer is followed by
 
         a F(m) + (a^(1 + m) + a^(1 + 2 m) + ...) I(m)
 
-    seconds of waiting on average, before the next root. F and I are running medians of the gaps
+    seconds of waiting on average, before the next new root. F and I are running medians of the gaps
     between answers, interpolated where a size has none. 1 / (1 - a) is the mean number of tokens
     from root to root.
 
@@ -125,19 +69,20 @@ class ExpectedSpeculation:
         micro_batch: int = 4,
         least_prob: float = 0.02,
         max_nodes: int = MAX_NODES,
-        max_runs: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if micro_batch < 1:
             raise ValueError(f"micro_batch is {micro_batch}; it must be at least 1 draft token")
         self.micro_batch, self.least_prob, self.clock = micro_batch, least_prob, clock
-        self.max_nodes, self.max_runs = max_nodes, max_runs
+        self.max_nodes = max_nodes
         self.size = 1
         """Nodes of a run, for the present root."""
         self._num_roots, self._num_trials = 0, [0] * (1 + micro_batch)
+        """New roots so far, and for how many of them each size was tried."""
         self._gaps: tuple[dict[int, Seconds], dict[int, Seconds]] = {}, {}
         """F and I by the number of nodes of a run."""
         self._tokens = self._roots = 0.0
+        """Sums of the tokens and of the new roots so far, in which earlier ones count less."""
         self._sent: dict[int, tuple[float, int]] = {}
         """When each live run was sent, and how many nodes it has; 0 for a new root."""
         self._last = 0.0, 0
@@ -146,7 +91,8 @@ class ExpectedSpeculation:
     def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
         size = min(self.size, self.max_nodes - len(window))
         nodes: list[int] = []
-        # The likeliest leaf that was sent or is chosen: the drafter may append its children.
+        # The likeliest leaf that was sent or is chosen. The drafter next appends its children, which
+        # may be as likely as the leaf. So nodes that are less likely than the leaf wait.
         leaf = best_leaf(drafts, window.sent(drafts), max_depth) if has_more else 0.0
         for node in window.unsent(drafts, max_depth):
             if len(nodes) == size or drafts.probs[node] < max(self.least_prob, leaf):
@@ -154,9 +100,10 @@ class ExpectedSpeculation:
             nodes.append(node)
             if has_more:
                 leaf = max(leaf, best_leaf(drafts, [node], max_depth))
-        # A child is at most as likely as its parent.
-        is_all = len(nodes) == size or leaf < self.least_prob
-        return (nodes or None) if is_all else ()
+        # Send a run that is full, or that no further draft can join: a child is at most as likely as
+        # its parent.
+        is_whole = len(nodes) == size or leaf < self.least_prob
+        return (nodes or None) if is_whole else ()
 
     def add_run(self, run: DraftRun) -> None:
         is_root = run.num_read == 0
@@ -179,9 +126,9 @@ class ExpectedSpeculation:
             self._gaps[last_size > 0].setdefault(size, Seconds()).add(now - last)
 
     def _next_size(self) -> int:
-        """Return the size of the runs behind the next root: mostly the best one."""
+        """Return the size of the runs behind a new root: mostly the best one."""
         self._num_roots += 1
-        # A size that wasn't measured comes first. It may be never, where drafts are never right.
+        # A size whose F isn't measured comes first. It may never be, where drafts are never right.
         for size in range(1, 1 + self.micro_batch):
             if size not in self._gaps[0] and self._num_trials[size] < MOST_TRIALS:
                 self._num_trials[size] += 1
@@ -193,7 +140,7 @@ class ExpectedSpeculation:
         return min(max(size, 1), self.micro_batch)
 
     def _best_size(self) -> int:
-        """Return the size of least waiting from root to root."""
+        """Return the size of least waiting from root to root: see the class."""
         if not all(self._gaps):
             return 1
         points = ([(size, gap.median) for size, gap in sorted(gaps.items())] for gaps in self._gaps)
@@ -207,7 +154,10 @@ class ExpectedSpeculation:
 
 
 def best_leaf(drafts: GrowingTree, nodes: Iterable[int], max_depth: int) -> float:
-    """Return the greatest probability of those nodes that have no child yet; 0 if all have one."""
+    """Return the greatest probability of those nodes that have no child yet; 0 if all have one.
+
+    Children of a node at `max_depth` would be useless, so such nodes don't count.
+    """
     leaves = [node for node in nodes if not drafts.children(node)]
     if NO_NODE in leaves:
         return 1.0 if max_depth else 0.0

@@ -12,7 +12,7 @@ target's probability p(child). A drawn token is accepted with probability sum mi
 3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
 all cases the output follows the target's distribution exactly, greedy or sampled.
 
-With a `pace` other than `fixed`, one tree grows from step to step: see `growing_draft`.
+With `pace: expected`, one tree grows from step to step: see `growing_draft`.
 """
 
 from collections.abc import Sequence

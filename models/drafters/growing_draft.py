@@ -2,15 +2,15 @@
 
 With `pace: fixed` a draft model searches anew at each step, to one depth. Here its tree grows
 best-first: a draft pass reads the likeliest nodes that it hasn't read, and appends what the model
-expects after them. A rule decides after each pass whether another one is worth its time, and which
-nodes the target verifies (see `growth`). The tree goes on growing while the target waits for
-weights (`meanwhile`). After the step, the part below the accepted path and the bonus token is kept
+expects after them. `ExpectedRule` decides after each pass whether another one is worth its time,
+and which nodes the target verifies. The tree grows further while the target waits for weights
+(`meanwhile`). After the step, the part below the accepted path and the bonus token is kept
 with its keys and values, which depend on tokens and positions alone (LLMCad, arXiv 2309.04255,
 section 3.4, keeps a branch that was right in the same way).
 
 A node's probability q is the product of calibrated probabilities on its path: see
-`ScoreCalibration`. What it has learned is kept here, as the rules' costs are, so one state may
-propose different trees. The tokens don't change.
+`ScoreCalibration`. What it has learned is kept here, as the costs are, so one state may propose
+different trees. The tokens don't change.
 
 Trees of a batch have rows of different shapes, so a batch drafts anew at each step, by the same
 rule. The host reads the device once in each draft pass. Nothing here reads random numbers.
@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
-from ..decoding.growth import ConfidenceRule, ExpectedRule, GrowthRule
+from ..decoding.growth import ExpectedRule
 from ..decoding.pacing import Seconds
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
@@ -110,17 +110,16 @@ class GrowingSearch:
                 f"drafter.pace is {config.pace}, which drafts trees of every shape, and target.compiled and "
                 "target.cuda_graphs compile or record each shape first: set pace to fixed, or both of these to false"
             )
-        self.reader, self.pace, self.max_nodes, self.clock = reader, config.pace, config.tree_nodes or GROWN_NODES, clock
+        self.reader, self.max_nodes, self.clock = reader, config.tree_nodes or GROWN_NODES, clock
         self.calibration = ScoreCalibration()
-        self._rules: dict[int, GrowthRule] = {}
+        self._rules: dict[int, ExpectedRule] = {}
         self._pass_seconds = Seconds()
 
-    def rule(self, batch: int) -> GrowthRule:
+    def rule(self, batch: int) -> ExpectedRule:
         """Return the rule of batches of about this size."""
         size = (batch - 1).bit_length()
         if size not in self._rules:
-            expected = self.pace == "expected"
-            self._rules[size] = ExpectedRule(self.max_nodes, MAX_READS) if expected else ConfidenceRule(self.max_nodes)
+            self._rules[size] = ExpectedRule(self.max_nodes, MAX_READS)
         return self._rules[size]
 
     # --- decoding: see `DraftModel`

@@ -14,7 +14,7 @@ MAX_PAIRS = 2**22
 MAX_TREE_NODES = 2**12
 """Far more than any target gains from."""
 TREE_PADDINGS = ("exact", "bucket", "full")
-DRAFT_PACES = ("confidence", "expected", "fixed")
+DRAFT_PACES = ("expected", "fixed")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -203,11 +203,10 @@ class DraftModelConfig:
     with the most probable parents. 0: the most probable tokens, at every temperature of the
     target."""
     pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
-    """`fixed`: each step searches anew, `length` tokens deep. Otherwise one tree grows from step to
-    step, and while a streamed target loads; `length` and `top_k` don't count, and `tree_nodes`
-    bounds the nodes verified at a step (None: GROWN_NODES). `expected`: draft as long as the
-    expected gain exceeds its cost in time. `confidence`: draft until the surest branch is unlikely
-    (LLMCad, arXiv 2309.04255)."""
+    """`fixed`: each step searches anew, `length` tokens deep. `expected`: one tree grows from step
+    to step, and while a streamed target loads, as long as the expected gain exceeds its cost in
+    time. Then `length` and `top_k` don't count, and `tree_nodes` bounds the nodes verified at a step
+    (None: GROWN_NODES)."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
 

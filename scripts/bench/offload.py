@@ -2,7 +2,7 @@
 
     make offload                       # trains the drafter and grows the target, once
     python scripts/bench/offload.py
-    python scripts/bench/offload.py --read-rate 200000000 --budget 0.25
+    python scripts/bench/offload.py --read-rate 200000000 --budget 0.25 --llmcad
 
 Each method decodes in a process of its own, under a cap on its memory. The cap is the sum of four
 parts: what the process holds before it loads a weight, its drafter, the budget, and an allowance.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import limits
+import paper_rules
 import torch
 import typer
 from report import finish
@@ -38,10 +39,11 @@ from outrider.models.drafters.saved.loading import trained_parts
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target, load_tokenizer
 
-STREAMED, ACCELERATE = "streamed, plain", "accelerate's offload"
+STREAMED, ACCELERATE, LLMCAD = "streamed, plain", "accelerate's offload", "streamed, growing tree by LLMCad's rule"
 SETTINGS: dict[str, dict[str, Any]] = {
     "streamed, fixed tree": {"pace": "fixed", "length": 5, "top_k": 8, "tree_nodes": 40},
     "streamed, growing tree": {"pace": "expected", "top_k": 8, "tree_nodes": 256},
+    LLMCAD: {"pace": "expected", "top_k": 8, "tree_nodes": 256},
 }
 METHODS = (STREAMED, ACCELERATE, *SETTINGS)
 ALLOWANCE_BYTES = 96 << 20
@@ -78,11 +80,13 @@ def main(
     new_tokens: int = 48,
     plain_tokens: Annotated[int, typer.Option(help="tokens of an answer without a drafter")] = 6,
     rounds: int = 2,
+    llmcad: Annotated[bool, typer.Option(help="measure LLMCad's rule of when to verify, too")] = False,
     threads: int = 2,
     output: Path = Path("outputs/bench/offload.json"),
 ) -> None:
     """Measure accelerate, plain streaming, a fixed tree and a growing one, in turns."""
     options = dict(locals())
+    methods = [method for method in METHODS if llmcad or method != LLMCAD]
     files = sorted(target.glob("*.safetensors"))
     weight_bytes = sum(file.stat().st_size for file in files)
     budget_tokens = PROMPT_TOKENS + new_tokens + 1 + max(setting["tree_nodes"] for setting in SETTINGS.values())
@@ -92,7 +96,7 @@ def main(
     with ExitStack() as stack:
         # 1. Start a process for each method. accelerate's needs the plan of the first one.
         workers: dict[str, Worker] = {}
-        for method in METHODS:
+        for method in methods:
             layers = workers[STREAMED].plan["streamed_layers"] if method == ACCELERATE else ()
             workers[method] = stack.enter_context(Worker(spec(method=method, streamed_layers=layers), read_rate))
 
@@ -103,7 +107,7 @@ def main(
 
         for worker in workers.values():
             worker.ask(texts[0], WARM_UP_TOKENS)
-        answers = in_turns(METHODS, prompts, rounds, answer)
+        answers = in_turns(methods, prompts, rounds, answer)
     # 3. The table has what each process read and might hold, too.
     rows = rows_of(answers, ACCELERATE, STREAMED)
     for row in rows:
@@ -203,6 +207,9 @@ def streamed_decoder(spec: Spec) -> tuple[Callable[[torch.Tensor, int], Passes],
     if spec.method in SETTINGS:
         drafter = load_drafter(spec.drafter, target, **SETTINGS[spec.method])
         target.choose_linears(*trained_parts(drafter))
+    if spec.method == LLMCAD:
+        rule = paper_rules.ConfidenceRule(drafter.drafting.max_nodes)
+        drafter.drafting.rule = lambda batch: rule
 
     def decode(prompt: torch.Tensor, num_tokens: int) -> Passes:
         steps = generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=num_tokens)

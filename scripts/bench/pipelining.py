@@ -2,6 +2,7 @@
 
     make pipeline                      # trains the drafter and grows the target, once
     python scripts/bench/pipelining.py
+    python scripts/bench/pipelining.py --pipeinfer 2
 
 Each stage is a process of its own on this machine, so all of them share its cores: the table shows
 what the processes do together, and not what machines of their own gain. Processor seconds are those
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from paper_rules import PaperSpeculation
 from report import finish
 from turns import Answer, held_out_prompts, in_turns, rows_of, timed
 
@@ -32,7 +34,7 @@ from outrider.models.drafters.streaming_merge import streaming_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-PLAIN, PIPELINED = "plain", "pipelined"
+PLAIN, PIPELINED, PIPEINFER = "plain", "pipelined", "pipelined by PipeInfer's rule"
 CHAINS = (4, 8)
 """Draft tokens in each step of the rows that wait for the stages."""
 MOST_PROMPT_TOKENS = 128
@@ -46,6 +48,7 @@ def main(
     prompts: int = 4,
     new_tokens: int = 48,
     rounds: int = 2,
+    pipeinfer: Annotated[int | None, typer.Option(min=1, help="measure PipeInfer's rule, too, with runs of this size")] = None,
     threads: Annotated[int, typer.Option(help="threads of each process")] = 1,
     output: Path = Path("outputs/bench/pipelining.json"),
 ) -> None:
@@ -61,6 +64,9 @@ def main(
             methods[f"synchronous, {length} draft tokens"] = partial(generate, staged, chain)
         streaming = streaming_drafter(load_drafter(drafter, staged))
         methods[PIPELINED] = partial(generate_pipelined, staged, streaming, speculation=ExpectedSpeculation())
+        if pipeinfer:
+            chains = PaperSpeculation(micro_batch=pipeinfer)
+            methods[PIPEINFER] = partial(generate_pipelined, staged, streaming, speculation=chains)
         texts = [torch.tensor([ids]) for ids in held_out_prompts(staged.tokenizer, prompts, MOST_PROMPT_TOKENS)]
 
         def answer(method: str, prompt: int, num_tokens: int = new_tokens) -> Answer:

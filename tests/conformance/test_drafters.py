@@ -46,7 +46,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 4, "width": 3, "tree_nodes": 8},
     "block-lattice": {"kind": "block", "block": 4, "correction": "markov", "rank": 8, "tree_nodes": 8},
     "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "train_head": True, "width": 3, "tree_nodes": 8},
-    "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
@@ -79,7 +78,7 @@ PARTS = ("suffix", "recycling")
 DRAWN_TREES: dict[str, str] = {"draft_model_drawn": "draft_model", "eagle_drawn": "eagle", "eagle3_drawn": "eagle3"}
 """The row of OPTIONS that drafts each drawn tree."""
 DRAWN = {"top_k": 2, "tree_nodes": 8, "temperature": 1.0}
-GROWING = {"draft_confidence", "draft_expected"}
+GROWING = {"draft_expected"}
 """Rows whose trees grow: they depend on earlier steps and on measured seconds."""
 VARIANTS = {
     "block-lattice",

@@ -87,14 +87,13 @@ MERGES = {"fixed": "suffix+recycling", "expected": "prompt_lookup+suffix+recycli
 ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
     "itself": ("", {"tree_nodes": 8}),
     "itself and suffix": ("+suffix", {"tree_nodes": 8}),
-    "itself growing by gain": ("", {"tree_nodes": 12, "pace": "expected"}),
-    "itself growing by confidence": ("", {"tree_nodes": 12, "pace": "confidence"}),
+    "itself growing": ("", {"tree_nodes": 12, "pace": "expected"}),
 }
 """The target in memory drafts for itself: nearly all of its tokens are accepted."""
 DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *DRAFTER_KINDS, DRAWN]
 """Drafters of each kind and of each use of the target; variants of a kind use it in the same way."""
 QUICK_DRAFTERS = ["recycling", "itself"]
-CLOCKED = {"expected", "itself growing by gain", "itself growing by confidence"}
+CLOCKED = {"expected", "itself growing"}
 """Their trees depend on measured seconds."""
 WITH_HEAD = {"block", "medusa", "eagle", "eagle3"}
 """Drafters that use the target's head outside passes."""
@@ -208,8 +207,7 @@ def test_a_streamed_target_decodes_the_text_of_the_target_in_memory(pair, archit
     assert stats.restarts == 0, "a pass broke off"
 
 
-@pytest.mark.parametrize("kind", ["itself growing by gain", "itself growing by confidence"])
-def test_drafting_while_a_pass_waits_changes_no_text(pair, kind, monkeypatch):
+def test_drafting_while_a_pass_waits_changes_no_text(pair, monkeypatch):
     both, read = pair("qwen3", "bf16 kept"), WeightFiles.read
 
     def slowly(*args: Any) -> None:
@@ -218,7 +216,7 @@ def test_drafting_while_a_pass_waits_changes_no_text(pair, kind, monkeypatch):
 
     monkeypatch.setattr(WeightFiles, "read", slowly)
     before = stream_of(both.streamed).stats
-    drafter = both.drafter(kind, both.streamed)
+    drafter = both.drafter("itself growing", both.streamed)
     drafter.drafting.clock = lambda: 0.0  # on a loaded machine a draft pass may take longer than the wait
     expected, _ = answers(both.memory, NullDrafter(), PROMPTS[:1], "greedy")
     actual, num_accepted = answers(both.streamed, drafter, PROMPTS[:1], "greedy")

@@ -119,13 +119,14 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(script, tiny_targe
         monkeypatch.setenv(name, "")  # the bench sets them for its processes; the test's end removes them
     drafter, output = save_draft_model(tiny_target_dir, tmp_path / "drafter"), tmp_path / "pipelining.json"
     sizes = {"prompts": 2, "new_tokens": 12, "rounds": 1, "threads": 1}
-    script("pipelining").main(tiny_target_dir, str(drafter), "1,1", **sizes, output=output)
+    script("pipelining").main(tiny_target_dir, str(drafter), "1,1", **sizes, pipeinfer=2, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert [row["method"] for row in rows] == [
         "plain",
         "synchronous, 4 draft tokens",
         "synchronous, 8 draft tokens",
         "pipelined",
+        "pipelined by PipeInfer's rule",
     ]
     assert all(row["identical"] == row["answers"] == 2 for row in rows)
 
@@ -136,7 +137,7 @@ def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(script, tin
     target = save_tiny_target(tmp_path / "target", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)
     drafter, output = save_draft_model(target, tmp_path / "drafter"), tmp_path / "offload.json"
     sizes = {"prompts": 1, "new_tokens": 8, "plain_tokens": 8, "rounds": 1, "threads": 1}
-    script("offload").main(target, drafter, "float32", 0.6, None, **sizes, output=output)
+    script("offload").main(target, drafter, "float32", 0.6, None, **sizes, llmcad=True, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert {row["method"] for row in rows} == set(script("offload").METHODS)
     assert all(row["identical"] == row["answers"] == 1 for row in rows)

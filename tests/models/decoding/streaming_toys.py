@@ -11,7 +11,7 @@ from typing import Any
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.sampling import RowSeeds, Sampling
-from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation, Speculation
+from outrider.models.decoding.speculation import ExpectedSpeculation, Speculation
 from outrider.models.decoding.types import NO_NODE, Prompts, TargetOutput
 from outrider.models.decoding.window import DraftRun, Window
 
@@ -90,7 +90,6 @@ class RandomSpeculation:
 
     seed: int
     max_nodes: int = 64
-    max_runs: int | None = None
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -129,8 +128,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 POLICIES: tuple[Callable[[int], Speculation], ...] = (
     RandomSpeculation,
-    lambda seed: PaperSpeculation(micro_batch=1 + seed % 4, cutoff=0.1),
-    lambda seed: PaperSpeculation(micro_batch=2, recovery=0.1, decay=0.05, max_runs=1 + seed % 9, max_nodes=5),
+    lambda seed: RandomSpeculation(seed, max_nodes=5),
+    lambda seed: ExpectedSpeculation(micro_batch=1 + seed % 4, max_nodes=5),
     lambda seed: ExpectedSpeculation(),
 )
 NUM_TOKENS = 24

@@ -15,7 +15,7 @@ from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSam
 from outrider.models.decoding.loop import NullDrafter, generate
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.sampling import RowSeeds, Sampling
-from outrider.models.decoding.speculation import ExpectedSpeculation, PaperSpeculation
+from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step, TargetOutput
 from outrider.models.decoding.window import DraftRun, Keep, Known, PassAnswer, Window
@@ -57,6 +57,7 @@ def expected(schedule: Schedule) -> list[int]:
 def decode(schedule: Schedule, target_class: type[ToyTarget] = ToyTarget) -> tuple[list[Step], ToyTarget]:
     seed = schedule.seed
     target = target_class(schedule.num_stages, seed, FAULTS[seed // 7 % len(FAULTS)])
+    target.max_runs = 1 + seed // 3 % (2 * target.max_runs)
     drafter = DialledDrafter(text_of(schedule), seed=seed, **DRAFTERS[schedule.drafter])
     steps = generate_pipelined(
         target,
@@ -88,7 +89,7 @@ def check(count: int) -> None:
         num_accepted += sum(step.num_accepted[0] for step in steps)
     assert visited >= count
     # The schedules have what they are about, and the texts differ.
-    assert len({text_of(schedule) for schedule in schedules(count)}) > count / 2
+    assert len({text_of(schedule) for schedule in schedules(count)}) > min(count / 2, 100)
     assert num_moves > 10 * count
     assert num_skipped > count
     assert num_adopted > count / 3
@@ -364,7 +365,7 @@ def test_an_answer_that_waits_is_taken_before_more_is_drafted():
     for seed in range(10):
         target = ToyTarget(2, seed)
         drafter = Checks(plain(PROMPT, 2), acceptance=0.8)
-        run(target, drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=PaperSpeculation(micro_batch=1))
+        run(target, drafter, PROMPT, max_new_tokens=NUM_TOKENS, speculation=ExpectedSpeculation(micro_batch=1))
     assert num_grown > 50
 
 
@@ -372,18 +373,18 @@ def test_the_runs_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Scheduler, "move_some", lambda _: None)  # stages move only when the head waits
     target, most = ToyTarget(3, 0), 0
 
-    class Counts(PaperSpeculation):
+    class Counts(ExpectedSpeculation):
         def choose(self, window: Window, *args: Any, **kwargs: Any) -> Sequence[int] | None:
             nonlocal most
             nodes = super().choose(window, *args, **kwargs)
             most = max(most, len(window.runs) + bool(nodes))
-            assert len(window) + len(nodes) <= self.max_nodes
+            assert len(window) + len(nodes or ()) <= self.max_nodes
             return nodes
 
     run(target, oracle(), PROMPT, max_new_tokens=NUM_TOKENS, speculation=Counts(micro_batch=1))
     assert most == target.max_runs
-    most = 0
-    run(target, oracle(), PROMPT, max_new_tokens=NUM_TOKENS, speculation=Counts(micro_batch=2, max_runs=3))
+    target.max_runs, most = 3, 0
+    run(target, oracle(), PROMPT, max_new_tokens=NUM_TOKENS, speculation=Counts(micro_batch=2))
     assert most == 3
     run(target, oracle(), PROMPT, max_new_tokens=NUM_TOKENS, speculation=Counts(micro_batch=2, max_nodes=3))
 
@@ -412,8 +413,6 @@ def test_rules_that_choose_by_the_clock_are_refused(rule: Any, generator: Any):
 
 
 def test_a_micro_batch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="micro_batch is 0"):
-        PaperSpeculation(micro_batch=0)
     with pytest.raises(ValueError, match="micro_batch is 0"):
         ExpectedSpeculation(micro_batch=0)
 

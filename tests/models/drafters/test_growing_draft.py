@@ -9,7 +9,7 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
-from outrider.models.decoding.growth import ConfidenceRule, ExpectedRule
+from outrider.models.decoding.growth import ExpectedRule
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
@@ -29,7 +29,6 @@ PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 ONE, ALL = PROMPTS[:1], PROMPTS
 NOTHING = TargetOutput(logits=torch.zeros(1, 1, 1), hidden_states=torch.zeros(1, 1, 1))
 """An output that a draft model doesn't read."""
-PACES = ("confidence", "expected")
 
 
 class Steady:
@@ -65,10 +64,8 @@ def num_read(tree: GrowingTree) -> int:
     return sum(entry != UNREAD for entry in tree.entries)
 
 
-def growing(
-    reader: HFTarget, rule: Any = None, pace: str = "expected", *, calibrated: bool = True, **options: Any
-) -> DraftModel:
-    drafter = DraftModel(DraftModelConfig(pace=pace, **{"tree_nodes": 12} | options), reader)
+def growing(reader: HFTarget, rule: Any = None, *, calibrated: bool = True, **options: Any) -> DraftModel:
+    drafter = DraftModel(DraftModelConfig(pace="expected", **{"tree_nodes": 12} | options), reader)
     if rule is not None:
         drafter.drafting.rule = lambda batch: rule
     if not calibrated:
@@ -127,15 +124,15 @@ def accepted_of(steps: list[Any]) -> int:
 # --- answers
 
 
-@pytest.mark.parametrize("pace", PACES)
-def test_answers_of_waiting_passes_are_those_of_plain_decoding(target, twin, waits, pace):
+@pytest.mark.parametrize("rule", [None, Steady()], ids=["expected", "steady"])
+def test_answers_of_waiting_passes_are_those_of_plain_decoding(target, twin, waits, rule):
     rows = ALL
     plain, _ = decode(target, NullDrafter(), rows, num_new=16)
     sampling = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95))
     seeds = RowSeeds(range(len(rows)))
     sampled, _ = decode(target, NullDrafter(), rows, sampling, num_new=16, generator=seeds)
     waits(5)
-    drafter = growing(twin, pace=pace, tree_nodes=8)
+    drafter = growing(twin, rule, tree_nodes=8)
     assert decode(target, drafter, rows, num_new=16)[0] == plain
     assert decode(target, drafter, rows, sampling, num_new=16, generator=seeds)[0] == sampled
 
@@ -572,12 +569,11 @@ def test_each_choice_of_the_target_teaches_once(target, twin, waits, monkeypatch
 # --- the rules
 
 
-def test_each_pace_has_its_rule_and_batches_have_their_own(twin):
-    expected, confidence = growing(twin).drafting, growing(twin, pace="confidence").drafting
-    assert isinstance(expected.rule(1), ExpectedRule)
-    assert isinstance(confidence.rule(1), ConfidenceRule)
-    assert expected.rule(3) is expected.rule(4)
-    assert expected.rule(1) is not expected.rule(2)
+def test_batches_of_about_one_size_share_a_rule(twin):
+    search = growing(twin).drafting
+    assert isinstance(search.rule(1), ExpectedRule)
+    assert search.rule(3) is search.rule(4)
+    assert search.rule(1) is not search.rule(2)
 
 
 def test_the_rule_learns_the_nodes_that_were_sent_and_accepted(target, twin):
@@ -620,17 +616,15 @@ def test_damaged_weights_are_an_error(target, twin):
 
 @torch.inference_mode()
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pace", "tree_nodes"), [("steady", 1), *(pytest.param(pace, 2, marks=pytest.mark.long) for pace in PACES)]
-)
-def test_all_outcomes_of_steps_with_a_re_rooted_tree_sum_to_the_targets_distribution(target, pace, tree_nodes, kept):
+@pytest.mark.parametrize(("rule", "tree_nodes"), [("steady", 1), pytest.param("expected", 2, marks=pytest.mark.long)])
+def test_all_outcomes_of_steps_with_a_re_rooted_tree_sum_to_the_targets_distribution(target, rule, tree_nodes, kept):
     """Whole texts, with every outcome of every draw, a clock that jumps, and passes that wait."""
     large, small = make_tiny(target, seed=0), make_tiny(target, seed=1)
     length = 3
-    rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
+    acceptance = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
     actual, num_outcomes, accepted = torch.zeros(VOCAB**length, dtype=torch.float64), 0, set()
-    steady = Steady(num_reads=4, width=2, num_nodes=tree_nodes) if pace == "steady" else None
-    drafter = growing(small, steady, pace="expected" if steady else pace, tree_nodes=tree_nodes)
+    steady = Steady(num_reads=4, width=2, num_nodes=tree_nodes) if rule == "steady" else None
+    drafter = growing(small, steady, tree_nodes=tree_nodes)
     script: list[int] | None = []
     while script is not None:
         # The clock and what the drafter learns begin anew, so that equal draws have equal trees.
@@ -642,7 +636,7 @@ def test_all_outcomes_of_steps_with_a_re_rooted_tree_sum_to_the_targets_distribu
         emitted: list[int] = []
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(large, "verify", waiting(large.verify, time_and_waits))
-            steps = generate(large, drafter, rule, [torch.tensor(PROMPT)], max_new_tokens=length, generator=chance)
+            steps = generate(large, drafter, acceptance, [torch.tensor(PROMPT)], max_new_tokens=length, generator=chance)
             for step in steps:
                 accepted |= set(step.num_accepted)
                 emitted += step.tokens[0]

@@ -23,7 +23,7 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.reading import in_batch, read_acceptance
-from outrider.models.decoding.speculation import PaperSpeculation
+from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
@@ -243,7 +243,7 @@ def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, mon
 def test_what_the_synchronous_drafter_has_learned_is_used(target, twin):
     model = draft_model(twin, pace="expected")
     assert streaming_drafter(model).search.calibration is model.drafting.calibration
-    assert streaming_drafter(draft_model(twin)).search.pace == "expected"
+    assert streaming_drafter(draft_model(twin)).drafter.config.pace == "expected"
 
 
 # --- ReDrafter and training-free drafters: functions of the text
@@ -490,8 +490,8 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
         ids = [torch.tensor(prompt)]
         plain = list(generate(target, NullDrafter(), RULES[rule], ids, max_new_tokens=num_new, **seeds))
-        chains = PaperSpeculation(micro_batch=2, cutoff=0.0)  # its runs don't depend on the clock
-        steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=chains, **seeds))
+        policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
+        steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=policy, **seeds))
         assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
     if kind != "redrafter":  # untrained, so unsure
         assert (late.num_late > 0) == (kind != "null"), "several runs were under way"

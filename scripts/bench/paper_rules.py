@@ -1,0 +1,171 @@
+"""Rules of papers, as baselines for the library's: when to verify (LLMCad), and what to send (PipeInfer).
+
+offload.py and pipelining.py run them. They see probabilities only, so the tokens are those of plain
+decoding, as with the library's rules.
+"""
+
+from collections.abc import Sequence
+
+from outrider.models.decoding.growing_tree import GrowingTree
+from outrider.models.decoding.growth import LEAST_PROB
+from outrider.models.decoding.speculation import MAX_NODES
+from outrider.models.decoding.types import NO_NODE
+from outrider.models.decoding.window import DraftRun, Window
+
+BRANCH_THRESHOLD = 0.3
+"""A token starts a branch of its own if the draft model gives it more than this (section 3.1)."""
+FIRST_CONFIDENCE = 0.01
+"""The threshold alpha of the first step (section 3.3)."""
+FALLING = 0.5
+"""Factor of alpha after a step without errors: the confidence of 3 to 5 tokens (section 3.3)."""
+
+
+class ConfidenceRule:
+    """LLMCad's rule: verify when the surest branch is less likely than a threshold, alpha.
+
+    See arXiv 2309.04255, sections 3.2 and 3.3. Each draft pass reads one node, that of the branch
+    that is owed most. Alpha rises after errors and falls after none. The rule is blind to costs.
+    `max_nodes` bounds the tree, for which the paper has no bound. The methods are those of
+    `ExpectedRule`.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes, self.alpha = max_nodes, FIRST_CONFIDENCE
+
+    def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
+        return [self._reads(tree, self.alpha) for tree in trees]
+
+    def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
+        return self._reads(tree, LEAST_PROB)
+
+    def _reads(self, tree: GrowingTree, least: float) -> list[int]:
+        if not len(tree):
+            return [NO_NODE]
+        nodes = branch_nodes(tree)
+        ends = branch_ends(tree, nodes)
+        # Tree-cumulative confidence T_c: that of the surest branch.
+        if len(nodes) >= self.max_nodes or max(tree.probs[end] for end in ends) < least:
+            return []
+        return [owed_most(tree, ends, len(nodes))]
+
+    def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
+        return [branch_nodes(tree)[: self.max_nodes] for tree in trees]
+
+    def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
+        """Learn nothing: the rule doesn't know costs."""
+
+    def add_step(
+        self,
+        trees: Sequence[GrowingTree],
+        sent: Sequence[Sequence[int]],
+        accepted: Sequence[Sequence[int]],
+        draft_seconds: float,
+        pass_seconds: float,
+    ) -> None:
+        for tree, nodes, path in zip(trees, sent, accepted, strict=True):
+            if nodes:
+                # The best matching branch is the surest one of those that follow the accepted path.
+                ends = branch_ends(tree, nodes)
+                last = path[-1] if path else NO_NODE
+                best = max((end for end in ends if is_above(tree, last, end)), key=tree.probs.__getitem__)
+                confidence = max(tree.probs[end] for end in ends)
+                self.alpha = next_alpha(self.alpha, confidence, len(path), tree.depths[best])
+
+
+def next_alpha(alpha: float, confidence: float, num_correct: int, num_all: int) -> float:
+    """Return the threshold after a step: formula (3), and at most 1.
+
+    `confidence` is that of the surest branch; the numbers are tokens of the best matching branch.
+    """
+    if num_correct == num_all:
+        return FALLING * alpha
+    # A confidence may be too small for a float.
+    factor = confidence ** ((num_all - num_correct) / num_all)
+    return min(alpha / factor, 1.0) if factor > 0.0 else 1.0
+
+
+def branch_nodes(tree: GrowingTree) -> list[int]:
+    """Return the nodes of all branches, in ascending order.
+
+    Of a node's children the likeliest extends the branch, and others above the threshold start one.
+    """
+    nodes, ends = [], [NO_NODE]
+    while ends:
+        children = tree.children(ends.pop())
+        best = max(children, key=tree.probs.__getitem__, default=NO_NODE)
+        kept = [node for node in children if node == best or tree.estimates[node] > BRANCH_THRESHOLD]
+        nodes += kept
+        ends += kept
+    return sorted(nodes)
+
+
+def branch_ends(tree: GrowingTree, nodes: Sequence[int]) -> list[int]:
+    """Return those of the nodes that have no child among them."""
+    inner = {tree.parents[node] for node in nodes}
+    return [node for node in nodes if node not in inner]
+
+
+def is_above(tree: GrowingTree, node: int, end: int) -> bool:
+    """Return whether a path from the root (NO_NODE) to `end` goes through a node."""
+    while end > node:
+        end = tree.parents[end]
+    return end == node
+
+
+def owed_most(tree: GrowingTree, ends: Sequence[int], num_tokens: int) -> int:
+    """Return the end of the branch that is owed most tokens: the arg-max of formula (1).
+
+    A branch's fair share of all `num_tokens` is in proportion to its cumulative confidence, the
+    product of the probabilities of its tokens.
+    """
+    total = sum(tree.probs[end] for end in ends)
+    share = num_tokens / total if total > 0.0 else 0.0
+    return max(ends, key=lambda end: share * tree.probs[end] - tree.depths[end])
+
+
+class PaperSpeculation:
+    """PipeInfer's rule: chains of likely tokens, cut off by a threshold.
+
+    See arXiv 2407.11798, section IV-B. A run takes the next `micro_batch` tokens of the likeliest
+    chain, and ends before a token that the drafter gives less than the cutoff. The cutoff rises by
+    `recovery` with each run since the last acceptance, and falls by `decay` with each attempt in
+    vain. The default numbers are those of the authors' code.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batch: int = 4,
+        cutoff: float = 0.5,
+        recovery: float = 0.0,
+        decay: float = 0.0,
+    ) -> None:
+        self.micro_batch, self.cutoff, self.recovery, self.decay = micro_batch, cutoff, recovery, decay
+        self.max_nodes = MAX_NODES
+        self._num_runs = self._num_vain = 0
+
+    def choose(self, window: Window, drafts: GrowingTree, *, max_depth: int, has_more: bool) -> Sequence[int] | None:
+        cutoff = self.cutoff + self.recovery * self._num_runs - self.decay * self._num_vain
+        # 1. Walk down the likeliest chain, past the nodes that were sent.
+        size = min(self.micro_batch, self.max_nodes - len(window))
+        sent, above = window.sent(drafts), NO_NODE
+        nodes: list[int] = []
+        while len(nodes) < size and (children := drafts.children(above)):
+            above = max(children, key=drafts.probs.__getitem__)
+            if drafts.depths[above] > max_depth or (above not in sent and drafts.estimates[above] < cutoff):
+                break
+            if above not in sent:
+                nodes.append(above)
+        else:
+            # 2. The chain isn't drafted to its end yet: wait for a full run.
+            if len(nodes) < size and has_more:
+                return ()
+        self._num_vain += not nodes
+        return nodes
+
+    def add_run(self, run: DraftRun) -> None:
+        self._num_runs += 1
+
+    def add_answer(self, number: int, num_tokens: int) -> None:
+        if num_tokens:
+            self._num_runs = self._num_vain = 0
