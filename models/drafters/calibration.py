@@ -26,6 +26,8 @@ AGREEMENT_WEIGHT = 8.0
 """How many observations the estimate from the single sources counts for, where several sources propose."""
 MAX_TOTAL = 120.0
 """Cells with more observations are halved, so that the recent text counts most."""
+MAX_PRIOR = 30.0
+"""Most observations of earlier texts that a cell counts for, so that a text can correct it."""
 
 SCORE_BOUNDS = (
     *(1e-5, 1e-4, 4e-4, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.05, 0.08, 0.12),
@@ -58,6 +60,11 @@ def source_key(source: int, depth: int) -> int:
 def agreement_key(proposed_by: int, present: int, estimate: float) -> int:
     """Return the key of a cell of the second table. The sources are bitmasks."""
     return AGREEMENTS + ((proposed_by << MAX_SOURCES) + present) * BINS_PER_DEPTH + bisect(BIN_BOUNDS, estimate)
+
+
+def start_of_text(counts: OutcomeCounts) -> OutcomeCounts:
+    """Return the counts that a text starts from: those of earlier texts, of limited weight."""
+    return {key: (hits, total) if total <= MAX_PRIOR else (hits * MAX_PRIOR / total, MAX_PRIOR) for key, (hits, total) in counts.items()}
 
 
 def teach(counts: OutcomeCounts, keys: Sequence[int], was_hit: bool) -> None:

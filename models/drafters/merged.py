@@ -30,7 +30,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
-from .calibration import MAX_SOURCES, OutcomeCounts
+from .calibration import MAX_SOURCES, OutcomeCounts, start_of_text
 from .candidates import tree_of
 from .merging import MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
@@ -64,6 +64,8 @@ class MergedState:
     """The states of the sources, and what each row's text has followed."""
 
     sources: tuple[Any, ...]
+    counts: tuple[OutcomeCounts, ...]
+    """The calibration of each row's text."""
     walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that each row's text has followed so far, up to its last accepted token."""
     num_accepted: tuple[int, ...]
@@ -77,6 +79,7 @@ class MergedDraft:
     """What `advance` needs of a proposal."""
 
     drafted: tuple[Any, ...]
+    counts: tuple[OutcomeCounts, ...]
     walks: tuple[tuple[MergeWalk, ...], ...]
     """The proposals that the text has followed up to its last token, this one included."""
     expected: float
@@ -165,6 +168,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
                 for index, source in enumerate(self._sources)
             ),
+            counts=tuple(start_of_text(self.counts) for _ in range(batch)),
             walks=((),) * batch,
             num_accepted=(0,) * batch,
         )
@@ -175,7 +179,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         # 1. Learn from the tokens that the target chose after the last trees.
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         started = self.clock()
-        walks = [follow(self.counts, row, token) for row, token in zip(state.walks, last_tokens, strict=True)]
+        walks = self._followed(state.walks, [[token] for token in last_tokens], state.counts)
         draft = Draft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
         # 2. Ask the sources, merge their candidates, and choose the number of nodes.
         if self.config.pace == "fixed":
@@ -189,6 +193,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         drafted_at = self.clock()
         return self._tree(rows, num_nodes, last_token.device), MergedDraft(
             drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
+            counts=state.counts,
             walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
             expected=expected[min(num_nodes, len(expected) - 1)],
             draft_seconds=drafted_at - started,
@@ -208,7 +213,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             for index, source in enumerate(self._sources)
         )
         # 2. Learn which tokens were accepted. The token after the last one comes with `propose`.
-        walks = [self._followed(row, tokens) for row, tokens in zip(drafted.walks, accepted.tokens, strict=True)]
+        walks = self._followed(drafted.walks, accepted.tokens, drafted.counts)
         # 3. Learn what the step took.
         num_accepted = accepted.num_accepted.host
         if self.config.pace == "expected":
@@ -216,11 +221,12 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             seconds = self.clock() - drafted.drafted_at
             pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
-        return MergedState(sources=states, walks=tuple(walks), num_accepted=num_accepted, last_tokens=accepted.next_tokens)
+        return MergedState(sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens)
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
+            counts=tuple(state.counts[row] for row in rows),
             walks=tuple(state.walks[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
@@ -301,13 +307,21 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def _merged(self, draft: Draft, floors: Sequence[float] | None = None) -> tuple[MergedRow, ...]:
         """Merge the candidates so far, row by row."""
-        return tuple(grow(proposals, self.counts, self.max_nodes, floors) for proposals in draft.proposals)
+        return tuple(
+            grow(proposals, counts, self.max_nodes, floors)
+            for proposals, counts in zip(draft.proposals, draft.state.counts, strict=True)
+        )
 
-    def _followed(self, walks: tuple[MergeWalk, ...], tokens: Sequence[int]) -> tuple[MergeWalk, ...]:
-        """Return a row's proposals after these tokens of its text, and learn from them."""
-        for token in tokens:
-            walks = follow(self.counts, walks, token)
-        return walks
+    def _followed(
+        self, walks: Sequence[tuple[MergeWalk, ...]], tokens: Sequence[Sequence[int]], counts: Sequence[OutcomeCounts]
+    ) -> tuple[tuple[MergeWalk, ...], ...]:
+        """Return each row's proposals after these tokens of its text, and learn from them."""
+        followed = []
+        for row_walks, row_tokens, row_counts in zip(walks, tokens, counts, strict=True):
+            for token in row_tokens:
+                row_walks = follow(row_walks, token, row_counts, self.counts)
+            followed.append(row_walks)
+        return tuple(followed)
 
     def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
         """Return the tree of the likeliest nodes of each row, with their sources."""

@@ -187,8 +187,8 @@ MergeWalk = tuple[MergedRow, int]
 """A proposal, and the node that the text has reached in it; NO_NODE at its root."""
 
 
-def follow(counts: OutcomeCounts, walks: Sequence[MergeWalk], token: int) -> tuple[MergeWalk, ...]:
-    """Learn from the token that the target chose, and return the proposals that it follows.
+def follow(walks: Sequence[MergeWalk], token: int, *counts: OutcomeCounts) -> tuple[MergeWalk, ...]:
+    """Teach the counts the token that the target chose, and return the proposals that it follows.
 
     Nodes that weren't verified teach as well: whether a proposal was right shows in the text. Else
     estimates that were too low by chance would never be corrected.
@@ -196,7 +196,8 @@ def follow(counts: OutcomeCounts, walks: Sequence[MergeWalk], token: int) -> tup
     kept = []
     for row, entry in walks:
         for child in row.children.get(entry, ()):
-            teach(counts, child.keys, child.token == token)
+            for taught in counts:
+                teach(taught, child.keys, child.token == token)
         node = row.child(entry, token)
         if node is not None:
             kept.append((row, node))

@@ -29,7 +29,7 @@ from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.tree import accepted_path, chain_tree
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from .block import Block
-from .calibration import BIN_BOUNDS, OutcomeCounts
+from .calibration import BIN_BOUNDS, OutcomeCounts, start_of_text
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
@@ -65,6 +65,7 @@ class MergedGrowth:
     """The states of the training-free sources, by the source's index."""
     models: dict[int, Any]
     """The states of the models."""
+    counts: OutcomeCounts
     walks: tuple[MergeWalk, ...] = ()
     """Former trees that the text has followed so far."""
     roots: list[Proposals] = field(default_factory=list)
@@ -87,7 +88,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         room = {"max_new_tokens": max_new_tokens}
         free = {index: source.init_state(prompts, prefill, **room) for index, source in self.free.items()}
         models = {index: model.begin(prompts, prefill, last_token, **room) for index, model in self.models.items()}
-        return self._rooted(MergedGrowth(last_token=last_token, free=free, models=models))
+        return self._rooted(MergedGrowth(last_token=last_token, free=free, models=models, counts=start_of_text(self.counts)))
 
     def tree(self, state: MergedGrowth) -> GrowingTree:
         return state.tree
@@ -106,7 +107,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         # 1. Learn which tokens the target has chosen.
         walks = (*state.walks[1 - MAX_WALKS :], (state.row, NO_NODE))
         for token in tokens:
-            walks = follow(self.counts, walks, token)
+            walks = follow(walks, token, state.counts, self.counts)
         # 2. The sources' states. Training-free ones propose anew, since they know more text.
         chain = chain_tree(torch.tensor([tokens[:-1]], dtype=torch.long, device=output.logits.device))
         accepted = accepted_path(chain, [range(len(tokens) - 1)])
@@ -116,7 +117,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         }
         models = {index: model.follow(state.models[index], tokens, output) for index, model in self.models.items()}
         # 3. What is left of the tree.
-        return self._rooted(MergedGrowth(last_token=tokens[-1], free=free, models=models, walks=walks))
+        return self._rooted(MergedGrowth(last_token=tokens[-1], free=free, models=models, counts=state.counts, walks=walks))
 
     def _rooted(self, state: MergedGrowth) -> MergedGrowth:
         """Merge what training-free sources propose below the root, and what models have read."""
@@ -131,7 +132,7 @@ class StreamingMerge(StreamingDrafter[MergedGrowth]):
         """Merge all proposals into the state's tree."""
         for index, model in self.models.items():
             _append(state.read_by[index], model.tree(state.models[index]), model.scores(state.models[index]))
-        state.row = row = grow(state.roots, self.counts, MAX_NODES, FLOORS)
+        state.row = row = grow(state.roots, state.counts, MAX_NODES, FLOORS)
         state.tree = tree = GrowingTree()
         for token, parent, prob in zip(row.tokens, row.parents, row.probs, strict=True):
             tree.add(parent, [token], [prob if parent == NO_NODE else prob / row.probs[parent]])
