@@ -16,7 +16,6 @@ from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache, extent_step
 from .beams import SearchTree
-from .calibration import Prior
 from .objective import Loss, Objective
 
 
@@ -61,11 +60,6 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         if horizon < 2:
             raise ValueError(f"distill.horizon is {horizon}; a drafter needs labels of at least 2 tokens to learn from")
 
-    @classmethod
-    def starting_weights(cls, config: Any) -> str | None:
-        """Return the digest of the initial weights, if they are another model's."""
-        return None
-
     # --- decoding: see `Drafter`
 
     @abstractmethod
@@ -79,12 +73,6 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     @abstractmethod
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
         """Return what `advance` needs in a step without drafts of this drafter."""
-
-    def use_prior(self, prior: Prior) -> None:
-        """Start the calibration of each text from these counts.
-
-        By default nothing: the trees of one drafter depend on its own scores only.
-        """
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from .base import CachedDrafter
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
 from .branches import Branches, Masks, Slots
-from .corrections import Pairwise, Recurrent, lattice_search, make_correction
+from .corrections import Markov, Recurrent, lattice_search
 from .decoder_layer import make_layer, make_rotary, rotary_options, spread_feature_layers, start_from_target
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -86,9 +86,12 @@ class Block(ReducedVocabulary, CachedDrafter):
             self.slots = nn.Parameter(torch.zeros(self.num_slots, width))
             if not config.inject:  # zeros would enter a norm, whose gradient is enormous there
                 nn.init.normal_(self.slots, std=SLOT_STD)
-        # 3. The correction, and a head if it is trained.
-        self.correction = make_correction(config, width, target.vocab_size, num_outputs)
-        if self.has_own_head:
+        # 3. The correction, and a head of a draft vocabulary.
+        is_recurrent = config.correction == "rnn"
+        self.correction: Recurrent | Markov = (
+            Recurrent(width) if is_recurrent else Markov(target.vocab_size, num_outputs, config.rank)
+        )
+        if self.config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, num_outputs, bias=False)
 
     @classmethod
@@ -99,8 +102,6 @@ class Block(ReducedVocabulary, CachedDrafter):
                 start_from_target(layer, drafter.fc, target)
             with torch.no_grad():
                 drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
-                if config.train_head and config.draft_vocab_size is None:
-                    drafter.lm_head.weight.copy_(target.head.weight)
         return drafter
 
     @classmethod
@@ -121,10 +122,6 @@ class Block(ReducedVocabulary, CachedDrafter):
                 self.lm_head.weight.copy_(self._target_parts[2].weight[self.vocabulary.tokens])
 
     # --- the network
-
-    @property
-    def has_own_head(self) -> bool:
-        return self.config.train_head or self.config.draft_vocab_size is not None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -149,7 +146,7 @@ class Block(ReducedVocabulary, CachedDrafter):
 
     def head(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch output"]:
         """Return logits without a correction, by the drafter's own head or the target's."""
-        head: nn.Linear = self.lm_head if self.has_own_head else self._target_parts[2]
+        head: nn.Linear = self.lm_head if self.config.draft_vocab_size is not None else self._target_parts[2]
         logits: torch.Tensor = head(outputs.to(head.weight.dtype))
         return logits
 
@@ -332,16 +329,14 @@ class Block(ReducedVocabulary, CachedDrafter):
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
     def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
-        cache = state.text
         features = state.features[:, : max(state.num_unread.host)]
-        hidden = draft_pass(self, cache, last_token, state.num_unread, features)
-        return self.search_slots(self.of_tokens(hidden, self.config.search_depth), last_token), cache
+        return self.search_in(state.text, last_token, state.num_unread, features), state.text
 
     def search_slots(
         self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
     ) -> SearchTree:
         """Search for the most probable paths through the slots."""
-        if not isinstance(self.correction, Pairwise):
+        if isinstance(self.correction, Recurrent):
             return beam_search(self, hidden, last_token, width=self.config.width)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)

@@ -35,7 +35,6 @@ from ..machine import is_out_of_memory
 from .base import CachedDrafter
 from .beams import SearchTree
 from .branches import Branches
-from .calibration import Prior
 from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
 from .growing_draft import GrowingSearch
 from .labels import Labels
@@ -49,7 +48,6 @@ from .small_models import (
     pretrained,
     require_common_vocabulary,
     smaller_architecture,
-    weights_digest_at,
 )
 from .vocabulary import DraftVocabulary
 
@@ -100,10 +98,6 @@ class DraftModel(CachedDrafter):
         # 4. Saved configurations contain no local path, since checkpoints are published.
         return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
 
-    @classmethod
-    def starting_weights(cls, config: DraftModelConfig) -> str | None:
-        return None if config.path is None or config.architecture is not None else weights_digest_at(config.path)
-
     @property
     def context_length(self) -> int:
         return self.reader.context_length
@@ -113,9 +107,6 @@ class DraftModel(CachedDrafter):
         return self.drafting.max_nodes
 
     # --- decoding
-
-    def use_prior(self, prior: Prior) -> None:
-        self.drafting.use_prior(prior)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         """Prefill the prompts, then drop their last tokens from the cache."""
@@ -217,7 +208,7 @@ class DraftModel(CachedDrafter):
         # 2. Read texts and branches.
         states, _ = self.reader.read_texts(
             input_ids=torch.cat([batch.input_ids, previous.flatten(1)], dim=1),
-            attention_mask=self._masks(branches.whole_mask(num_depths, with_own_column=True), positions),
+            attention_mask=self._masks(branches.whole_mask(num_depths), positions),
             position_ids=positions,
         )
         # 3. Score the branches' outputs.

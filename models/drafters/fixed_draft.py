@@ -13,7 +13,6 @@ from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, append
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, take
-from .calibration import Prior
 from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .options import DraftModelConfig
 from .vocabulary import DraftVocabulary
@@ -76,9 +75,6 @@ class FixedSearch:
         """Children of each node of a drawn tree: the same number for all, and at most the tree."""
         num_children = min(self.config.top_k, self.reader.vocab_size)
         return num_children if self.config.tree_nodes is None else min(num_children, self.config.tree_nodes)
-
-    def use_prior(self, prior: Prior) -> None:
-        """Do nothing: the tree's size doesn't depend on how likely its nodes are."""
 
     def begin(self, text: TreeCache, last_tokens: Int[torch.Tensor, " batch"]) -> DraftTextState:
         """Return the state of texts whose last tokens aren't in the cache."""

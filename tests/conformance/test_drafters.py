@@ -45,7 +45,7 @@ from ..host_reads import HostReads, ScalarReads
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 4, "width": 3, "tree_nodes": 8},
     "block-lattice": {"kind": "block", "block": 4, "correction": "markov", "rank": 8, "tree_nodes": 8},
-    "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "train_head": True, "width": 3, "tree_nodes": 8},
+    "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "width": 3, "tree_nodes": 8},
     "draft_confidence": {"kind": "draft_model", "num_layers": 1, "pace": "confidence", "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},

@@ -22,6 +22,8 @@ from ...llm.memory_plan import GIB
 from ...machine import device_name
 from ..base import TrainableDrafter
 from ..calibration import read_prior
+from ..draft_model import DraftModel
+from ..growing_draft import GrowingSearch
 from ..merged import MergedDrafter
 from ..registry import kind_of, make_training_free
 from ..training_free import TrainingFreeDrafter
@@ -112,8 +114,9 @@ def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     require_fitting_target(directory, saved.target, target.identity)
     drafter = _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
     # A growing tree is calibrated as merged trees are.
-    if getattr(drafter.config, "pace", "fixed") != "fixed" and (prior := read_prior(directory, target.identity)):
-        drafter.use_prior(prior)
+    growing = drafter.drafting if isinstance(drafter, DraftModel) else None
+    if isinstance(growing, GrowingSearch) and (prior := read_prior(directory, target.identity)):
+        growing.use_prior(prior)
     return drafter
 
 

@@ -574,18 +574,12 @@ def test_a_text_starts_from_the_saved_calibration(target, twin):
     cells = [CalibrationCell(depth=1, bin=bin_index, hits=0.0, total=30.0) for bin_index in range(1, len(BIN_BOUNDS) + 1)]
     text, state = start(target, drafter)
     _, _, before = proposal(drafter, state, text)
-    drafter.use_prior(Prior(sources={"draft_model": cells, "suffix": []}, agreements=[]))
+    drafter.drafting.use_prior(Prior(sources={"draft_model": cells, "suffix": []}, agreements=[]))
     text, state = start(target, drafter)
     _, _, after = proposal(drafter, state, text)
     first = [node for node in before.trees[0].children(NO_NODE) if before.rows[0].scores[node] > 0.1]
     assert first
     assert all(after.trees[0].probs[node] < before.trees[0].probs[node] / 2 for node in first)
-
-
-def test_a_fixed_tree_ignores_a_saved_calibration(target, twin):
-    drafter = DraftModel(DraftModelConfig(length=2), twin)
-    drafter.use_prior(Prior(sources={"draft_model": []}, agreements=[]))
-    assert decode(target, drafter, ONE)[0] == decode(target, NullDrafter(), ONE)[0]
 
 
 # --- the rules

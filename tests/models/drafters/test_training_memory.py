@@ -26,7 +26,6 @@ CHUNK = 8 * VOCAB
 OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter": {"exit_width": HIDDEN},
     "redrafter-reduced": {"kind": "redrafter", "exit_width": HIDDEN, "draft_vocab_size": REDUCED},
-    "redrafter-low-rank": {"kind": "redrafter", "exit_width": HIDDEN, "head_rank": 4},
     "medusa": {"num_heads": 3},
     "medusa-shared": {"kind": "medusa", "num_heads": 3, "heads": "ffn", "share_head": True},
     "eagle": {},

@@ -88,7 +88,7 @@ CACHED = {
 
 UNCACHED = {
     "redrafter": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6},
-    "redrafter, buckets": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_padding": "bucket"},
+    "redrafter, the paper's tree": {"kind": "redrafter", "beam_width": 3, "beam_length": 3},
     "medusa": {"kind": "medusa", "num_heads": 3, "tree_nodes": 6},
 }
 

@@ -24,7 +24,7 @@ from outrider.models.export.package import is_package, package_files
 @pytest.fixture
 def saved(target, tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "redrafter", "draft_vocab_size": 8, "head_rank": 4}), target)
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "draft_vocab_size": 8, "exit_width": 24}), target)
     drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     return tmp_path / "drafter"
@@ -62,7 +62,7 @@ def kill_between_renames(folder: Path) -> None:
 def test_a_drafter_is_found_after_a_kill_between_the_renames_of_its_folder(target, saved, read):
     kill_between_renames(saved)
     read(saved)
-    assert load_drafter(saved, target).config.head_rank == 4
+    assert load_drafter(saved, target).config.exit_width == 24
 
 
 @pytest.mark.parametrize(
