@@ -33,7 +33,6 @@ from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,
     completed,
-    drawn_children,
     likeliest_children,
     read_committed,
     read_prompts,
@@ -280,7 +279,7 @@ class FeatureDrafter(CachedDrafter):
         output = read_unread(self, cache, state, last_token)
         num_groups = self.config.tree_nodes // num_children
         depth = min(self.config.depth, num_groups)  # a deeper node has no room
-        tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
+        tree_of_search = search(self, cache, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
         return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache
 
     def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | FeatureState:

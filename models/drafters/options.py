@@ -104,25 +104,16 @@ class MedusaConfig:
 
 @dataclass(kw_only=True, config=OPTIONS)
 class EagleConfig(TreeOptions):
-    """Options of an EAGLE-1 or EAGLE-2 drafter: its training, and how it drafts by default."""
+    """Options of an EAGLE drafter: EAGLE-1's training, and how it drafts EAGLE-2's tree by default."""
 
     bias: bool = False
     """Whether `fc` has a bias."""
-    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
-    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
-    4). `static`: always expand the same ranks (EAGLE-1). May be changed when the drafter is loaded."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = TreeOptions.RUNTIME_FIELDS | {"tree"}
-
-    @property
-    def is_static(self) -> bool:
-        return self.tree == "static"
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -27,7 +27,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "dspark": [{**DSPARK, "num_layers": 2, "block": 3}, {**DSPARK, "feature_layers": [0, 4], "width": 2}],
     "speculators-dspark": [{**DSPARK, "draft_vocab_size": 40}, {**DSPARK, "num_layers": 2}],
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],
-    "eagle1-sglang": [{"bias": True, "top_k": 3}, {"bias": False, "tree": "static"}],
+    "eagle1-sglang": [{"bias": True, "top_k": 3}, {"bias": False, "depth": 2}],
     "eagle3": [
         {"draft_vocab_size": 40},
         {"fc_norm": True, "norm_output": True},

@@ -2,14 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.build import require_unaltered, shape_digest
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import (
     TrainingFacts,
@@ -19,6 +22,8 @@ from outrider.models.drafters.saved.folder import (
     write_training_facts,
 )
 from outrider.models.export.package import is_package, package_files
+
+from ....conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -56,6 +61,27 @@ def kill_between_renames(folder: Path) -> None:
     """Leave the folder as a process does that is killed while it replaces it."""
     folder.rename(folder.with_name(f".{folder.name}.outrider-partial"))
     folder.with_name(f".{folder.name}.outrider-old").mkdir()
+
+
+def test_options_that_are_gone_are_ignored_in_saved_drafters_unless_they_change_how_they_draft(target, saved):
+    config = read_drafter_config(saved)
+
+    def add(**former: Any) -> None:
+        options = {**config.drafter, **former}
+        digest = shape_digest(config.kind, {name: options[name] for name in options if name != "tree_padding"}, config.target)
+        write_json(saved / "config.json", asdict(replace(config, drafter=options, shape_sha256=digest)))
+
+    add(rnn=True, head_rank=None, tree_padding=None)
+    assert load_drafter(saved, target).config.exit_width == 24
+    assert parse_drafter({"start_from": str(saved)}).config.exit_width == 24
+    for name, value in {"rnn": False, "tree_padding": "full"}.items():
+        add(**{name: value})
+        with pytest.raises(ValueError, match=f"the drafter redrafter has no option {name}"):
+            load_drafter(saved, target)
+
+
+def test_the_drafter_that_ships_is_unaltered():
+    require_unaltered(REPOSITORY / "models" / "smollm2_redrafter")
 
 
 @pytest.mark.parametrize("read", [resolve_drafter, read_drafter_config, package_files, is_package])
