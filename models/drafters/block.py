@@ -102,6 +102,8 @@ class Block(ReducedVocabulary, CachedDrafter):
                 start_from_target(layer, drafter.fc, target)
             with torch.no_grad():
                 drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
+            if config.draft_vocab_size is not None:
+                drafter.start_head(drafter.lm_head, target.head)
         return drafter
 
     @classmethod
@@ -113,13 +115,6 @@ class Block(ReducedVocabulary, CachedDrafter):
                 f"drafter.{option} is {num_slots} and distill.horizon {horizon}, and labels of {horizon} tokens train only "
                 f"{horizon - 1} slots; lower {option} to that, or distil with distill.horizon of at least {num_slots + 1}"
             )
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens, and copy their rows of the target's head."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None and self.config.init == "target":
-            with torch.no_grad():
-                self.lm_head.weight.copy_(self._target_parts[2].weight[self.vocabulary.tokens])
 
     # --- the network
 

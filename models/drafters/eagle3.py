@@ -15,7 +15,7 @@ EAGLE-3.1 has two more norms, which vLLM, SGLang and speculators know by the sam
 import copy
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import nn
 
 from ...data.types import DrafterBatch
@@ -55,26 +55,17 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
             self.input_norm = copy.deepcopy(self.norm)
             self.input_norm.weight = nn.Parameter(self.norm.weight.detach().repeat(len(layers)))
         self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
-        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
-        self._target_head = (target.head,)
 
     @classmethod
     def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
         drafter = cls(config, target)
         if config.init == "target":
             start_from_target(drafter.layer, drafter.fc, target)
-            drafter._start_head(slice(None))
+            drafter.start_head(drafter.lm_head, target.head)
             with torch.no_grad():
                 drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
                 drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
         return drafter
-
-    @torch.no_grad()
-    def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
-        """Copy the target's head, once the drafted tokens are chosen (`init` is target)."""
-        rows = self._target_head[0].weight[tokens]
-        if self.config.init == "target" and len(rows) == len(self.lm_head.weight):
-            self.lm_head.weight.copy_(rows)
 
     # --- the network
 
@@ -115,12 +106,6 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         logits: torch.Tensor = self.lm_head(outputs if self.config.norm_output else self.norm(outputs))
         return logits
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens, and copy their rows of the target's head."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None:
-            self._start_head(self.vocabulary.tokens)
 
     # --- training
 

@@ -68,10 +68,7 @@ class MedusaConfig:
     """Number of heads, which is the longest path of a draft tree. Distil with a horizon of at least
     one more."""
     num_layers: PositiveInt = 1
-    """Blocks of each head."""
-    heads: Annotated[str, one_of("residual", "ffn")] = "residual"
-    """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
-    in blockwise parallel decoding (arXiv 1811.03115). Both start as the identity."""
+    """Residual blocks x + SiLU(Linear(x)) of each head, which start as the identity."""
     share_head: bool = False
     """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
     output layer that starts as a copy of the target's."""

@@ -70,7 +70,6 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         self._embed_tokens = (embed_tokens,)
         self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
         self.input = nn.Linear(hidden_size, hidden_size)  # W, b
-        self._target_head: tuple[nn.Linear, ...] = ()  # with `head_init: target`, a reference as above
         self.projection = nn.Identity() if exit_width == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_width)
         self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.num_blocks)))
         self.head = nn.Linear(exit_width, num_outputs, bias=False)
@@ -84,10 +83,9 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return drafter
 
     def _start_from(self, target_head: nn.Linear) -> None:
-        """Copy the target's head, and pass h through to it unchanged.
+        """Start with the target's head, and pass h through to it unchanged.
 
-        Of a reduced vocabulary the rows are copied when its tokens are chosen. At first the drafter
-        then tends to predict the token that the target has just chosen.
+        At first the drafter then tends to predict the token that the target has just chosen.
         """
         if self.head.in_features != target_head.in_features:
             raise ValueError(
@@ -96,19 +94,10 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
             )
         assert isinstance(self.projection, nn.Linear)
         width = target_head.in_features
-        self._target_head = (target_head,)
+        self.start_head(self.head, target_head)
         with torch.no_grad():
-            if self.vocabulary.tokens is None:
-                self.head.weight.copy_(target_head.weight)
             self.projection.weight[:, :width] = torch.eye(width)
             self.projection.bias.zero_()
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens. With `head_init: target` their rows of the target's head are copied."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None and self._target_head:
-            with torch.no_grad():
-                self.head.weight.copy_(self._target_head[0].weight[self.vocabulary.tokens])
 
     @property
     def max_nodes(self) -> int:

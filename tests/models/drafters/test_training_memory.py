@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter": {"exit_width": HIDDEN},
     "redrafter-reduced": {"kind": "redrafter", "exit_width": HIDDEN, "draft_vocab_size": REDUCED},
     "medusa": {"num_heads": 3},
-    "medusa-shared": {"kind": "medusa", "num_heads": 3, "heads": "ffn", "share_head": True},
+    "medusa-shared": {"kind": "medusa", "num_heads": 3, "share_head": True},
     "eagle": {},
     "eagle3": {"feature_layers": [0, 1]},
     "eagle3-reduced": {"kind": "eagle3", "feature_layers": [0, 1], "draft_vocab_size": REDUCED},
