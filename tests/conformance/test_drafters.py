@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
-    "medusa-shared": {"kind": "medusa", "share_head": True},
+    "medusa-shared": {"kind": "medusa", "share_head": True, "num_layers": 2},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
 ROW_KINDS: dict[str, str] = {name: options.get("kind", name) for name, options in OPTIONS.items()}
