@@ -36,7 +36,8 @@ from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
 from .branches import Branches, Masks, Slots
 from .corrections import Markov, Recurrent, lattice_search
-from .decoder_layer import make_layer, make_rotary, rotary_options, spread_feature_layers, start_from_target
+from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
+from .fused_layers import FusedLayers, spread_feature_layers
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import BlockConfig
@@ -46,7 +47,7 @@ SLOT_STD = 0.02
 """Standard deviation of the slots' vectors before training, where slots read nothing else."""
 
 
-class Block(ReducedVocabulary, CachedDrafter):
+class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
     """The block drafter."""
 
     Config = BlockConfig
@@ -59,16 +60,11 @@ class Block(ReducedVocabulary, CachedDrafter):
         width, num_target_layers = target.hidden_size, len(decoder_layers(target.model))
         if config.num_layers > num_target_layers:
             raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {num_target_layers}")
-        feature_layers = config.feature_layers or spread_feature_layers(num_target_layers)
-        if not all(layer < num_target_layers for layer in feature_layers):
-            raise ValueError(
-                f"drafter.feature_layers is {feature_layers}; the target has the layers 0 to {num_target_layers - 1}"
-            )
+        self.choose_feature_layers(config.feature_layers or spread_feature_layers(num_target_layers), num_target_layers)
         if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
             raise ValueError(f"drafter.mask_token_id is {config.mask_token_id}; the target has {target.vocab_size} tokens")
         num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
         self.config, self.num_slots = config, config.num_slots or config.block
-        self._feature_layers = tuple(feature_layers)
         # 1. The layers. Only a target whose layers can be copied has rotary embeddings for sure.
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
         for index in range(config.num_layers):
@@ -79,7 +75,7 @@ class Block(ReducedVocabulary, CachedDrafter):
         # 2. The context and the slots.
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
         self._rotary_options = rotary_options(self.own_rotary or rotary, target)
-        self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
+        self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         template = self._layer(0).input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
         if config.mask_token_id is None:
@@ -117,22 +113,6 @@ class Block(ReducedVocabulary, CachedDrafter):
             )
 
     # --- the network
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self._feature_layers
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        return False
-
-    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
-        """Return the features that the drafter reads. Raises ValueError if they are missing."""
-        if source.features is None:
-            raise ValueError(
-                "the block drafter reads features of the target's layers, and there are none; distil them or recompute them"
-            )
-        return source.features
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return the target's embeddings in the drafter's dtype."""

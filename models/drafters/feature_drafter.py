@@ -27,13 +27,12 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import TreeCache
 from .base import CachedDrafter
-from .beams import SearchTree, pack_likeliest
+from .beams import SearchTree, largest, pack_likeliest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,
     completed,
-    likeliest_children,
     read_committed,
     read_prompts,
     read_unread,
@@ -263,7 +262,14 @@ class FeatureDrafter(CachedDrafter):
         return self._search_after(cache, output), cache
 
     def _search_after(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
-        return search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
+        return search(self, cache, output, self._likeliest_children, depth=self.config.depth)
+
+    def _likeliest_children(
+        self, outputs: Float[torch.Tensor, "batch node hidden"]
+    ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
+        """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
+        log_probs, chosen = largest(self.logits(outputs).log_softmax(-1, dtype=torch.float32), self._num_children)
+        return self.vocabulary.target_tokens(chosen), log_probs
 
     def _draw(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness

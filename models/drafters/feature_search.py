@@ -10,9 +10,8 @@ from jaxtyping import Float, Int
 from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import SearchTree, largest
+from .beams import SearchTree
 from .group_search import GroupSearch
-from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +45,10 @@ class FeatureReader(Protocol):
 
     config: Any
 
-    @property
-    def vocabulary(self) -> DraftVocabulary: ...
     def fuse(self, features: torch.Tensor) -> torch.Tensor: ...
     def read(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor | None
     ) -> torch.Tensor: ...
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor: ...
 
 
 def read_prompts(
@@ -163,13 +159,3 @@ def search(
             cache,
             visible_columns(related, lengths, cache.extent)[:, None],
         )
-
-
-def likeliest_children(
-    drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
-) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
-    """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
-    logits = drafter.logits(outputs)
-    count = min(drafter.config.top_k, logits.shape[-1])
-    log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), count)
-    return drafter.vocabulary.target_tokens(chosen), log_probs

@@ -14,7 +14,7 @@ from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.block import Block
 from outrider.models.drafters.branches import Slots, attend_densely
-from outrider.models.drafters.decoder_layer import spread_feature_layers
+from outrider.models.drafters.fused_layers import spread_feature_layers
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget

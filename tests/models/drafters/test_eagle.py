@@ -22,10 +22,10 @@ from outrider.models.drafters import (
     feature_drafter,
     parse_drafter,
 )
-from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.drafters.feature_drafter import FeatureDrafter
+from outrider.models.drafters.fused_layers import default_feature_layers
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.objective import LOSS_DECAY, Objective
 from outrider.models.llm.hf_target import HFTarget
