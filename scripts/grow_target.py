@@ -32,7 +32,8 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from outrider.data.files import read_json, replacing_directory, write_json
-from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS, default_feature_layers
+from outrider.models.drafters.decoder_layer import FORMS, PROJECTIONS
+from outrider.models.drafters.fused_layers import default_feature_layers
 from outrider.models.drafters.saved.build import shape_digest
 from outrider.models.drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from outrider.models.drafters.small_models import PER_LAYER

@@ -60,11 +60,6 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         if horizon < 2:
             raise ValueError(f"distill.horizon is {horizon}; a drafter needs labels of at least 2 tokens to learn from")
 
-    @classmethod
-    def starting_weights(cls, config: Any) -> str | None:
-        """Return the digest of the initial weights, if they are another model's."""
-        return None
-
     # --- decoding: see `Drafter`
 
     @abstractmethod

@@ -35,8 +35,9 @@ from .base import CachedDrafter
 from .beams import SearchTree, beam_search, pack_likeliest
 from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
 from .branches import Branches, Masks, Slots
-from .corrections import Pairwise, Recurrent, lattice_search, make_correction
-from .decoder_layer import make_layer, make_rotary, rotary_options, spread_feature_layers, start_from_target
+from .corrections import Markov, Recurrent, lattice_search
+from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
+from .fused_layers import FusedLayers, spread_feature_layers
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import BlockConfig
@@ -46,7 +47,7 @@ SLOT_STD = 0.02
 """Standard deviation of the slots' vectors before training, where slots read nothing else."""
 
 
-class Block(ReducedVocabulary, CachedDrafter):
+class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
     """The block drafter."""
 
     Config = BlockConfig
@@ -59,16 +60,11 @@ class Block(ReducedVocabulary, CachedDrafter):
         width, num_target_layers = target.hidden_size, len(decoder_layers(target.model))
         if config.num_layers > num_target_layers:
             raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {num_target_layers}")
-        feature_layers = config.feature_layers or spread_feature_layers(num_target_layers)
-        if not all(layer < num_target_layers for layer in feature_layers):
-            raise ValueError(
-                f"drafter.feature_layers is {feature_layers}; the target has the layers 0 to {num_target_layers - 1}"
-            )
+        self.choose_feature_layers(config.feature_layers or spread_feature_layers(num_target_layers), num_target_layers)
         if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
             raise ValueError(f"drafter.mask_token_id is {config.mask_token_id}; the target has {target.vocab_size} tokens")
         num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
         self.config, self.num_slots = config, config.num_slots or config.block
-        self._feature_layers = tuple(feature_layers)
         # 1. The layers. Only a target whose layers can be copied has rotary embeddings for sure.
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
         for index in range(config.num_layers):
@@ -79,16 +75,19 @@ class Block(ReducedVocabulary, CachedDrafter):
         # 2. The context and the slots.
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
         self._rotary_options = rotary_options(self.own_rotary or rotary, target)
-        self.fc = nn.Linear(len(feature_layers) * width, width, bias=False)
+        self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         template = self._layer(0).input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
         if config.mask_token_id is None:
             self.slots = nn.Parameter(torch.zeros(self.num_slots, width))
             if not config.inject:  # zeros would enter a norm, whose gradient is enormous there
                 nn.init.normal_(self.slots, std=SLOT_STD)
-        # 3. The correction, and a head if it is trained.
-        self.correction = make_correction(config, width, target.vocab_size, num_outputs)
-        if self.has_own_head:
+        # 3. The correction, and a head of a draft vocabulary.
+        is_recurrent = config.correction == "rnn"
+        self.correction: Recurrent | Markov = (
+            Recurrent(width) if is_recurrent else Markov(target.vocab_size, num_outputs, config.rank)
+        )
+        if self.config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, num_outputs, bias=False)
 
     @classmethod
@@ -99,8 +98,8 @@ class Block(ReducedVocabulary, CachedDrafter):
                 start_from_target(layer, drafter.fc, target)
             with torch.no_grad():
                 drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
-                if config.train_head and config.draft_vocab_size is None:
-                    drafter.lm_head.weight.copy_(target.head.weight)
+            if config.draft_vocab_size is not None:
+                drafter.start_head(drafter.lm_head, target.head)
         return drafter
 
     @classmethod
@@ -113,34 +112,7 @@ class Block(ReducedVocabulary, CachedDrafter):
                 f"{horizon - 1} slots; lower {option} to that, or distil with distill.horizon of at least {num_slots + 1}"
             )
 
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens, and copy their rows of the target's head."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None and self.config.init == "target":
-            with torch.no_grad():
-                self.lm_head.weight.copy_(self._target_parts[2].weight[self.vocabulary.tokens])
-
     # --- the network
-
-    @property
-    def has_own_head(self) -> bool:
-        return self.config.train_head or self.config.draft_vocab_size is not None
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self._feature_layers
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        return False
-
-    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
-        """Return the features that the drafter reads. Raises ValueError if they are missing."""
-        if source.features is None:
-            raise ValueError(
-                "the block drafter reads features of the target's layers, and there are none; distil them or recompute them"
-            )
-        return source.features
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return the target's embeddings in the drafter's dtype."""
@@ -149,7 +121,7 @@ class Block(ReducedVocabulary, CachedDrafter):
 
     def head(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch output"]:
         """Return logits without a correction, by the drafter's own head or the target's."""
-        head: nn.Linear = self.lm_head if self.has_own_head else self._target_parts[2]
+        head: nn.Linear = self.lm_head if self.config.draft_vocab_size is not None else self._target_parts[2]
         logits: torch.Tensor = head(outputs.to(head.weight.dtype))
         return logits
 
@@ -332,16 +304,14 @@ class Block(ReducedVocabulary, CachedDrafter):
         return pack_likeliest(tree_of_search, self.config.tree_nodes), text
 
     def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
-        cache = state.text
         features = state.features[:, : max(state.num_unread.host)]
-        hidden = draft_pass(self, cache, last_token, state.num_unread, features)
-        return self.search_slots(self.of_tokens(hidden, self.config.search_depth), last_token), cache
+        return self.search_in(state.text, last_token, state.num_unread, features), state.text
 
     def search_slots(
         self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
     ) -> SearchTree:
         """Search for the most probable paths through the slots."""
-        if not isinstance(self.correction, Pairwise):
+        if isinstance(self.correction, Recurrent):
             return beam_search(self, hidden, last_token, width=self.config.width)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)

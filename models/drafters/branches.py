@@ -87,10 +87,11 @@ class Branches:
         before = column < last
         return (before if self.starts is None else before & (column >= self.starts[:, :, None]))[:, None]
 
-    def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
+    def whole_mask(self, num_depths: int) -> Bool[torch.Tensor, "batch 1 query query"]:
         """Mark what each token sees if text and branches are read in one pass.
 
-        The order is: each text, causally, then the branches' entries by depth.
+        The order is: each text, causally, then the branches' entries by depth. A branch sees its own
+        column.
         """
         size = self.num_columns + num_depths * self.columns.shape[1]
         causal = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
@@ -98,7 +99,7 @@ class Branches:
         if self.text_starts is not None:
             text = text & (self.text_starts[:, :, None] == self.text_starts[:, None])
         rows = [text[:, None].expand(len(self.columns), 1, -1, -1)]
-        text_columns = self.text_mask(with_own_column=with_own_column)
+        text_columns = self.text_mask(with_own_column=True)
         itself = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(text_columns), 1, -1, -1)
         rows += [torch.cat([text_columns, itself.repeat(1, 1, 1, depth + 1)], dim=3) for depth in range(num_depths)]
         return torch.cat([pad(row, (0, size - row.shape[-1])) for row in rows], dim=2)

@@ -64,7 +64,10 @@ def agreement_key(proposed_by: int, present: int, estimate: float) -> int:
 
 def start_of_text(counts: OutcomeCounts) -> OutcomeCounts:
     """Return the counts that a text starts from: those of earlier texts, of limited weight."""
-    return {key: (hits, total) if total <= MAX_PRIOR else (hits * MAX_PRIOR / total, MAX_PRIOR) for key, (hits, total) in counts.items()}
+    return {
+        key: (hits, total) if total <= MAX_PRIOR else (hits * MAX_PRIOR / total, MAX_PRIOR)
+        for key, (hits, total) in counts.items()
+    }
 
 
 def teach(counts: OutcomeCounts, keys: Sequence[int], was_hit: bool) -> None:

@@ -231,20 +231,3 @@ def require_resident_weights(target: HFTarget, remedy: str) -> None:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter in full. If it is sliced, all processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
-"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
-
-
-def default_feature_layers(num_layers: int) -> list[int]:
-    """Return an early, a middle and a late layer: the layers that EAGLE-3's release reads."""
-    return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
-
-
-def spread_feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that are read by default."""
-    if num_layers < DEEP_TARGET:
-        return default_feature_layers(num_layers)
-    last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1
-    return [round(2 + (last - 2) * step / steps) for step in range(NUM_FEATURE_LAYERS)]

@@ -48,7 +48,6 @@ from .small_models import (
     pretrained,
     require_common_vocabulary,
     smaller_architecture,
-    weights_digest_at,
 )
 from .vocabulary import DraftVocabulary
 
@@ -98,10 +97,6 @@ class DraftModel(CachedDrafter):
             _require_readable_texts(reader, config)
         # 4. Saved configurations contain no local path, since checkpoints are published.
         return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
-
-    @classmethod
-    def starting_weights(cls, config: DraftModelConfig) -> str | None:
-        return None if config.path is None or config.architecture is not None else weights_digest_at(config.path)
 
     @property
     def context_length(self) -> int:
@@ -213,7 +208,7 @@ class DraftModel(CachedDrafter):
         # 2. Read texts and branches.
         states, _ = self.reader.read_texts(
             input_ids=torch.cat([batch.input_ids, previous.flatten(1)], dim=1),
-            attention_mask=self._masks(branches.whole_mask(num_depths, with_own_column=True), positions),
+            attention_mask=self._masks(branches.whole_mask(num_depths), positions),
             position_ids=positions,
         )
         # 3. Score the branches' outputs.

@@ -6,8 +6,8 @@ Papers: arXiv 2401.15077 and 2406.16858.
 
 (section 3.1). Here e is the target's frozen embedding of the next token. f is the target's last
 hidden state, or the layer's previous output if that state isn't known yet. The layer has no norm at
-its input and none at its output. The two papers differ only in the draft tree (`tree: static` and
-`tree: dynamic`).
+its input and none at its output. The two papers differ only in the draft tree: EAGLE-1's expands the same
+ranks in every text, and EAGLE-2's the most probable nodes. Here it is EAGLE-2's.
 """
 
 from dataclasses import replace

@@ -15,22 +15,22 @@ EAGLE-3.1 has two more norms, which vLLM, SGLang and speculators know by the sam
 import copy
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.types import TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
-from .decoder_layer import default_feature_layers, start_from_target
+from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter
+from .fused_layers import FusedLayers, default_feature_layers
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import Eagle3Config
 from .vocabulary import ReducedVocabulary
 
 
-class Eagle3(ReducedVocabulary, FeatureDrafter):
+class Eagle3(FusedLayers, ReducedVocabulary, FeatureDrafter):
     """EAGLE-3. Deeper steps read the layer's output before the final norm, or after it."""
 
     Config = Eagle3Config
@@ -42,54 +42,29 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         super().__init__(target, input_width=2 * hidden_size, form=config.layer)
         num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
         num_layers = len(decoder_layers(target.model))
-        layers = default_feature_layers(num_layers) if config.feature_layers is None else config.feature_layers
-        if not all(0 <= layer < num_layers for layer in layers):
-            raise ValueError(f"drafter.feature_layers is {layers}; the target has the layers 0 to {num_layers - 1}")
+        self.choose_feature_layers(config.feature_layers or default_feature_layers(num_layers), num_layers)
         self.config = config
-        self._feature_layers = tuple(layers)
-        self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
+        self.fc = nn.Linear(len(self.feature_layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm, self.norm = copy.deepcopy(self.layer.input_layernorm), copy.deepcopy(self.layer.input_layernorm)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(copy.deepcopy(self.norm) for _ in layers)
+            self.fc_norm = nn.ModuleList(copy.deepcopy(self.norm) for _ in self.feature_layers)
         if config.norm_before_fc:
             self.input_norm = copy.deepcopy(self.norm)
-            self.input_norm.weight = nn.Parameter(self.norm.weight.detach().repeat(len(layers)))
+            self.input_norm.weight = nn.Parameter(self.norm.weight.detach().repeat(len(self.feature_layers)))
         self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
-        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
-        self._target_head = (target.head,)
 
     @classmethod
     def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
         drafter = cls(config, target)
         if config.init == "target":
             start_from_target(drafter.layer, drafter.fc, target)
-            drafter._start_head(slice(None))
+            drafter.start_head(drafter.lm_head, target.head)
             with torch.no_grad():
                 drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
                 drafter.norm.weight.copy_(decoder_of(target.model).norm.weight)
         return drafter
 
-    @torch.no_grad()
-    def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
-        """Copy the target's head, once the drafted tokens are chosen (`init` is target)."""
-        rows = self._target_head[0].weight[tokens]
-        if self.config.init == "target" and len(rows) == len(self.lm_head.weight):
-            self.lm_head.weight.copy_(rows)
-
     # --- the network
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self._feature_layers
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        return False
-
-    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
-        if source.features is None:
-            raise ValueError("EAGLE-3 reads features of the target's layers, and there are none; distil them or recompute them")
-        return source.features
 
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
         features = features.to(self.fc.weight.dtype)
@@ -115,12 +90,6 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         logits: torch.Tensor = self.lm_head(outputs if self.config.norm_output else self.norm(outputs))
         return logits
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens, and copy their rows of the target's head."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None:
-            self._start_head(self.vocabulary.tokens)
 
     # --- training
 

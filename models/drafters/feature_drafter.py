@@ -27,14 +27,12 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_cache import TreeCache
 from .base import CachedDrafter
-from .beams import SearchTree, pack_likeliest
+from .beams import SearchTree, largest, pack_likeliest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .feature_search import (
     FeatureState,
     completed,
-    drawn_children,
-    likeliest_children,
     read_committed,
     read_prompts,
     read_unread,
@@ -264,7 +262,14 @@ class FeatureDrafter(CachedDrafter):
         return self._search_after(cache, output), cache
 
     def _search_after(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
-        return search(self, cache, output, partial(likeliest_children, self), depth=self.config.depth)
+        return search(self, cache, output, self._likeliest_children, depth=self.config.depth)
+
+    def _likeliest_children(
+        self, outputs: Float[torch.Tensor, "batch node hidden"]
+    ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
+        """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
+        log_probs, chosen = largest(self.logits(outputs).log_softmax(-1, dtype=torch.float32), self._num_children)
+        return self.vocabulary.target_tokens(chosen), log_probs
 
     def _draw(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
@@ -280,7 +285,7 @@ class FeatureDrafter(CachedDrafter):
         output = read_unread(self, cache, state, last_token)
         num_groups = self.config.tree_nodes // num_children
         depth = min(self.config.depth, num_groups)  # a deeper node has no room
-        tree_of_search = search(self, cache, output, partial(drawn_children, self, drawing), depth=depth)
+        tree_of_search = search(self, cache, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
         return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache
 
     def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | FeatureState:

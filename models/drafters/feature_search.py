@@ -10,16 +10,8 @@ from jaxtyping import Float, Int
 from ..decoding.types import AcceptedPath, Counts, Prompts, append
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import SearchTree, largest
-from .group_search import GroupDrawing, GroupSearch
-from .vocabulary import DraftVocabulary
-
-STATIC_FIRST_HIT = 0.6
-"""Probability that the most probable child is right, in static trees.
-
-The child of rank r (from 0) is assumed to be right with probability STATIC_FIRST_HIT / (r + 1)^2.
-With four children and 26 nodes this gives a tree like that of EAGLE-1 (arXiv 2401.15077, appendix):
-deep below the most probable child, and wide near the root."""
+from .beams import SearchTree
+from .group_search import GroupSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +45,10 @@ class FeatureReader(Protocol):
 
     config: Any
 
-    @property
-    def vocabulary(self) -> DraftVocabulary: ...
     def fuse(self, features: torch.Tensor) -> torch.Tensor: ...
     def read(
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor | None
     ) -> torch.Tensor: ...
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor: ...
 
 
 def read_prompts(
@@ -170,31 +159,3 @@ def search(
             cache,
             visible_columns(related, lengths, cache.extent)[:, None],
         )
-
-
-def likeliest_children(
-    drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
-) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
-    """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
-    logits = drafter.logits(outputs)
-    count = min(drafter.config.top_k, logits.shape[-1])
-    if drafter.config.is_static:
-        _, chosen = largest(logits, count)
-        log_probs = static_log_probs(chosen)
-    else:
-        log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), count)
-    return drafter.vocabulary.target_tokens(chosen), log_probs
-
-
-def drawn_children(
-    drafter: FeatureReader, drawing: GroupDrawing, outputs: Float[torch.Tensor, "batch node hidden"]
-) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
-    """Draw tokens after each node. A static tree counts them by their order, as draws are tried."""
-    tokens, log_probs = drawing.children(drafter.logits(outputs))
-    return tokens, static_log_probs(tokens) if drafter.config.is_static else log_probs
-
-
-def static_log_probs(tokens: Int[torch.Tensor, "batch node child"]) -> Float[torch.Tensor, "batch node child"]:
-    """Return the log-probabilities that children have by their rank alone."""
-    rank = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
-    return (STATIC_FIRST_HIT / rank**2).log().expand(tokens.shape)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import nn
-from torch.nn import functional as F
 
 from ...data.bundles import Bundle, move_to
 from ...data.types import DrafterBatch
@@ -37,28 +36,11 @@ from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]
-"""A node of a static tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
+"""A node of the tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
 token."""
 
 MIN_ACCURACY = 1e-6
 """Of ranks that were never right in the measurement, so that all scores are finite."""
-
-
-class FeedForwardBlock(nn.Module):
-    """Block x + Linear(ReLU(Linear(x))), four times as wide inside. Starts as the identity."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, 4 * width)
-        self.outer = nn.Linear(4 * width, width)
-        nn.init.zeros_(self.outer.weight)
-        nn.init.zeros_(self.outer.bias)
-
-    def forward(self, x: Float[torch.Tensor, "*batch width"]) -> Float[torch.Tensor, "*batch width"]:
-        return x + self.outer(F.relu(self.inner(x)))
-
-
-BLOCKS: dict[str, type[nn.Module]] = {"residual": ResidualBlock, "ffn": FeedForwardBlock}
 
 
 class Medusa(LastStateDrafter):
@@ -83,9 +65,8 @@ class Medusa(LastStateDrafter):
             )
         # A reference only: in a tuple, it is neither saved nor trained with the drafter.
         self._target_head = (target_head,)
-        block = BLOCKS[config.heads]
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(block(width) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+            nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers))) for _ in range(config.num_heads)
         )
         if config.head_rank is not None:
             self.lm_heads = nn.ModuleList([low_rank_head(target_head, config.head_rank)])

@@ -221,7 +221,9 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             seconds = self.clock() - drafted.drafted_at
             pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
-        return MergedState(sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens)
+        return MergedState(
+            sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
+        )
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(

@@ -1,5 +1,6 @@
 """Options of the drafters that are trained, by kind. Importing this module loads no torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, NonNegativeFloat
@@ -13,7 +14,6 @@ MAX_PAIRS = 2**22
 """Most pairs of candidates in neighbouring slots: 16 MiB of logits for each row of a batch."""
 MAX_TREE_NODES = 2**12
 """Far more than any target gains from."""
-TREE_PADDINGS = ("exact", "bucket", "full")
 DRAFT_PACES = ("expected", "fixed")
 
 
@@ -21,9 +21,6 @@ DRAFT_PACES = ("expected", "fixed")
 class RedrafterConfig:
     """Options of a ReDrafter: its shape, and how it drafts by default."""
 
-    rnn: bool = True
-    """Recurrent state as in the paper; off, the state is the sum of the embeddings (the ablation of
-    Apple's release)."""
     initial_state: Annotated[str, one_of("embedding", "zero")] = "embedding"
     """`embedding`: s_1 = e_1, as in the paper. `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as in
     Apple's release."""
@@ -32,8 +29,6 @@ class RedrafterConfig:
     exit_width: PositiveInt | None = None
     """Width of the blocks and of the head's input; None is twice the target's hidden size. A
     smaller width makes a cheaper head."""
-    head_rank: PositiveInt | None = None
-    """Rank of the head's factorisation; None is a full matrix."""
     head_init: Annotated[str, one_of("random", "target")] = "random"
     """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
     hidden size."""
@@ -53,27 +48,16 @@ class RedrafterConfig:
     tree_nodes: PositiveInt | None = None
     """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
     tree, the final beams. May be changed when the drafter is loaded."""
-    tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
-    """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
-    share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
-    multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
-    largest possible number, without a wait; the target reads the padding. None is `bucket` if the
-    target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
-    loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "top_k", "tree_nodes", "tree_padding"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.head_init == "target" and self.head_rank is not None:
-            problems.append("head_init is target, but a head of lower rank can't start with it; set random")
         num_nodes = self.beam_width * self.beam_length
         if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
-            problems.append(
+            raise ValueError(
                 f"beam_width is {self.beam_width} and beam_length {self.beam_length}; a search of more than {MAX_SEARCH_NODES} "
                 f"nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a mistake: lower one"
             )
-        raise_problems(problems)
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -84,10 +68,7 @@ class MedusaConfig:
     """Number of heads, which is the longest path of a draft tree. Distil with a horizon of at least
     one more."""
     num_layers: PositiveInt = 1
-    """Blocks of each head."""
-    heads: Annotated[str, one_of("residual", "ffn")] = "residual"
-    """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
-    in blockwise parallel decoding (arXiv 1811.03115). Both start as the identity."""
+    """Residual blocks x + SiLU(Linear(x)) of each head, which start as the identity."""
     share_head: bool = False
     """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
     output layer that starts as a copy of the target's."""
@@ -120,25 +101,16 @@ class MedusaConfig:
 
 @dataclass(kw_only=True, config=OPTIONS)
 class EagleConfig(TreeOptions):
-    """Options of an EAGLE-1 or EAGLE-2 drafter: its training, and how it drafts by default."""
+    """Options of an EAGLE drafter: EAGLE-1's training, and how it drafts EAGLE-2's tree by default."""
 
     bias: bool = False
     """Whether `fc` has a bias."""
-    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
-    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
-    4). `static`: always expand the same ranks (EAGLE-1). May be changed when the drafter is loaded."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: the layer starts with the weights of the target's last layer, but its output
     projections start at zero, so the feature passes through unchanged. `random`: random weights, as
     in the paper."""
     feature_noise: NonNegativeFloat = 0.1
     """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
-
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = TreeOptions.RUNTIME_FIELDS | {"tree"}
-
-    @property
-    def is_static(self) -> bool:
-        return self.tree == "static"
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -245,9 +217,9 @@ class BlockConfig:
     also serves the draft tokens after it, which then differ by the correction only. With one slot,
     all draft tokens share its output, as ReDrafter's share the target's state. Labels must be at
     least one token longer than the slots."""
-    correction: Annotated[str, one_of("none", "markov", "rnn")] = "rnn"
-    """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), `markov`
-    (DSpark's), or `none` (DFlash)."""
+    correction: Annotated[str, one_of("markov", "rnn")] = "rnn"
+    """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), or `markov`
+    (DSpark's)."""
     rank: PositiveInt = 256
     """Rank of the correction `markov`."""
     inject: bool = True
@@ -258,10 +230,8 @@ class BlockConfig:
     drafters. None: each slot has a learned vector."""
     draft_vocab_size: PositiveInt | None = None
     """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data;
-    its head is trained. None is the whole vocabulary."""
-    train_head: bool = False
-    """Whether the head of the whole vocabulary is trained too, as a copy of the target's (with `init:
-    target`). Off, it is the target's own, frozen, and adds no parameters."""
+    its head is trained, from the target's rows (with `init: target`). None is the whole vocabulary,
+    with the target's own head, frozen. The target's whole size trains a head of all tokens."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: each layer starts as the target's last one, but its output projections start at
     zero, so the slots' inputs pass through unchanged. `random`: random weights."""
@@ -295,11 +265,6 @@ class BlockConfig:
             )
         if self.num_slots is not None and self.num_slots > self.block:
             problems.append(f"num_slots is {self.num_slots}, more than the {self.block} draft tokens of block; lower num_slots")
-        if (self.num_slots or self.block) < self.block and self.correction == "none":
-            problems.append(
-                f"num_slots is {self.num_slots} and correction none, so all draft tokens from {self.num_slots} on would be "
-                "predicted alike; choose a correction, or set num_slots to null"
-            )
         is_ranked = self.correction != "rnn"
         num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates if is_ranked else 0)
         depth = f"block {self.block}" if self.depth is None else f"depth {self.depth}"
@@ -329,3 +294,21 @@ DRAFTER_OPTIONS: dict[str, type[Any]] = {
     "redrafter": RedrafterConfig,
 }
 """The options of each kind. RUNTIME_FIELDS may be changed when a trained drafter is loaded."""
+
+FORMER_OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {"train_head": False},
+    "eagle": {"tree": "dynamic"},
+    "medusa": {"heads": "residual"},
+    "redrafter": {"head_rank": None, "rnn": True, "tree_padding": None},
+}
+"""Options that kinds had before, with the values that every drafter of today has.
+
+Saved drafters may still have them."""
+FORMER_RUNTIME_FIELDS = frozenset({"tree", "tree_padding"})
+"""Those that could be changed when a trained drafter was loaded."""
+
+
+def current_options(kind: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved drafter's options without former ones whose value every drafter of today has."""
+    former = FORMER_OPTIONS.get(kind, {})
+    return {name: value for name, value in saved.items() if name not in former or value != former[name]}

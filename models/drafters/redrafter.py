@@ -24,21 +24,16 @@ from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
-from .beams import (
-    SearchTree,
-    beam_search,
-    pack_likeliest,
-    pack_survivors,
-)
+from .beams import SearchTree, beam_search, pack_likeliest, pack_survivors
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import RedrafterConfig
 from .vocabulary import ReducedVocabulary
 
-NUM_BUCKETS = 5
-"""Number of tree sizes with `tree_padding=bucket`.
+NUM_SIZES = 5
+"""Number of sizes of the paper's tree where each is recorded or compiled once.
 
-Each size is recorded or compiled once. On average a tenth of the nodes is padding."""
+On average a tenth of the nodes is padding."""
 
 
 class ResidualBlock(nn.Module):
@@ -67,40 +62,31 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         super().__init__()
         num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, vocab_size)
         self.config = config
-        self.tree_padding = config.tree_padding or "exact"
+        self.has_few_sizes = False
         self.hidden_size = hidden_size
         self.exit_width = exit_width = config.exit_width or 2 * hidden_size
         # A reference only: in a tuple, the target's embeddings are neither saved nor trained with
         # the drafter.
         self._embed_tokens = (embed_tokens,)
-        if config.rnn:
-            self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
-            self.input = nn.Linear(hidden_size, hidden_size)  # W, b
-        self._target_head: tuple[nn.Linear, ...] = ()  # with `head_init: target`, a reference as above
+        self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
+        self.input = nn.Linear(hidden_size, hidden_size)  # W, b
         self.projection = nn.Identity() if exit_width == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_width)
         self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.num_blocks)))
-        self.head: nn.Module = nn.Linear(exit_width, num_outputs, bias=False)
-        if config.head_rank is not None:
-            self.head = nn.Sequential(
-                nn.Linear(exit_width, config.head_rank, bias=False), nn.Linear(config.head_rank, num_outputs, bias=False)
-            )
+        self.head = nn.Linear(exit_width, num_outputs, bias=False)
 
     @classmethod
     def for_target(cls, config: RedrafterConfig, target: HFTarget) -> "Redrafter":
         drafter = cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
-        if config.tree_padding is None and target.has_fixed_shapes:
-            drafter.tree_padding = "bucket"
+        drafter.has_few_sizes = target.has_fixed_shapes
         if config.head_init == "target":
             drafter._start_from(target.head)
         return drafter
 
     def _start_from(self, target_head: nn.Linear) -> None:
-        """Copy the target's head, and pass h through to it unchanged.
+        """Start with the target's head, and pass h through to it unchanged.
 
-        Of a reduced vocabulary the rows are copied when its tokens are chosen. At first the drafter
-        then tends to predict the token that the target has just chosen.
+        At first the drafter then tends to predict the token that the target has just chosen.
         """
-        assert isinstance(self.head, nn.Linear)
         if self.head.in_features != target_head.in_features:
             raise ValueError(
                 f"drafter.head_init is target, whose head is {target_head.in_features} wide; "
@@ -108,20 +94,10 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
             )
         assert isinstance(self.projection, nn.Linear)
         width = target_head.in_features
-        self._target_head = (target_head,)
+        self.start_head(self.head, target_head)
         with torch.no_grad():
-            if self.vocabulary.tokens is None:
-                self.head.weight.copy_(target_head.weight)
             self.projection.weight[:, :width] = torch.eye(width)
             self.projection.bias.zero_()
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the most frequent tokens. With `head_init: target` their rows of the target's head are copied."""
-        super().choose_draft_vocabulary(token_counts)
-        if self.vocabulary.tokens is not None and self._target_head:
-            assert isinstance(self.head, nn.Linear)
-            with torch.no_grad():
-                self.head.weight.copy_(self._target_head[0].weight[self.vocabulary.tokens])
 
     @property
     def max_nodes(self) -> int:
@@ -147,19 +123,13 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return beam_search(self, hidden, last_token, width=self.config.beam_width, top_k=self.config.top_k), None
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding according to `tree_padding`."""
-        if self.tree_padding == "full" or not self._has_padding:
+        """Cut the padding of the paper's tree, whose number of nodes depends on shared prefixes.
+
+        Where shapes are recorded or compiled, the tree then has one of NUM_SIZES sizes.
+        """
+        if self.config.tree_nodes is not None:
             return tree
-        return tree.trimmed(self._bucket if self.tree_padding == "bucket" else 1)
-
-    @property
-    def _has_padding(self) -> bool:
-        """Whether trees have different numbers of nodes: only the paper's tree has."""
-        return self.config.tree_nodes is None
-
-    @property
-    def _bucket(self) -> int:
-        return -(-self.max_nodes // NUM_BUCKETS)
+        return tree.trimmed(-(-self.max_nodes // NUM_SIZES) if self.has_few_sizes else 1)
 
     # --- the network
 
@@ -170,7 +140,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
 
     def first_state(self, embedding: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return s_1, from the embedding of the token that the target has already chosen."""
-        if self.config.initial_state == "embedding" or not self.config.rnn:
+        if self.config.initial_state == "embedding":
             return embedding
         return F.silu(self.input(embedding))
 
@@ -178,8 +148,6 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         self, state: Float[torch.Tensor, "*batch hidden"], embedding: Float[torch.Tensor, "*batch hidden"]
     ) -> Float[torch.Tensor, "*batch hidden"]:
         """Return s_t from s_{t-1} and the embedding of token t."""
-        if not self.config.rnn:
-            return state + embedding
         return F.silu(self.recurrence(state) + self.input(embedding))
 
     def logits(
@@ -215,4 +183,4 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
 
         A horizon of 2 trains only the first depth, which doesn't use the recurrence.
         """
-        return self.config.rnn and horizon == 2
+        return horizon == 2

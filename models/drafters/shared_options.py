@@ -85,11 +85,6 @@ class TreeOptions:
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "top_k", "tree_nodes", "temperature"})
 
-    @property
-    def is_static(self) -> bool:
-        """Whether the search expands the same ranks in each step, and not the most probable nodes."""
-        return False
-
     def __post_init__(self) -> None:
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
             raise ValueError(

@@ -50,6 +50,7 @@ class ReducedVocabulary(nn.Module):
     config: Any
     vocab_size: int
     draft_tokens: torch.Tensor
+    _heads: tuple[nn.Linear, ...] = ()
 
     def add_draft_vocabulary(self, size: int | None, vocab_size: int) -> int:
         """Return the number of outputs. Raises ValueError if it exceeds the target's vocabulary."""
@@ -63,6 +64,13 @@ class ReducedVocabulary(nn.Module):
             )
         self.register_buffer("draft_tokens", torch.full((size,), UNKNOWN))
         return size
+
+    def start_head(self, head: nn.Linear, target_head: nn.Linear) -> None:
+        """Start a head as the target's: now, or with a reduced vocabulary when its tokens are chosen."""
+        self._heads = head, target_head  # references only: in a tuple, the target's is neither saved nor trained
+        if self.vocabulary.tokens is None:
+            with torch.no_grad():
+                head.weight.copy_(target_head.weight)
 
     @property
     def vocabulary(self) -> DraftVocabulary:
@@ -82,8 +90,8 @@ class ReducedVocabulary(nn.Module):
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
         """Choose the most frequent tokens of the distilled data, in order of their ids.
 
-        Without a reduced vocabulary this does nothing. Raises ValueError for counts of another
-        vocabulary.
+        A head that starts as the target's gets their rows. Without a reduced vocabulary this does
+        nothing. Raises ValueError for counts of another vocabulary.
         """
         tokens = self.vocabulary.tokens
         if tokens is None:
@@ -91,6 +99,10 @@ class ReducedVocabulary(nn.Module):
         if token_counts.shape != (self.vocab_size,):
             raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
         self.draft_tokens = token_counts.topk(len(tokens)).indices.sort().values.to(tokens.device)
+        if self._heads:
+            head, target_head = self._heads
+            with torch.no_grad():
+                head.weight.copy_(target_head.weight[self.draft_tokens])
 
     def check_weights(self) -> None:
         """Raise ValueError unless a reduced vocabulary has distinct target tokens in order."""

@@ -8,10 +8,11 @@ It has `config.json` and `model.safetensors` with other names.
     lm_head.{i}.linear.{weight,bias}                                                        blocks.{i}.linear.{weight,bias}
     lm_head.{num_draft_layers}.weight                                                       head.weight
 
-s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula
-are those of `recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter.
-Tensors have equal values in both layouts. `beam_length` there includes the target's last token,
-here it doesn't; the folder doesn't contain it.
+s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. The key `rnn` is
+true; without it the state would be the sum of the embeddings. Names and formula are those of
+`recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter. Tensors have equal
+values in both layouts. `beam_length` there includes the target's last token, here it doesn't; the
+folder doesn't contain it.
 """
 
 from typing import Any
@@ -47,13 +48,9 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
     """
     # 1. List all that the format doesn't support.
     config, problems = drafter.config, []
-    if config.rnn and config.initial_state != "zero":
+    if config.initial_state != "zero":
         problems.append(
             f"its initial_state is {config.initial_state}, but there s_0 is zero (train with drafter.initial_state=zero)"
-        )
-    if config.head_rank is not None:
-        problems.append(
-            f"its head has rank {config.head_rank}, but there the head is one matrix (train with drafter.head_rank=null)"
         )
     if config.draft_vocab_size is not None:
         problems.append(
@@ -69,7 +66,7 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
         "hidden_size": drafter.hidden_size,
         "exit_dim": drafter.exit_width,
         "num_draft_layers": config.num_blocks,
-        "rnn": config.rnn,
+        "rnn": True,
     }
     names = _names(config)
     return FolderContents(config=described, tensors={names[name]: tensor for name, tensor in drafter.state_dict().items()})
@@ -84,7 +81,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
     problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
     problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and not _is_size(config[name])]
-    problems += [f"rnn {config['rnn']!r}"] if type(config.get("rnn", True)) is not bool else []
+    problems += [f"rnn {config['rnn']!r} (only true is read)"] if config.get("rnn", True) is not True else []
     problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
     if problems:
         raise ValueError(
@@ -93,7 +90,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     require_sizes(config, folder, target)
     options: dict[str, Any] = {
         "initial_state": "zero",
-        "rnn": config["rnn"],
         "num_blocks": config["num_draft_layers"],
         "exit_width": config["exit_dim"],
     }
@@ -112,11 +108,10 @@ def is_of(folder: Folder) -> bool:
 def _names(config: RedrafterConfig) -> dict[str, str]:
     """Map each of our tensors to its name in Apple's format."""
     names = {"head.weight": f"lm_head.{config.num_blocks}.weight"}
+    names |= {"recurrence.weight": "rnn_u.weight", "input.bias": "rnn_u.bias", "input.weight": "rnn_w.weight"}
     for kind in ("weight", "bias"):
         names[f"projection.{kind}"] = f"input_proj.{kind}"
         names |= {f"blocks.{i}.linear.{kind}": f"lm_head.{i}.linear.{kind}" for i in range(config.num_blocks)}
-    if config.rnn:
-        names |= {"recurrence.weight": "rnn_u.weight", "input.bias": "rnn_u.bias", "input.weight": "rnn_w.weight"}
     return names
 
 

@@ -162,10 +162,6 @@ def _problems(drafter: Block, target: HFTarget) -> list[str]:
             f"it has {drafter.num_slots} slots for {config.block} draft tokens, but DSpark has one for each (train with "
             "drafter.num_slots=null)"
         )
-    if config.train_head and config.draft_vocab_size is None:
-        problems.append(
-            "it has trained a head for the whole vocabulary, but DSpark uses the target's (train with drafter.train_head=false)"
-        )
     return problems
 
 
@@ -249,7 +245,7 @@ def _without_section(folder: Folder) -> dict[str, Any]:
 
 def _value_problems(config: Mapping[str, Any], folder: Folder, *, layer_key: str, lowest_layer: int) -> list[str]:
     """List values that are no DSpark drafter's, or none that drafters here support."""
-    lowest = {"block_size": 1, "markov_rank": 0, "mask_token_id": 0}
+    lowest = {"block_size": 1, "markov_rank": 1, "mask_token_id": 0}
     problems = [
         f"{name} {config.get(name)!r} (it must be a number of at least {least})"
         for name, least in lowest.items()
@@ -294,16 +290,15 @@ def _reading(
             f"{folder.path / 'config.json'} has num_hidden_layers {num_layers!r}, and there are {len(folder.shapes)} tensors "
             "in all; copy or export the drafter again"
         )
-    has_markov = config["markov_rank"] > 0
     options = {
         "layer": read_config({**layers, "model_type": "qwen3"}, folder, target, more=frozenset(), num_layers=num_layers),
         "num_layers": num_layers,
         "feature_layers": feature_layers,
         "block": config["block_size"],
-        "correction": "markov" if has_markov else "none",
+        "correction": "markov",
+        "rank": config["markov_rank"],
         "mask_token_id": config["mask_token_id"],
         "inject": False,
-        **({"rank": config["markov_rank"]} if has_markov else {}),
     }
     reading = vocabulary_reading(
         folder,
@@ -311,7 +306,7 @@ def _reading(
         options=options,
         num_outputs=target.vocab_size if (size := config.get("draft_vocab_size")) is None else size,
         rename=names_of,
-        rows=("lm_head.weight", "correction.markov_w2.weight") if has_markov else ("lm_head.weight",),
+        rows=("lm_head.weight", "correction.markov_w2.weight"),
         shares_head=True,
     )
     return _without_confidence_head(reading, folder, config, target)

@@ -75,10 +75,6 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
 
 def _problems(drafter: Medusa) -> list[str]:
     config, problems = drafter.config, []
-    if config.heads != "residual":
-        problems.append(
-            f"its heads are of the kind {config.heads}, but there they are residual (train with drafter.heads=residual)"
-        )
     if config.head_rank is not None:
         problems.append(
             f"its heads share an output layer of rank {config.head_rank}, but there each has a full one (train with "
@@ -166,7 +162,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     # 3. The drafter's options.
     heads = [f"{prefix}{head}.{num_layers}.weight" for head in range(num_heads)]
     shares = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
-    options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "heads": "residual", "share_head": shares}
+    options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "share_head": shares}
     return Reading(options=options, rename=lambda config: _names(config, prefix))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
-from ..drafters.decoder_layer import default_feature_layers
+from ..drafters.fused_layers import default_feature_layers
 from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config

@@ -42,7 +42,6 @@ LEAST = -1000.0
 OURS: dict[str, dict[str, Any]] = {
     "two_blocks": {"num_blocks": 2},
     "narrow_exit": {"num_blocks": 1, "exit_width": 24},
-    "without_recurrence": {"num_blocks": 1, "rnn": False},
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * shared.HIDDEN, "rnn": True},

@@ -186,7 +186,7 @@ def test_a_section_on_top_of_a_recipe_changes_it(tmp_path: Path) -> None:
     for arguments in ([str(tmp_path / "mine.yaml")], [f"conf=[medusa_vicuna7b,{tmp_path / 'top.yaml'}]"]):
         config = composed(*arguments)
         assert (config.target.name_or_path, config.target.dtype) == ("here", "bfloat16")
-        assert (config.drafter.num_heads, config.drafter.heads) == (3, "residual")
+        assert (config.drafter.num_heads, config.drafter.num_layers) == (3, 1)
 
 
 def test_a_drafter_of_another_kind_inherits_no_options(tmp_path: Path) -> None:

@@ -101,17 +101,14 @@ def test_the_demo_has_the_settings_that_its_documented_figures_were_measured_wit
     config = run_config("conf=demo")
     assert config.drafter == {
         "kind": "redrafter",
-        "rnn": True,
         "initial_state": "zero",
         "num_blocks": 2,
         "exit_width": 256,
-        "head_rank": None,
         "head_init": "target",
         "draft_vocab_size": None,
         "beam_width": 4,
         "beam_length": 4,
         "tree_nodes": None,
-        "tree_padding": None,
     }
     assert config.train == TrainConfig(
         steps=450,

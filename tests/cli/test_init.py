@@ -16,7 +16,7 @@ from outrider.cli.init import MAX_SHARE, InitOptions, eagle3_layers, init_comman
 from outrider.cli.init_facts import NUM_PROMPTS, DataFacts, TargetFacts, read_data_facts, read_target_facts
 from outrider.cli.run import require_trainable, run
 from outrider.models.drafters import DRAFTERS
-from outrider.models.drafters.decoder_layer import default_feature_layers
+from outrider.models.drafters.fused_layers import default_feature_layers
 from outrider.models.llm.loading import load_target
 
 from ..cheap_evaluations import cheap_evaluations

@@ -45,17 +45,16 @@ from ..host_reads import HostReads, ScalarReads
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block": 4, "width": 3, "tree_nodes": 8},
     "block-lattice": {"kind": "block", "block": 4, "correction": "markov", "rank": 8, "tree_nodes": 8},
-    "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "train_head": True, "width": 3, "tree_nodes": 8},
+    "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "width": 3, "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
     "eagle": {"depth": 4, "top_k": 3, "tree_nodes": 8},
-    "eagle-static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
-    "medusa-shared": {"kind": "medusa", "heads": "ffn", "share_head": True},
+    "medusa-shared": {"kind": "medusa", "share_head": True, "num_layers": 2},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
 ROW_KINDS: dict[str, str] = {name: options.get("kind", name) for name, options in OPTIONS.items()}
@@ -85,7 +84,6 @@ VARIANTS = {
     "block-one-slot",
     "draft_model_drawn",
     "draft_tree",
-    "eagle-static",
     "eagle3.1",
     "eagle3_drawn",
     "medusa-shared",

@@ -31,6 +31,7 @@ from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
@@ -123,26 +124,29 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(run_tiny, generated, 
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
 
 
-def test_profiled_answers_count_what_shared_prefixes_save_and_what_padding_costs(run_tiny: Evaluate, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_profiled_answers_count_what_shared_prefixes_save_and_what_padding_costs(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_padded: bool
+) -> None:
     """Two beams of three tokens. A shared first token, or two, is read once and not twice, unless trees are padded."""
-    rows = run_tiny(tmp_path, settings=[{}, {"tree_padding": "full"}])
-    names = ("baseline", "redrafter", "redrafter tree_padding=full")
-    assert [row["lossless"] for row in rows] == [True] * 3
-    counted: dict[str, list[tuple[int, int, int]]] = {method: [] for method in names}
+    if is_padded:
+        monkeypatch.setattr(Redrafter, "trim", lambda self, tree: tree)
+    rows = run_tiny(tmp_path, settings=[{}])
+    assert [row["lossless"] for row in rows] == [True] * 2
+    counted: dict[str, list[tuple[int, int, int]]] = {"baseline": [], "redrafter": []}
     for record in read(tmp_path):
         assert (record.tree_tokens is not None) == record.profiled
         if record.tree_tokens is not None:
             trees = record.tree_tokens
             assert len(trees.shared) == record.num_steps
             counted[record.method] += list(zip(trees.separate, trees.shared, trees.read, strict=True))
-    plain, drafted, padded = (counted[name] for name in names)
-    assert set(plain) == {(0, 0, 0)}
-    assert {separate for separate, _, _ in drafted + padded} == {6}
-    assert {shared for _, shared, _ in drafted + padded} <= {4, 5, 6}
-    assert all(read == shared for _, shared, read in drafted)
-    assert {read for _, _, read in padded} == {6}
-    assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
-    assert rows[2]["draft_tokens_per_step"] == 6.0
+    assert set(counted["baseline"]) == {(0, 0, 0)}
+    drafted = counted["redrafter"]
+    assert {separate for separate, _, _ in drafted} == {6}
+    assert {shared for _, shared, _ in drafted} <= {4, 5, 6}
+    assert all(read == (6 if is_padded else shared) for _, shared, read in drafted)
+    assert [row["tree_tokens"] is None for row in rows] == [True, False]
+    assert (rows[1]["draft_tokens_per_step"] == 6.0) == is_padded
 
 
 def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_second_turn(run_tiny, tiny_target, tmp_path):

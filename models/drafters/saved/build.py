@@ -15,10 +15,10 @@ from ...bounded_build import MAX_PARTS, bounded_build, each_part, require_possib
 from ...llm.hf_target import HFTarget
 from ...machine import free_memory
 from ..base import TrainableDrafter
-from ..options import DraftModelConfig
+from ..options import FORMER_RUNTIME_FIELDS, DraftModelConfig, current_options
 from ..registry import DRAFTERS, DrafterSpec
 from ..shared_options import START_FROM
-from ..small_models import smaller_architecture
+from ..small_models import smaller_architecture, weights_digest_at
 from .download import resolve_drafter
 from .folder import (
     CONFIG_FILE,
@@ -52,7 +52,7 @@ def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
 
 def saved_spec(saved: DrafterFile, options: Mapping[str, Any] | None = None) -> DrafterSpec:
     """Return a folder's drafter, with drafting options changed as in `with_options`."""
-    return DrafterSpec.of(saved.kind, saved.drafter).with_options(options or {})
+    return DrafterSpec.of(saved.kind, current_options(saved.kind, saved.drafter)).with_options(options or {})
 
 
 def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
@@ -125,7 +125,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
 
 def shape_digest(kind: str, options: Mapping[str, Any], target: TargetIdentity) -> str:
     """Return a digest of a drafter's kind, its target, and all options but those of drafting."""
-    runtime = DRAFTERS[kind].Config.RUNTIME_FIELDS
+    runtime = DRAFTERS[kind].Config.RUNTIME_FIELDS | FORMER_RUNTIME_FIELDS
     shape = {name: value for name, value in options.items() if name not in runtime}
     return sha256_json(json.loads(json.dumps([kind, shape, target.facts()])))  # keys as texts, as in a file
 
@@ -178,7 +178,10 @@ def starting_weights(spec: DrafterSpec) -> str | None:
     """Return the digest of the initial weights, unless they are fresh or the target's."""
     if spec.start_from is not None:
         return sha256_file(spec.start_from / WEIGHTS_FILE)
-    return DRAFTERS[spec.kind].starting_weights(spec.config)
+    config = spec.config
+    if isinstance(config, DraftModelConfig) and config.path is not None and config.architecture is None:
+        return weights_digest_at(config.path)
+    return None
 
 
 def _start_folder(config: Mapping[str, Any]) -> Path | None:
@@ -197,7 +200,7 @@ def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) ->
 
     Raises ValueError for options that would change its shape.
     """
-    form: dict[str, Any] = {"kind": saved.kind, **saved.drafter}
+    form: dict[str, Any] = {"kind": saved.kind, **current_options(saved.kind, saved.drafter)}
     may_change = DRAFTERS[saved.kind].Config.RUNTIME_FIELDS if saved.kind in DRAFTERS else frozenset()
     changed = [
         f"{name} is {value!r}, and {form[name]!r} in that drafter"

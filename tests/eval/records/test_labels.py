@@ -6,7 +6,7 @@ import pytest
 
 from outrider.eval.records.names import setting_words, title_of
 
-REDRAFTER: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": None, "rnn": True}
+REDRAFTER: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": None, "num_blocks": 2}
 MERGE: dict[str, Any] = {"pace": "expected", "tree_nodes": 40, "redrafter": REDRAFTER, "suffix": {}}
 GROWING: dict[str, Any] = {"length": 5, "top_k": 8, "tree_nodes": 256, "pace": "expected"}
 
@@ -17,7 +17,7 @@ GROWING: dict[str, Any] = {"length": 5, "top_k": 8, "tree_nodes": 256, "pace": "
         ("redrafter", REDRAFTER, {}, "4 beams of 5"),
         ("redrafter", REDRAFTER, {"beam_length": 3, "tree_nodes": 5}, "4 beams of 3, 5 nodes"),
         ("redrafter", REDRAFTER, {"tree_nodes": None}, "4 beams of 5, all nodes"),
-        ("redrafter", REDRAFTER, {"tree_padding": 8}, "4 beams of 5, tree_padding 8"),
+        ("redrafter", REDRAFTER, {"num_blocks": 3}, "4 beams of 5, num_blocks 3"),
         ("redrafter", REDRAFTER, None, "turned off by tuning"),
         ("eagle3", {"depth": 5, "top_k": 8, "tree_nodes": 60}, {}, "depth 5, top-k 8, 60 nodes"),
         ("medusa", {"tree_nodes": 1}, {}, "1 node"),

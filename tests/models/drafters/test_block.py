@@ -14,7 +14,7 @@ from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.block import Block
 from outrider.models.drafters.branches import Slots, attend_densely
-from outrider.models.drafters.decoder_layer import spread_feature_layers
+from outrider.models.drafters.fused_layers import spread_feature_layers
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -171,16 +171,16 @@ def test_later_steps_read_accepted_tokens_like_the_slow_version(llama: HFTarget)
     assert any(len(set(counts)) > 1 for counts in unread), "no pass had rows with different numbers of unread tokens"
 
 
-@pytest.mark.parametrize("correction", ["none", "markov", "rnn"])
-def test_only_a_correction_makes_slots_depend_on_tokens(llama: HFTarget, correction: str) -> None:
+@pytest.mark.parametrize("correction", ["markov", "rnn"])
+def test_a_correction_makes_slots_depend_on_tokens(llama: HFTarget, correction: str) -> None:
     drafter = block_drafter(llama, correction=correction, rank=4)
     hidden = torch.randn(1, BLOCK, llama.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     one, other = (
         drafter.logits(hidden, drafter.correction.states(torch.tensor([[7, token, 9]]), drafter.embed)) for token in (8, 20)
     )
     torch.testing.assert_close(one[:, 0], other[:, 0])
-    assert torch.equal(one[:, 1], other[:, 1]) == (correction == "none")
-    assert torch.equal(one[:, 2], other[:, 2]) == (correction != "rnn"), "only the recurrence has a memory"
+    assert not torch.equal(one[:, 1], other[:, 1])
+    assert torch.equal(one[:, 2], other[:, 2]) == (correction == "markov"), "only the recurrence has a memory"
 
 
 def test_slots_attend_like_one_mask_over_everything() -> None:
@@ -213,7 +213,9 @@ def test_a_reduced_vocabulary_starts_with_the_targets_rows(llama: HFTarget) -> N
 
 
 def test_a_trained_head_starts_as_the_targets(llama: HFTarget) -> None:
-    frozen, trained = (Block.for_target(BlockConfig(block=BLOCK, train_head=train), llama).double() for train in (False, True))
+    sizes = (None, llama.vocab_size)
+    frozen, trained = (Block.for_target(BlockConfig(block=BLOCK, draft_vocab_size=size), llama).double() for size in sizes)
+    trained.choose_draft_vocabulary(torch.arange(llama.vocab_size).flip(0))
     trained.load_state_dict(frozen.state_dict(), strict=False)
     hidden = torch.randn(3, llama.hidden_size, dtype=torch.float64)
     torch.testing.assert_close(trained.head(hidden), frozen.head(hidden), rtol=1e-6, atol=1e-6)
@@ -287,7 +289,6 @@ def test_one_slot_learns_from_labels_of_any_length(llama: HFTarget) -> None:
     ("options", "message"),
     [
         ({"num_slots": 5}, "num_slots is 5, more than the 4 draft tokens of block"),
-        ({"num_slots": 2, "correction": "none"}, "num_slots is 2 and correction none"),
         ({"depth": 5, "correction": "markov"}, "depth is 5, more than the 4 draft tokens of block, and correction markov"),
     ],
 )

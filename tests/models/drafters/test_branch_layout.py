@@ -29,7 +29,7 @@ def test_branches_see_the_text_before_them_and_themselves():
         [[[1, 0, 0, 0], [0, 0, 0, 0]]],
     ]
     # Columns a b c d, then the entries of depth 0 of both branches, then those of depth 1.
-    assert branches.whole_mask(2, with_own_column=True)[0, 0].int().tolist() == [
+    assert branches.whole_mask(2)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0, 0],
@@ -53,4 +53,4 @@ def test_branches_see_nothing_of_another_text_in_their_row():
     branches = Branches.of(batch)
     assert branches.positions.tolist() == [[1, 0, 1]]
     assert branches.text_mask(with_own_column=True)[0, 0].int().tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]
-    assert branches.whole_mask(1, with_own_column=True)[0, 0, 3].int().tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert branches.whole_mask(1)[0, 0, 3].int().tolist() == [0, 0, 1, 1, 0, 0, 0, 0]

@@ -3,7 +3,6 @@
 The slow version has full attention over one branch at a time, without cache and masks.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,6 @@ import transformers
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
-from outrider.models.decoding.acceptance import sibling_rank
 from outrider.models.drafters import (
     NullDrafter,
     build_drafter,
@@ -24,11 +22,10 @@ from outrider.models.drafters import (
     feature_drafter,
     parse_drafter,
 )
-from outrider.models.drafters.decoder_layer import default_feature_layers
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3
 from outrider.models.drafters.feature_drafter import FeatureDrafter
-from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
+from outrider.models.drafters.fused_layers import default_feature_layers
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.objective import LOSS_DECAY, Objective
 from outrider.models.llm.hf_target import HFTarget
@@ -410,42 +407,6 @@ def first_draft(target: HFTarget, drafter: Any) -> Any:
     return drafter.propose(state, prefill.logits[:, -1].argmax(-1))[0]
 
 
-def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
-    drafter = make("eagle", llama, tree="static", depth=5, top_k=4, tree_nodes=20)
-    with torch.no_grad():
-        tree = first_draft(llama, drafter)
-    assert (tree.parents == tree.parents[0]).all()
-    probability = {
-        ranks: STATIC_FIRST_HIT ** len(ranks) / torch.tensor([(rank + 1) ** 2 for rank in ranks]).prod().item()
-        for depth in range(1, 6)
-        for ranks in itertools.product(range(4), repeat=depth)
-    }
-    paths = node_ranks(tree)
-    assert paths <= probability.keys()
-    assert all(path[:-1] in {(), *paths} for path in paths)
-    expected = sorted(probability.values(), reverse=True)[:20]
-    assert sorted((probability[path] for path in paths), reverse=True) == pytest.approx(expected)
-    assert max(map(len, paths)) == 5
-
-
-def test_a_drawn_static_tree_has_the_same_ranks_in_every_text(llama):
-    drafter = make("eagle", llama, tree="static", depth=3, top_k=3, tree_nodes=12, temperature=1.0)
-    with torch.no_grad():
-        trees = [first_draft(llama, drafter) for _ in range(2)]
-    for tree in trees:
-        assert tree.drawn is not None
-        assert (tree.parents == trees[0].parents[0]).all()
-        paths = node_ranks(tree)
-        assert paths == {(0,), (1,), (2,)} | {(*parent, rank) for parent in [(0,), (0, 0), (1,)] for rank in range(3)}
-    assert not torch.equal(trees[0].tokens, trees[1].tokens), "nothing was drawn"
-
-
-def node_ranks(tree: Any) -> set[tuple[int, ...]]:
-    """List the paths of the first row; a number counts the siblings before a node."""
-    ranks = sibling_rank(tree)[0].tolist()
-    return {tuple(ranks[node] for node in reversed(path) if node >= 0) for path in tree.lineage[0].tolist()}
-
-
 def test_the_cache_grows_with_the_answer(llama, monkeypatch):
     drafter = make("eagle3", llama, depth=2, top_k=2, tree_nodes=3)
     begin = drafter.init_state
@@ -547,7 +508,6 @@ def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("eagle", {"tree": "bushy"}, "must be one of dynamic, static"),
         ("eagle", {"feature_noise": -0.1}, "feature_noise=-0.1: must be at least 0"),
         ("eagle", {"feature_noise": math.nan}, "feature_noise=NaN: must be a"),
         ("eagle3", {"top_k": 0}, "top_k=0: must be above 0"),

@@ -7,20 +7,16 @@ import torch
 
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
-from outrider.models.drafters.corrections import Markov, NoCorrection, Pairwise, lattice_search
+from outrider.models.drafters.corrections import Markov, lattice_search
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB, HIDDEN, RANK, SLOTS = 6, 5, 3, 3
-CORRECTIONS = {
-    "none": lambda: NoCorrection(),
-    "markov": lambda: Markov(VOCAB, VOCAB, RANK),
-}
 
 
-@pytest.fixture(params=sorted(CORRECTIONS))
-def correction(request: pytest.FixtureRequest) -> Pairwise:
+@pytest.fixture
+def correction() -> Markov:
     torch.manual_seed(0)
-    made = CORRECTIONS[request.param]()
+    made = Markov(VOCAB, VOCAB, RANK)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made.double()
@@ -31,7 +27,7 @@ HIDDEN_STATES = torch.randn(2, SLOTS, HIDDEN, generator=torch.Generator().manual
 LAST = torch.tensor([4, 1])
 
 
-def search(correction: Pairwise, **options: int) -> SearchTree:
+def search(correction: Markov, **options: int) -> SearchTree:
     limits = {"width": VOCAB**SLOTS, "num_candidates": VOCAB, **options}
     return lattice_search(correction, HIDDEN_STATES @ HEAD.T, LAST, DraftVocabulary(size=VOCAB), **limits)
 
@@ -45,7 +41,7 @@ def paths(tree: SearchTree, row: int) -> dict[tuple[int, ...], float]:
     return {path: tree.scores[row, node].item() for node, path in found.items() if node != NO_NODE}
 
 
-def true_score(correction: Pairwise, row: int, path: tuple[int, ...]) -> float:
+def true_score(correction: Markov, row: int, path: tuple[int, ...]) -> float:
     """Return a path's log-probability by the correction's own logits."""
     total, before = 0.0, int(LAST[row])
     for slot, token in enumerate(path):
@@ -56,7 +52,7 @@ def true_score(correction: Pairwise, row: int, path: tuple[int, ...]) -> float:
     return total
 
 
-def test_with_all_candidates_every_path_has_its_own_probability(correction: Pairwise) -> None:
+def test_with_all_candidates_every_path_has_its_own_probability(correction: Markov) -> None:
     tree = search(correction)
     assert tree.level_sizes == (VOCAB, VOCAB**2, VOCAB**3)
     for row in range(2):
@@ -67,7 +63,7 @@ def test_with_all_candidates_every_path_has_its_own_probability(correction: Pair
             assert scores[path] == pytest.approx(true_score(correction, row, path), abs=1e-5)
 
 
-def test_a_narrow_search_keeps_the_best_successors_of_its_paths(correction: Pairwise) -> None:
+def test_a_narrow_search_keeps_the_best_successors_of_its_paths(correction: Markov) -> None:
     width = 4
     tree = search(correction, width=width)
     assert tree.level_sizes == (width,) * SLOTS
@@ -81,7 +77,7 @@ def test_a_narrow_search_keeps_the_best_successors_of_its_paths(correction: Pair
         assert list(paths(tree, row)) == expected
 
 
-def test_few_candidates_are_the_likeliest_tokens_before_the_correction(correction: Pairwise) -> None:
+def test_few_candidates_are_the_likeliest_tokens_before_the_correction(correction: Markov) -> None:
     tree = search(correction, num_candidates=2)
     best = (HIDDEN_STATES @ HEAD.T).topk(2).indices.tolist()
     for row in range(2):
@@ -92,7 +88,7 @@ def test_few_candidates_are_the_likeliest_tokens_before_the_correction(correctio
         assert sum(torch.tensor(score).exp() for path, score in scores.items() if len(path) == 1) <= 1 + 1e-6
 
 
-def test_a_child_never_has_a_higher_score_than_its_parent(correction: Pairwise) -> None:
+def test_a_child_never_has_a_higher_score_than_its_parent(correction: Markov) -> None:
     tree = search(correction, width=5, num_candidates=1)
     for row in range(2):
         scores = paths(tree, row)

@@ -24,8 +24,6 @@ SHAPES = [
     {"num_layers": 2},
     {"share_head": True},
     {"head_rank": 8},
-    {"heads": "ffn"},
-    {"heads": "ffn", "share_head": True, "num_layers": 2},
 ]
 
 
@@ -56,10 +54,7 @@ def slow_log_probs(drafter: Medusa, target, hidden: torch.Tensor, head: int) -> 
     """Compute the log-probabilities of head number `head`, written out as in the papers."""
     config, x = drafter.config, hidden.double()
     for block in drafter.blocks[head]:
-        if config.heads == "residual":
-            x = x + F.silu(block.linear.weight @ x + block.linear.bias)
-        else:
-            x = x + block.outer.weight @ F.relu(block.inner.weight @ x + block.inner.bias) + block.outer.bias
+        x = x + F.silu(block.linear.weight @ x + block.linear.bias)
     if config.share_head:
         logits = target.head.weight @ x
     elif config.head_rank is not None:
@@ -258,7 +253,6 @@ def test_accuracies_outside_zero_to_one_are_an_error(target, tmp_path, value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": "recurrent"}, "must be one of residual, ffn"),
         ({"num_heads": 0, "num_layers": 0}, "drafter.num_heads=0: must be above 0\ndrafter.num_layers=0"),
         ({"tree_nodes": 0}, "drafter.tree_nodes=0: must be at least 1"),
         ({"tree_nodes": 10**9}, "must be at most 4096"),

@@ -43,29 +43,17 @@ def slow_log_probs(drafter: Redrafter, hidden: torch.Tensor, tokens: list[int]) 
     """
     config = drafter.config
     embeddings = [drafter.embed(torch.tensor(token)) for token in tokens]
-    if config.rnn:
-        u, w, b = drafter.recurrence.weight, drafter.input.weight, drafter.input.bias
-        state = embeddings[0] if config.initial_state == "embedding" else F.silu(w @ embeddings[0] + b)
-        for embedding in embeddings[1:]:
-            state = F.silu(u @ state + w @ embedding + b)
-    else:
-        state = torch.stack(embeddings).sum(0)
+    u, w, b = drafter.recurrence.weight, drafter.input.weight, drafter.input.bias
+    state = embeddings[0] if config.initial_state == "embedding" else F.silu(w @ embeddings[0] + b)
+    for embedding in embeddings[1:]:
+        state = F.silu(u @ state + w @ embedding + b)
     x = drafter.projection(torch.cat([hidden, state]))
     for block in drafter.blocks:
         x = x + F.silu(block.linear(x))
     return drafter.head(x).log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"initial_state": "zero"},
-        {"rnn": False},
-        {"num_blocks": 0, "exit_width": 24},
-        {"head_rank": 8},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"initial_state": "zero"}, {"num_blocks": 0, "exit_width": 24}])
 def test_loss_equals_the_formulas_written_out(target, options):
     drafter = make(target, **options)
     texts = [[7, 8, 9, 10], [11, 12, UNKNOWN, UNKNOWN], [13, UNKNOWN, UNKNOWN, UNKNOWN]]
@@ -127,7 +115,6 @@ def test_counts_of_another_vocabulary_are_refused(target):
         ({"beam_width": 1, "beam_length": 10**6}, "is a mistake: lower one"),
         ({"beam_width": 4096, "beam_length": 2, "tree_nodes": 5000}, "is a mistake: lower one"),
         ({"beam_width": 2.5}, "beam_width=2.5: must be a whole number"),
-        ({"rnn": "off"}, 'rnn="off": must be true or false'),
         ({"num_blocks": -1}, "num_blocks=-1: must be at least 0"),
     ],
 )
@@ -172,7 +159,6 @@ def test_started_from_the_targets_head_it_first_gives_the_targets_logits(target,
     ("options", "message"),
     [
         ({}, "drafter.exit_width must be the same"),
-        ({"exit_width": 32, "head_rank": 4}, "set random"),
         ({"head_init": "mine"}, "must be one of random, target"),
     ],
 )

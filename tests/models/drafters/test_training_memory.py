@@ -26,9 +26,8 @@ CHUNK = 8 * VOCAB
 OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter": {"exit_width": HIDDEN},
     "redrafter-reduced": {"kind": "redrafter", "exit_width": HIDDEN, "draft_vocab_size": REDUCED},
-    "redrafter-low-rank": {"kind": "redrafter", "exit_width": HIDDEN, "head_rank": 4},
     "medusa": {"num_heads": 3},
-    "medusa-shared": {"kind": "medusa", "num_heads": 3, "heads": "ffn", "share_head": True},
+    "medusa-shared": {"kind": "medusa", "num_heads": 3, "share_head": True},
     "eagle": {},
     "eagle3": {"feature_layers": [0, 1]},
     "eagle3-reduced": {"kind": "eagle3", "feature_layers": [0, 1], "draft_vocab_size": REDUCED},

@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "eagle": {},
     "eagle3": {},
-    "block": {"num_slots": 1, "train_head": True, "tree_nodes": 8},
+    "block": {"num_slots": 1, "tree_nodes": 8},
     # all layers of the target: always right
     "draft_model": {"init": "target_layers", "num_layers": 2},
 }

@@ -18,7 +18,6 @@ CASES = [
     {"num_blocks": 2},
     {"num_blocks": 0},
     {"num_blocks": 1, "exit_width": 24},
-    {"num_blocks": 1, "rnn": False},
 ]
 
 # Parameters of `Drafter` in Apple's code for MLX (recurrent_drafting/mlx/modeling_drafter.py of
@@ -52,7 +51,7 @@ def make(target, **options):
     return drafter
 
 
-def their_folder(directory: Path, *, layers: int, exit_dim: int, rnn: bool = True) -> Path:
+def their_folder(directory: Path, *, layers: int, exit_dim: int) -> Path:
     """Write a folder as Apple's release saves one, with random weights."""
     generator = torch.Generator().manual_seed(1)
 
@@ -65,15 +64,14 @@ def their_folder(directory: Path, *, layers: int, exit_dim: int, rnn: bool = Tru
         tensors[f"lm_head.{layer}.linear.bias"] = weight(exit_dim)
     if exit_dim != 2 * HIDDEN:
         tensors |= {"input_proj.weight": weight(exit_dim, 2 * HIDDEN), "input_proj.bias": weight(exit_dim)}
-    if rnn:
-        tensors |= {
-            "rnn_u.weight": weight(HIDDEN, HIDDEN),
-            "rnn_u.bias": weight(HIDDEN),
-            "rnn_w.weight": weight(HIDDEN, HIDDEN),
-        }
+    tensors |= {
+        "rnn_u.weight": weight(HIDDEN, HIDDEN),
+        "rnn_u.bias": weight(HIDDEN),
+        "rnn_w.weight": weight(HIDDEN, HIDDEN),
+    }
     directory.mkdir()
     safetensors.torch.save_file(tensors, directory / "model.safetensors")
-    config = {"hidden_size": HIDDEN, "exit_dim": exit_dim, "num_draft_layers": layers, "rnn": rnn, "vocab_size": VOCAB}
+    config = {"hidden_size": HIDDEN, "exit_dim": exit_dim, "num_draft_layers": layers, "rnn": True, "vocab_size": VOCAB}
     general = {"model_type": "recurrent_drafting_drafter", "architectures": ["Drafter"], "num_lookback_tokens": -1}
     (directory / "config.json").write_text(json.dumps(config | general | {"torch_dtype": "float32"}))
     return directory
@@ -85,11 +83,8 @@ def their_logits(directory: Path, embeddings: list[torch.Tensor], context: torch
     tensors = {name: value.double() for name, value in safetensors.torch.load_file(directory / "model.safetensors").items()}
     state = torch.zeros(HIDDEN, dtype=torch.float64)
     for embedding in embeddings:
-        if config["rnn"]:
-            from_state = tensors["rnn_u.weight"] @ state + tensors["rnn_u.bias"]
-            state = F.silu(tensors["rnn_w.weight"] @ embedding + from_state)
-        else:
-            state = state + embedding
+        from_state = tensors["rnn_u.weight"] @ state + tensors["rnn_u.bias"]
+        state = F.silu(tensors["rnn_w.weight"] @ embedding + from_state)
     x = torch.cat([context, state])
     if config["exit_dim"] != 2 * config["hidden_size"]:
         x = tensors["input_proj.weight"] @ x + tensors["input_proj.bias"]
@@ -129,9 +124,9 @@ def test_an_export_has_equal_logits_and_the_names_shapes_and_keys_that_the_mlx_l
     assert_same_logits(drafter.double(), tmp_path / "theirs")
 
 
-@pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])
-def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_path, layers, exit_dim, rnn):
-    theirs = their_folder(tmp_path / "theirs", layers=layers, exit_dim=exit_dim, rnn=rnn)
+@pytest.mark.parametrize(("layers", "exit_dim"), [(2, 64), (1, 24), (0, 64)])
+def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_path, layers, exit_dim):
+    theirs = their_folder(tmp_path / "theirs", layers=layers, exit_dim=exit_dim)
     drafter = from_apple(theirs, target)
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
     save_drafter(drafter, tmp_path / "ours", target.identity)
@@ -147,8 +142,8 @@ def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_pa
 
 
 def test_a_drafter_that_apples_format_cannot_hold_is_an_error(target, tmp_path):
-    with pytest.raises(ValueError, match="its head has rank 4"):
-        write_folder(FORMAT, make(target, head_rank=4), tmp_path / "theirs", target)
+    with pytest.raises(ValueError, match="it drafts 40 tokens only"):
+        write_folder(FORMAT, make(target, draft_vocab_size=40), tmp_path / "theirs", target)
     with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written as apple"):
         write_folder(FORMAT, build_drafter(parse_drafter({"kind": "medusa"}), target), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
@@ -172,14 +167,13 @@ def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, opti
     ("change", "message"),
     [
         (lambda config: config.pop("exit_dim"), "it has no exit_dim"),
-        (lambda config: config.update(rnn="yes"), "it has rnn 'yes'"),
+        (lambda config: config.update(rnn=False), r"it has rnn False \(only true is read\)"),
         (lambda config: config.update(model_type="llama"), "it has model_type 'llama'"),
         (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
         (lambda config: config.update(exit_dim=10**12), "it has exit_dim 1000000000000"),
         (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
         (lambda config: config.update(num_draft_layers=-1), "it has num_draft_layers -1"),
-        (lambda config: config.update(rnn=False), "unknown rnn_u.bias"),
     ],
 )
 def test_a_configuration_that_contradicts_weights_or_target_is_an_error(target, tmp_path, change, message):

@@ -245,7 +245,6 @@ def test_a_drafter_drafts_by_the_published_formula(format, options, qwen3, make_
         ({"correction": "rnn"}, r"its correction is rnn, but DSpark's is markov \(train with drafter.correction=markov\)"),
         ({"inject": True}, r"its slots start with the latest context.*\(train with drafter.inject=false\)"),
         ({"num_slots": 1}, r"it has 1 slots for .* draft tokens.*\(train with drafter.num_slots=null\)"),
-        ({"train_head": True}, r"it has trained a head.*\(train with drafter.train_head=false\)"),
         ({"mask_token_id": None}, r"a learned vector.*train with drafter.mask_token_id=ID"),
         ({"layer": {"model_type": "llama"}}, r"its layer is llama's.*train with 'drafter.layer={model_type: qwen3}'"),
         ({"feature_layers": [3, 0]}, r"in the order \[3, 0\].*drafter.feature_layers=\[0, 3\]"),
@@ -330,15 +329,6 @@ def test_the_section_of_specforge_is_read_like_keys_at_the_top(qwen3, make_draft
         import_drafter(tmp_path / "a", qwen3)
 
 
-def test_a_drafter_without_a_markov_head_is_dflash(qwen3, make_drafter, tmp_path):
-    export(tmp_path / "a", qwen3, make_drafter)
-    tensors = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "markov" not in name}
-    as_published(tmp_path / "a", markov_rank=0, markov_head_type=None)
-    safetensors.torch.save_file(kept, tmp_path / "a" / "model.safetensors")
-    assert import_drafter(tmp_path / "a", qwen3, name="dspark").config.correction == "none"
-
-
 def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(qwen3, make_drafter, tmp_path):
     drafter = export(tmp_path / "a", qwen3, make_drafter, dspark.SPECULATORS, draft_vocab_size=DRAFT)
     tensors = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
@@ -354,6 +344,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, r"block_size 0 \(it must be a number of at least 1\)"),
     ({"block_size": 10**9}, r"config\.json describes no drafter of the kind block: .*block 1000000000"),
     ({"block_size": None}, "block_size None"),
+    ({"markov_rank": 0}, r"markov_rank 0 \(it must be a number of at least 1\)"),
     ({"markov_rank": 10**15}, "markov_rank 1000000000000000"),
     ({"markov_rank": RANK + 1}, r"markov_w1.weight is \(300, 6\), not \(300, 7\)"),
     ({"mask_token_id": V}, "mask_token_id is 300; the target has 300 tokens"),

@@ -237,8 +237,8 @@ def test_eagle1_of_the_release_is_imported(bias, parts, llama, tmp_path):
     }
     resave(tmp_path / "a", tensors | {name: tensor for part in parts for name, tensor in extras[part].items()})
     assert format_of(tmp_path / "a").kind == "eagle"
-    drafter = import_drafter(tmp_path / "a", llama, options={"tree": "static"})
-    assert (drafter.config.bias, drafter.config.layer, drafter.config.tree) == (bias, None, "static")
+    drafter = import_drafter(tmp_path / "a", llama, options={"depth": 3})
+    assert (drafter.config.bias, drafter.config.layer, drafter.config.depth) == (bias, None, 3)
     assert drafter.fc.weight.dtype == torch.float16
     save_drafter(drafter, tmp_path / "ours", llama.identity)
     ours = load_drafter(tmp_path / "ours", llama).state_dict()

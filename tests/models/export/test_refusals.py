@@ -39,7 +39,7 @@ def test_a_kinds_defaults_fit_every_one_of_its_formats(family: str, kind: str, m
         (shipped("eagle3", layer=None), "its layer is qwen3's", "drafter.layer={model_type: llama}"),
         (shipped("redrafter", initial_state="embedding"), "initial_state is embedding", "initial_state=zero"),
         (shipped("redrafter", draft_vocab_size=64), "it drafts 64 tokens only", "draft_vocab_size=null"),
-        (shipped("medusa", heads="ffn"), "heads are of the kind ffn", "heads=residual"),
+        (shipped("medusa", head_rank=4), "share an output layer of rank 4", "head_rank=null"),
     ],
 )
 def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(options, rule, remedy, make_target):

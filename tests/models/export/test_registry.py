@@ -27,7 +27,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "dspark": [{**DSPARK, "num_layers": 2, "block": 3}, {**DSPARK, "feature_layers": [0, 4], "width": 2}],
     "speculators-dspark": [{**DSPARK, "draft_vocab_size": 40}, {**DSPARK, "num_layers": 2}],
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],
-    "eagle1-sglang": [{"bias": True, "top_k": 3}, {"bias": False, "tree": "static"}],
+    "eagle1-sglang": [{"bias": True, "top_k": 3}, {"bias": False, "depth": 2}],
     "eagle3": [
         {"draft_vocab_size": 40},
         {"fc_norm": True, "norm_output": True},
@@ -35,7 +35,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {},
     ],
     "speculators": [{"draft_vocab_size": 40}, {"feature_layers": [1, 3, 6], "fc_norm": True, "norm_output": True}],
-    "apple": [{"initial_state": "zero", "exit_width": 24, "beam_width": 3}, {"initial_state": "zero", "rnn": False}],
+    "apple": [{"initial_state": "zero", "exit_width": 24, "beam_width": 3}, {"initial_state": "zero", "num_blocks": 0}],
     "medusa": [{"num_heads": 3}, {"num_heads": 2, "share_head": True, "tree_paths": [[0], [1]]}],
     "tensorrt-llm": [{"num_heads": 2, "num_layers": 2, "tree_nodes": 9}],
     "transformers": [{"hidden_size": 16, "length": 3}, {"init": "target_layers", "top_k": 2}],

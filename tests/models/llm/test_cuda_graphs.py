@@ -75,7 +75,6 @@ def test_replayed_steps_decode_the_tokens_of_plain_steps(target, graphed, record
 
 CACHED = {
     "eagle": {"kind": "eagle", "depth": 3, "top_k": 3, "tree_nodes": 8},
-    "eagle, static": {"kind": "eagle", "tree": "static", "depth": 4, "top_k": 2, "tree_nodes": 6},
     "eagle3": {"kind": "eagle3", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
     "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
     "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "markov", "rank": 4},
@@ -88,7 +87,7 @@ CACHED = {
 
 UNCACHED = {
     "redrafter": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6},
-    "redrafter, buckets": {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_padding": "bucket"},
+    "redrafter, the paper's tree": {"kind": "redrafter", "beam_width": 3, "beam_length": 3},
     "medusa": {"kind": "medusa", "num_heads": 3, "tree_nodes": 6},
 }
 

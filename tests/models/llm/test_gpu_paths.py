@@ -9,8 +9,8 @@ from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, gene
 from outrider.models.drafters import NullDrafter, base, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
-from outrider.models.drafters.options import DraftModelConfig, RedrafterConfig
-from outrider.models.drafters.redrafter import NUM_BUCKETS
+from outrider.models.drafters.options import DraftModelConfig
+from outrider.models.drafters.redrafter import NUM_SIZES
 from outrider.models.llm import tree_attention, tree_reader
 from outrider.models.llm.hf_target import HFTarget
 
@@ -135,36 +135,33 @@ def test_recordings_after_a_cache_moved_use_a_new_pool(llama, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batch", "alone"])
-def test_the_target_reads_no_more_padding_than_tree_padding_allows(llama, rows):
+def test_the_target_reads_little_padding(llama, rows):
     """On a GPU each tree was once padded to its largest size; shared prefixes saved nothing."""
-    sizes: dict[str, set[int]] = {}
+    sizes: dict[bool, set[int]] = {}
     texts = {}
     most = 16 * 4
-    for padding in ("exact", "bucket", "full"):
+    for few_sizes in (False, True):
         torch.manual_seed(1)
-        options = {"kind": "redrafter", "beam_width": 16, "beam_length": 4, "tree_padding": padding}
+        options = {"kind": "redrafter", "beam_width": 16, "beam_length": 4}
         drafter = build_drafter(parse_drafter(options), llama).eval().requires_grad_(False)
+        drafter.has_few_sizes = few_sizes
         steps = list(generate(llama, drafter, GreedyAcceptance(), [torch.tensor(row) for row in rows], max_new_tokens=20))
-        texts[padding] = [step.tokens for step in steps]
-        sizes[padding] = {step.num_nodes for step in steps[1:]}
-    assert texts["exact"] == texts["bucket"] == texts["full"]
-    assert sizes["full"] == {most}
-    bucket = -(-most // NUM_BUCKETS)
-    assert {min(-(-size // bucket) * bucket, most) for size in sizes["exact"]} == sizes["bucket"]
-    assert len(sizes["exact"]) > 1
-    assert max(sizes["exact"]) < most
+        texts[few_sizes] = [step.tokens for step in steps]
+        sizes[few_sizes] = {step.num_nodes for step in steps[1:]}
+    assert texts[False] == texts[True]
+    step = -(-most // NUM_SIZES)
+    assert {min(-(-size // step) * step, most) for size in sizes[False]} == sizes[True]
+    assert len(sizes[False]) > 1
+    assert max(sizes[False]) < most
 
 
-@pytest.mark.parametrize(
-    ("form", "padding"), [({}, "exact"), ({"compiled": True}, "bucket"), ({"cuda_graphs": True}, "bucket")]
-)
-def test_trees_are_padded_to_buckets_if_shapes_are_recorded(llama, monkeypatch, form, padding):
+@pytest.mark.parametrize(("form", "has_few_sizes"), [({}, False), ({"compiled": True}, True), ({"cuda_graphs": True}, True)])
+def test_trees_have_few_sizes_if_shapes_are_recorded(llama, monkeypatch, form, has_few_sizes):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     if form.get("cuda_graphs"):
         form |= {"recorder": PoolRecorder()}
     target = HFTarget(llama.model, llama.tokenizer, llama.identity, **form)
-    assert build_drafter(parse_drafter({"kind": "redrafter"}), target).tree_padding == padding
-    assert build_drafter(parse_drafter({"kind": "redrafter", "tree_padding": "full"}), target).tree_padding == "full"
+    assert build_drafter(parse_drafter({"kind": "redrafter"}), target).has_few_sizes == has_few_sizes
 
 
 def test_a_recorded_drafter_drafts_at_full_size_and_is_trimmed_outside_the_recording(llama):
@@ -180,14 +177,9 @@ def test_a_recorded_drafter_drafts_at_full_size_and_is_trimmed_outside_the_recor
     assert answers(graphed, replayed) == answers(llama, NullDrafter())
     prompts = [torch.tensor(row) for row in PROMPTS]
     sizes = [step.num_nodes for step in generate(graphed, replayed, GreedyAcceptance(), prompts, max_new_tokens=20)]
-    bucket = -(-8 * 4 // NUM_BUCKETS)
-    assert all(size % bucket == 0 or size == 8 * 4 for size in sizes)
+    step = -(-8 * 4 // NUM_SIZES)
+    assert all(size % step == 0 or size == 8 * 4 for size in sizes)
     assert min(sizes[1:]) < 8 * 4
-
-
-def test_an_unknown_tree_padding_is_refused():
-    with pytest.raises(ValueError, match="tree_padding\n *must be one of exact, bucket, full"):
-        RedrafterConfig(tree_padding="tight")
 
 
 @pytest.mark.parametrize("kind", ["nothing", *TREES])

@@ -62,7 +62,7 @@ def make_target(target: HFTarget, model: LlamaForCausalLM) -> Any:
 
 def redrafter(target: HFTarget) -> Any:
     torch.manual_seed(1)
-    options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_padding": "full"}
+    options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 9}
     return build_drafter(parse_drafter(options), target).eval().requires_grad_(False)
 
 

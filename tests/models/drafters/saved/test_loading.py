@@ -2,14 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.build import require_unaltered, shape_digest
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import (
     TrainingFacts,
@@ -20,11 +23,13 @@ from outrider.models.drafters.saved.folder import (
 )
 from outrider.models.export.package import is_package, package_files
 
+from ....conftest import REPOSITORY
+
 
 @pytest.fixture
 def saved(target, tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "redrafter", "draft_vocab_size": 8, "head_rank": 4}), target)
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "draft_vocab_size": 8, "exit_width": 24}), target)
     drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     return tmp_path / "drafter"
@@ -58,11 +63,32 @@ def kill_between_renames(folder: Path) -> None:
     folder.with_name(f".{folder.name}.outrider-old").mkdir()
 
 
+def test_options_that_are_gone_are_ignored_in_saved_drafters_unless_they_change_how_they_draft(target, saved):
+    config = read_drafter_config(saved)
+
+    def add(**former: Any) -> None:
+        options = {**config.drafter, **former}
+        digest = shape_digest(config.kind, {name: options[name] for name in options if name != "tree_padding"}, config.target)
+        write_json(saved / "config.json", asdict(replace(config, drafter=options, shape_sha256=digest)))
+
+    add(rnn=True, head_rank=None, tree_padding=None)
+    assert load_drafter(saved, target).config.exit_width == 24
+    assert parse_drafter({"start_from": str(saved)}).config.exit_width == 24
+    for name, value in {"rnn": False, "tree_padding": "full"}.items():
+        add(**{name: value})
+        with pytest.raises(ValueError, match=f"the drafter redrafter has no option {name}"):
+            load_drafter(saved, target)
+
+
+def test_the_drafter_that_ships_is_unaltered():
+    require_unaltered(REPOSITORY / "models" / "smollm2_redrafter")
+
+
 @pytest.mark.parametrize("read", [resolve_drafter, read_drafter_config, package_files, is_package])
 def test_a_drafter_is_found_after_a_kill_between_the_renames_of_its_folder(target, saved, read):
     kill_between_renames(saved)
     read(saved)
-    assert load_drafter(saved, target).config.head_rank == 4
+    assert load_drafter(saved, target).config.exit_width == 24
 
 
 @pytest.mark.parametrize(
