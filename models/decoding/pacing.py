@@ -49,6 +49,8 @@ UNCERTAINTY = 1.0
 """Tokens by which a gain that was observed once may be too low; it falls with the count."""
 GAIN_MEMORY = 60
 """Observations that a mean gain remembers."""
+OUTCOME_MEMORY = 200
+"""Steps for which it is remembered how much of a source's expected gain came true."""
 OVERALL_WEIGHT = 8.0
 """Observations in one situation that the mean gain of all situations counts for."""
 REVISIT_STEPS = 48
@@ -240,45 +242,66 @@ class TokenRate:
 
 
 @dataclass(slots=True)
-class Mean:
-    """Mean of the last values, about `memory` of them."""
+class MeanGain:
+    """Mean of what a group of sources was expected to add to a step, over the last GAIN_MEMORY ones."""
 
     count: int = 0
-    mean: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    """Seconds of the nodes that it added, without those of drafting."""
 
-    def add(self, value: float, memory: int) -> None:
+    def add(self, tokens: float, seconds: float) -> None:
         self.count += 1
-        self.mean += (value - self.mean) / min(self.count, memory)
+        share = 1.0 / min(self.count, GAIN_MEMORY)
+        self.tokens += share * (tokens - self.tokens)
+        self.seconds += share * (seconds - self.seconds)
 
 
 @dataclass(slots=True)
 class Gains:
-    """Tokens that a group of sources adds to a step, as it was found in steps that asked it."""
+    """What a group of sources adds to the steps that ask it, and how much of that comes true."""
 
-    overall: Mean = field(default_factory=Mean)
-    by_situation: dict[tuple[int, ...], Mean] = field(default_factory=dict)
+    overall: MeanGain = field(default_factory=MeanGain)
+    by_situation: dict[tuple[int, ...], MeanGain] = field(default_factory=dict)
+    expected: float = TRUST_WEIGHT
+    came: float = TRUST_WEIGHT
+    """Tokens of the last steps that no group before it would have had, expected and accepted."""
     skipped: int = 0
-    """Steps since the source was asked last."""
+    """Steps since it was asked last."""
     patience: float = PATIENCE
-    """Skipped steps per token of the source's cost after which it is asked again."""
+    """Skipped steps per token of its cost after which it is asked again."""
 
-    def add(self, situation: tuple[int, ...], gain: float) -> None:
-        self.overall.add(gain, GAIN_MEMORY)
-        self.by_situation.setdefault(situation, Mean()).add(gain, GAIN_MEMORY)
+    def add(self, situation: tuple[int, ...], tokens: float, seconds: float) -> None:
+        """Add what it is expected to add to this step."""
+        self.overall.add(tokens, seconds)
+        self.by_situation.setdefault(situation, MeanGain()).add(tokens, seconds)
         self.skipped = 0
 
-    def expected(self, situation: tuple[int, ...]) -> float:
-        """Return the mean gain in a situation. Few observations there leave it near that of all."""
-        here = self.by_situation.get(situation, Mean())
-        count = min(here.count, GAIN_MEMORY)
-        return (OVERALL_WEIGHT * self.overall.mean + count * here.mean) / (OVERALL_WEIGHT + count)
+    def add_outcome(self, expected: float, came: float) -> None:
+        """Add the tokens that it was expected to add to a step, and those that it has added."""
+        kept = 1.0 - 1.0 / OUTCOME_MEMORY
+        self.expected = kept * (self.expected + expected) + (1.0 - kept) * TRUST_WEIGHT
+        self.came = kept * (self.came + came) + (1.0 - kept) * TRUST_WEIGHT
 
-    def is_worth(self, situation: tuple[int, ...], cost: float) -> bool:
-        """Return whether to ask, at a cost in tokens."""
+    def value(self, situation: tuple[int, ...], rate: float) -> float:
+        """Return the tokens that it adds in a situation, less what the time of its nodes is worth.
+
+        Few observations there leave the value near that of all situations.
+        """
+        here = self.by_situation.get(situation, MeanGain())
+        count = min(here.count, GAIN_MEMORY)
+        tokens, seconds = (
+            (OVERALL_WEIGHT * overall + count * mean) / (OVERALL_WEIGHT + count)
+            for overall, mean in ((self.overall.tokens, here.tokens), (self.overall.seconds, here.seconds))
+        )
+        return max(self.came / self.expected, 0.0) * tokens - rate * seconds
+
+    def is_worth(self, situation: tuple[int, ...], rate: float, draft_seconds: float) -> bool:
+        """Return whether to ask it."""
         # Few observations may be too low by chance: a source that costs little is asked anyway. They
         # are those of all situations, or a useless source would be asked again in each of them.
-        count = self.overall.count
-        if not count or self.expected(situation) + UNCERTAINTY / sqrt(count) > cost:
+        count, cost = self.overall.count, rate * draft_seconds
+        if not count or self.value(situation, rate) + UNCERTAINTY / sqrt(count) > cost:
             self.patience = PATIENCE
             return True
         self.skipped += 1
@@ -289,7 +312,7 @@ class Gains:
 
     def copy(self) -> "Gains":
         by_situation = {situation: replace(mean) for situation, mean in self.by_situation.items()}
-        return Gains(replace(self.overall), by_situation, self.skipped, self.patience)
+        return replace(self, overall=replace(self.overall), by_situation=by_situation)
 
 
 class Pacer:
@@ -343,11 +366,14 @@ class Pacer:
 
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
         """Return whether a group of sources is worth its time in this situation."""
-        return self.gains[group].is_worth(situation, self.rate * self.draft[group].median)
+        return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
 
-    def add_gain(self, group: int, situation: tuple[int, ...], gain: float) -> None:
-        """Learn what a group that was asked has added, in tokens less what their time is worth."""
-        self.gains[group].add(situation, gain)
+    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> float:
+        """Learn what a group that was asked is expected to add, given the expected tokens; return it."""
+        (old, _), (new, _), table = self.best(before), self.best(after), self.verify.table
+        tokens = after[new] - before[old]
+        self.gains[group].add(situation, tokens, table[new] - table[old])
+        return tokens
 
     def width(self, gains: Sequence[float]) -> int:
         """Return how many nodes to verify; in a trial the width to be tried."""

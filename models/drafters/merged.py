@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -84,9 +84,21 @@ class MergedDraft:
     """The proposals that the text has followed up to its last token, this one included."""
     expected: float
     """Tokens that the step is expected to emit in each row."""
+    asked: tuple["Asked", ...]
+    """The groups of sources that were asked, in order, if the tree is paced."""
     draft_seconds: float
     drafted_at: float
     """The clock when the tree was begun: its size costs time from here on."""
+
+
+class Asked(NamedTuple):
+    """A group of sources that was asked, and the tree that there would have been without it."""
+
+    group: int
+    rows: tuple[MergedRow, ...]
+    num_nodes: int
+    expected: float
+    """Tokens that the group is expected to add to the step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +112,7 @@ class Draft:
     """What each source needs to advance, by its index."""
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
+    asked: list[Asked] = field(default_factory=list)
 
 
 class MergedDrafter(Drafter[MergedState, MergedDraft]):
@@ -196,6 +209,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             counts=state.counts,
             walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
             expected=expected[min(num_nodes, len(expected) - 1)],
+            asked=tuple(draft.asked),
             draft_seconds=drafted_at - started,
             drafted_at=drafted_at,
         )
@@ -221,6 +235,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             seconds = self.clock() - drafted.drafted_at
             pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
+            learn_gains(pacer, drafted.asked, accepted.new_tokens, num_accepted)
         return MergedState(
             sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
         )
@@ -262,12 +277,14 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             started = self.clock()
             for index in indexes:
                 self._ask(draft, index)
+            before, rows_before = gains, rows
             rows = self._merged(draft, floors)
-            before, gains = gains, pacer.trusted(expected_tokens(rows))
+            gains = pacer.trusted(expected_tokens(rows))
             pacer.draft[group].add(self.clock() - started)
-            # 3. Learn what it has added.
+            # 3. Learn what it is expected to add.
             if not pacer.is_trial:
-                pacer.add_gain(group, situation, pacer.best(gains)[1] - pacer.best(before)[1])
+                expected = pacer.add_gain(group, situation, before, gains)
+                draft.asked.append(Asked(group, rows_before, pacer.best(before)[0], expected))
         return rows, pacer.width(gains)
 
     def _pacer(self, batch: int, *, begins: bool = False) -> Pacer:
@@ -369,3 +386,15 @@ def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
         return sums[0]
     longest = max(map(len, sums))
     return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
+
+
+def learn_gains(pacer: Pacer, asked: Sequence[Asked], texts: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:
+    """Learn what each group has added: the tokens accepted with it, less those without it.
+
+    `texts` are the tokens that the step has added to each row; all but the last were accepted.
+    """
+    accepted = [
+        sum(row.num_followed(text, part.num_nodes) for row, text in zip(part.rows, texts, strict=True)) for part in asked
+    ]
+    for part, without, with_it in zip(asked, accepted, [*accepted[1:], sum(num_accepted)], strict=False):
+        pacer.gains[part.group].add_outcome(part.expected, (with_it - without) / len(texts))

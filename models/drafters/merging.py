@@ -87,6 +87,15 @@ class MergedRow:
                 return node
         return None
 
+    def num_followed(self, tokens: Sequence[int], num_nodes: int) -> int:
+        """Return how many of these tokens are a path of the likeliest nodes."""
+        node: int | None = NO_NODE
+        for depth, token in enumerate(tokens):
+            node = self.child(node, token)
+            if node is None or node >= num_nodes:
+                return depth
+        return len(tokens)
+
     def first(self, num_nodes: int) -> Nodes:
         """Return the likeliest nodes."""
         return Nodes(tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes])

@@ -10,7 +10,7 @@ from outrider.models.decoding.pacing import (
     NUM_TRIALS,
     REVISIT_STEPS,
     TRIAL_WIDTHS,
-    MeanGain,
+    Gains,
     Pacer,
     StepSeconds,
     best_width,
@@ -127,12 +127,21 @@ def test_expectations_that_never_come_true_end_in_plain_steps():
     assert pacer.rate == pytest.approx(1.0), "plain decoding is always a choice"
 
 
+HERE, ELSEWHERE = (0,), (1,)
+"""Situations of a step."""
+
+
+def is_worth(gains: Gains, cost: float, situation: tuple[int, ...] = HERE) -> bool:
+    """Ask whether a source is worth some tokens, at one token per second."""
+    return gains.is_worth(situation, 1.0, cost)
+
+
 def test_a_source_that_gains_less_than_it_costs_is_asked_ever_more_seldom():
-    gain, asked = MeanGain(), []
+    gains, asked = Gains(), []
     for step in range(2000):
-        if gain.is_worth(1.0):
+        if is_worth(gains, 1.0):
             asked.append(step)
-            gain.add(0.0)
+            gains.add(HERE, 0.0, 0.0)
     pauses = [after - before for before, after in pairwise(asked)]
     assert pauses[:2] == sorted(pauses[:2])
     assert MAX_PATIENCE <= pauses[-1] <= MAX_PATIENCE + 2
@@ -140,24 +149,47 @@ def test_a_source_that_gains_less_than_it_costs_is_asked_ever_more_seldom():
 
 
 def test_a_source_that_became_worth_its_time_is_asked_again():
-    gain = MeanGain()
+    gains = Gains()
     for _ in range(10):
-        gain.is_worth(1.0)
-        gain.add(0.0)
-    assert not gain.is_worth(1.0)
+        is_worth(gains, 1.0)
+        gains.add(HERE, 0.0, 0.0)
+    assert not is_worth(gains, 1.0)
     asked = 0
     for _ in range(1000):
-        if gain.is_worth(1.0):
-            gain.add(9.0)
+        if is_worth(gains, 1.0):
+            gains.add(HERE, 9.0, 0.0)
             asked += 1
     assert asked > 500
 
 
 def test_a_cheap_source_is_asked_even_if_it_failed_a_few_times():
-    gain = MeanGain()
+    gains = Gains()
     for _ in range(10):
-        assert gain.is_worth(0.05)
-        gain.add(0.0)
+        assert is_worth(gains, 0.05)
+        gains.add(HERE, 0.0, 0.0)
+
+
+def test_a_source_is_worth_what_came_of_its_claims_less_its_nodes():
+    """It claims 0.8 tokens in each step: half of them come, and its nodes take the time of 0.1."""
+    gains = Gains()
+    for _ in range(1000):
+        gains.add(HERE, 0.8, 0.1)
+        gains.add_outcome(0.8, 0.4)
+    assert gains.value(HERE, 1.0) == pytest.approx(0.3, abs=0.02)
+    assert is_worth(gains, 0.25)
+    assert not is_worth(gains, 0.4)
+
+
+def test_a_situation_without_observations_is_taken_as_the_others():
+    """So a useless source isn't tried anew in each situation, and a good one is asked where it is good."""
+    gains = Gains()
+    for _ in range(200):
+        gains.add(HERE, 0.0, 0.0)
+    assert not is_worth(gains, 0.4, ELSEWHERE)
+    for _ in range(200):
+        gains.add(ELSEWHERE, 1.0, 0.0)
+    assert is_worth(gains, 0.4, ELSEWHERE)
+    assert not is_worth(gains, 0.9, HERE)
 
 
 def test_neighbours_of_the_best_width_are_measured_again_now_and_then():

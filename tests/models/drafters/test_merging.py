@@ -72,7 +72,7 @@ def test_hits_and_misses_move_the_estimates_of_their_cells_only():
     source = candidates((A, -1, 0.5), (B, 0, 0.5))
     for _ in range(50):
         row = merge(source, counts=counts)
-        walks = follow(counts, follow(counts, [(row, NO_NODE)], A), C)
+        walks = follow(follow([(row, NO_NODE)], A, counts), C, counts)
         assert walks == ()
     assert counts == {source_key(0, 1): (50, 50), source_key(0, 2): (0, 50)}
     merged = paths(merge(source, counts=counts))
@@ -85,7 +85,7 @@ def test_estimates_fall_where_agreement_is_wrong():
     first, second = candidates((A, -1, 0.5)), candidates((A, -1, 0.5), (B, -1, 0.3))
     before = paths(merge(first, second))
     for _ in range(60):
-        follow(counts, [(merge(first, second, counts=counts), NO_NODE)], B)
+        follow([(merge(first, second, counts=counts), NO_NODE)], B, counts)
     after = paths(merge(first, second, counts=counts))
     assert before[(A,)][1] > 2 * before[(B,)][1]
     assert after[(A,)][1] < 0.1
@@ -122,10 +122,10 @@ def test_a_proposal_teaches_as_long_as_the_text_follows_it():
     """The walk goes from the root over A to its child B; C after B was never proposed."""
     counts: dict[int, tuple[float, float]] = {}
     row = merge(candidates((A, -1, 0.5), (D, -1, 0.4), (B, 0, 0.5)))
-    walks = follow(counts, [(row, NO_NODE)], A)
+    walks = follow([(row, NO_NODE)], A, counts)
     assert walks == ((row, 0),)
     assert counts == {source_key(0, 1): (1, 2)}
-    walks = follow(counts, walks, B)
+    walks = follow(walks, B, counts)
     assert counts[source_key(0, 2)] == (1, 1)
-    assert follow(counts, walks, C) == ()
+    assert follow(walks, C, counts) == ()
     assert counts == {source_key(0, 1): (1, 2), source_key(0, 2): (1, 1)}
