@@ -6,8 +6,8 @@ counted, in cells of (source, depth, bin of the evidence). Where several sources
 the same text, a second table counts by the sources that propose a token, the sources that propose
 any token there, and the bin of the highest single estimate: agreement is strong evidence.
 
-Counts are a drafter's, for all its texts: what one text has shown is known at the start of the next
-one, and recent text counts most. They decide which trees are drafted, never a token.
+Each text has its own counts, since texts differ. They start from the drafter's, which all its texts
+teach, with the weight of few observations. Counts decide which trees are drafted, never a token.
 """
 
 from bisect import bisect

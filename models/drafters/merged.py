@@ -5,8 +5,8 @@ calibrated probability of acceptance (see `calibration`). With `pace: fixed` the
 `tree_nodes` likeliest nodes. With `pace: expected` each step decides which sources it asks and how
 many nodes it verifies, by what they are expected to gain and what they cost (see `pacing`).
 
-The trees depend on the text, and with `pace: expected` on the clock, but never on random numbers.
-So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
+The trees depend on the texts so far, and with `pace: expected` on the clock, but never on random
+numbers. So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
 rounding of passes of other shapes, and sampled ones if random numbers belong to places of the text
 (`RowSeeds`).
 """
@@ -56,7 +56,7 @@ class MergedConfig:
     pace: Annotated[str, one_of(*PACES)] = "expected"
     """`expected`: each step decides which sources draft and how many nodes are verified, by the
     expected gain in time. `fixed`: every source drafts at each step, and the `tree_nodes` likeliest
-    nodes are verified, so tokens per step can be reproduced."""
+    nodes are verified, so the same texts give the same tokens per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

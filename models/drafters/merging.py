@@ -89,11 +89,12 @@ class MergedRow:
 
     def num_followed(self, tokens: Sequence[int], num_nodes: int) -> int:
         """Return how many of these tokens are a path of the likeliest nodes."""
-        node: int | None = NO_NODE
+        node = NO_NODE
         for depth, token in enumerate(tokens):
-            node = self.child(node, token)
-            if node is None or node >= num_nodes:
+            child = self.child(node, token)
+            if child is None or child >= num_nodes:
                 return depth
+            node = child
         return len(tokens)
 
     def first(self, num_nodes: int) -> Nodes:
