@@ -243,7 +243,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
-            counts=tuple(state.counts[row] for row in rows),
+            counts=tuple(dict(state.counts[row]) for row in rows),  # a row may be repeated
             walks=tuple(state.walks[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),

@@ -86,6 +86,8 @@ def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: D
 def start(target: HFTarget, drafter: Any, rows: Sequence[int] = range(len(PROMPTS))) -> Point:
     texts = [PROMPTS[row] for row in rows]
     output = read(target, drafter, texts)
+    if isinstance(drafter, MergedDrafter):  # what it learned from other texts is no part of a state
+        drafter.counts.clear()
     state = drafter.init_state(Prompts.of([torch.tensor(text) for text in texts]), output, max_new_tokens=ROOM)
     return Point(tuple((*PROMPTS[row], 30 + row) for row in rows), state)
 
