@@ -176,8 +176,11 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
 
     def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
+        before = None
         for store, entry in zip(drafted.state.stores, entries, strict=True):
-            store.add(entry)
+            if store is not before:  # copies of a row, which fill a batch up, share its store
+                store.add(entry)
+            before = store
         return FreeState(drafted.state.stores, accepted.next_tokens)
 
     def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:

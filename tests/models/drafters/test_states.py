@@ -139,6 +139,15 @@ def test_selected_rows_continue_as_a_batch_of_these_rows_does(drafter, target):
 
 
 @torch.inference_mode()
+def test_copies_of_a_row_read_its_text_once(target):
+    drafter = make_training_free("suffix", {}, target)
+    part = start(target, drafter)
+    part = replace(part, texts=tuple(part.texts[row] for row in (1, 2, 2)), state=drafter.select(part.state, (1, 2, 2)))
+    part = run(target, drafter, part)
+    assert [tuple(store.text) for store in part.state.stores[:2]] == [text[:-1] for text in part.texts[:2]]
+
+
+@torch.inference_mode()
 def test_two_answers_of_one_drafter_can_be_decoded_in_turns(drafter, target):
     """A draft model once kept its texts in itself, so that a second answer was an error."""
     if isinstance(drafter, GraphedCachedDrafter):
