@@ -265,7 +265,8 @@ class Gains:
     by_situation: dict[tuple[int, ...], MeanGain] = field(default_factory=dict)
     expected: float = TRUST_WEIGHT
     came: float = TRUST_WEIGHT
-    """Tokens of the last steps that no group before it would have had, expected and accepted."""
+    """Tokens that it added to the tree of the groups before it: expected, and accepted. Both are sums
+    over the steps so far, in which earlier steps count less (OUTCOME_MEMORY)."""
     skipped: int = 0
     """Steps since it was asked last."""
     patience: float = PATIENCE
@@ -294,10 +295,19 @@ class Gains:
             (OVERALL_WEIGHT * overall + count * mean) / (OVERALL_WEIGHT + count)
             for overall, mean in ((self.overall.tokens, here.tokens), (self.overall.seconds, here.seconds))
         )
-        return max(self.came / self.expected, 0.0) * tokens - rate * seconds
+        return self.share * tokens - rate * seconds
+
+    @property
+    def share(self) -> float:
+        """Tokens that came per expected one.
+
+        A source whose tokens are new after every node makes those of the others less likely, so that
+        fewer tokens may be expected with it than without it. Then there is no share to speak of.
+        """
+        return max(self.came, 0.0) / max(self.expected, TRUST_WEIGHT)
 
     def is_worth(self, situation: tuple[int, ...], rate: float, draft_seconds: float) -> bool:
-        """Return whether to ask it."""
+        """Return whether to ask it, at `rate` tokens per second."""
         # Few observations may be too low by chance: a source that costs little is asked anyway. They
         # are those of all situations, or a useless source would be asked again in each of them.
         count, cost = self.overall.count, rate * draft_seconds

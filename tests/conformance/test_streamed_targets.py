@@ -256,6 +256,10 @@ def test_drafters_that_need_a_streamed_head_are_an_error(pair):
             answers(both.streamed, both.drafter(kind, both.streamed), PROMPTS, "greedy")
 
 
+def test_eagle3_has_a_head_of_its_own_and_drafts_where_the_targets_is_streamed(pair):
+    require_equal_texts(pair("llama-gqa", "head streamed"), "eagle3", is_narrow=False)
+
+
 @pytest.mark.parametrize(("architecture", "placing"), QUICK.items())
 def test_plain_answers_are_those_of_transformers_generate(pair, architecture, placing):
     """The hooks also serve passes that aren't ours."""

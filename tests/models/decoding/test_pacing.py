@@ -180,6 +180,16 @@ def test_a_source_is_worth_what_came_of_its_claims_less_its_nodes():
     assert not is_worth(gains, 0.4)
 
 
+def test_a_source_that_makes_the_others_less_likely_is_worth_less_than_nothing():
+    """Its tokens differ from theirs, so fewer are expected with it than without it."""
+    gains = Gains()
+    for _ in range(1000):
+        gains.add(HERE, -0.1, 0.0)
+        gains.add_outcome(-0.1, -0.05)
+    assert gains.value(HERE, 1.0) <= 0.0
+    assert not is_worth(gains, 0.2)
+
+
 def test_a_situation_without_observations_is_taken_as_the_others():
     """So a useless source isn't tried anew in each situation, and a good one is asked where it is good."""
     gains = Gains()

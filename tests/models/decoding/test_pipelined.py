@@ -89,7 +89,7 @@ def check(count: int) -> None:
         num_accepted += sum(step.num_accepted[0] for step in steps)
     assert visited >= count
     # The schedules have what they are about, and the texts differ.
-    assert len({text_of(schedule) for schedule in schedules(count)}) > min(count / 2, 100)
+    assert len({text_of(schedule) for schedule in schedules(count)}) > min(count / 2, 150)  # few prompts and rules: 152 in all
     assert num_moves > 10 * count
     assert num_skipped > count
     assert num_adopted > count / 3

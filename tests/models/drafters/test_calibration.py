@@ -5,16 +5,23 @@ from statistics import mean
 
 import pytest
 
-from outrider.models.drafters.calibration import MAX_TOTAL, ScoreCalibration, source_key, teach
+from outrider.models.drafters.calibration import MAX_PRIOR, MAX_TOTAL, ScoreCalibration, source_key, start_of_text, teach
 
 
-def test_recent_texts_correct_what_earlier_ones_showed():
-    key, counts = source_key(0, 1), {}
-    for was_hit in [True] * 900 + [False] * 200:
-        teach(counts, [key], was_hit)
+def test_earlier_texts_weigh_no_more_than_a_text_can_correct():
+    key, rare = source_key(0, 1), source_key(1, 2)
+    earlier = {key: (900.0, 1000.0), rare: (1.0, 2.0)}
+    counts = start_of_text(earlier)
     hits, total = counts[key]
-    assert hits / total < 0.15
+    assert total == MAX_PRIOR
+    assert hits / total == pytest.approx(0.9)
+    assert counts[rare] == (1.0, 2.0)
+    for _ in range(200):
+        teach(counts, [key], False)
+    hits, total = counts[key]
+    assert hits / total < 0.1
     assert total <= MAX_TOTAL + 1
+    assert earlier[key] == (900.0, 1000.0), "the text has counts of its own"
 
 
 def taught(gamma: float, count: int = 4000, depths: tuple[int, ...] = (1, 2)) -> ScoreCalibration:
