@@ -396,5 +396,6 @@ def learn_gains(pacer: Pacer, asked: Sequence[Asked], texts: Sequence[Sequence[i
     accepted = [
         sum(row.num_followed(text, part.num_nodes) for row, text in zip(part.rows, texts, strict=True)) for part in asked
     ]
-    for part, without, with_it in zip(asked, accepted, [*accepted[1:], sum(num_accepted)], strict=False):
+    after = [*accepted, sum(num_accepted)][1:]  # with the group: what the next one would have found, or the tree itself
+    for part, without, with_it in zip(asked, accepted, after, strict=True):
         pacer.gains[part.group].add_outcome(part.expected, (with_it - without) / len(texts))

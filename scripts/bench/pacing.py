@@ -61,7 +61,8 @@ class ReplayedTarget:
     def prefill(self, prompts: Prompts, **_: Any) -> TargetOutput:
         self.num_prefills += 1
         self.last = prompts.lengths[0]  # the place of the first token of the answer
-        return self._output(range(self.last))
+        output = self._output(range(self.last))
+        return TargetOutput(logits=output.logits[:, -1:], hidden_states=output.hidden_states)
 
     def verify(self, last_token: torch.Tensor, tree: DraftTree, **_: Any) -> TargetOutput:
         self.clock.now += 1.0 + self.slope * tree.num_nodes
@@ -149,7 +150,8 @@ def row_of(
     for text, length, states in texts:
         replayed.begin(text, states)
         answer = generate(replayed, merge, GreedyAcceptance(), [torch.tensor(text[:length])], max_new_tokens=len(text) - length)
-        _, *after = answer  # the prefill's token takes no step
+        first, *after = answer  # the prefill's token takes no step
+        assert [token for step in (first, *after) for token in step.tokens[0]] == text[length:], "another text was decoded"
         tokens, steps = tokens + sum(len(step.tokens[0]) for step in after), steps + len(after)
         nodes += sum(step.num_nodes for step in after)
     row = {

@@ -14,6 +14,8 @@ import pytest
 import torch
 import typer
 
+from outrider.models.llm.loading import load_target
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -155,6 +157,19 @@ def test_another_label_than_generates_is_found(script, tiny_target_dir, tmp_path
     assert ended.value.exit_code == 1
     (difference,) = json.loads((tmp_path / "labelling.json").read_text())["differences"]
     assert (difference["depth"], difference["ours"]) == (1, difference["theirs"] + 1)
+
+
+def test_pacing_decodes_the_known_text_on_a_clock_that_only_passes_and_drafts_move(script, tiny_target_dir):
+    pacing = script("bench/pacing")
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    text = [5, 6, 7, 8] * 6
+    states = torch.zeros(len(text), target.hidden_size)
+    row = pacing.row_of("suffix", target, [(text, 6, states)], 0.1, 0.5)
+    assert row["tokens per step"] > 2, "the text repeats itself"
+    assert row["asked"] == {"suffix": 1.0}
+    num_tokens = len(text) - 7  # the prefill gives the first
+    seconds = row["steps"] * (1 + 0.1 * row["nodes per step"] + pacing.SUFFIX)
+    assert row["speedup"] == pytest.approx(num_tokens / seconds, rel=0.02)
 
 
 def test_schedules_answer_all_requests(script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path) -> None:
