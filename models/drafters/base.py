@@ -2,20 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import nn
+from torch.nn.functional import pad
 
 from ...data.types import DrafterBatch
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
+from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, append, to_width
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache, extent_step
-from .beams import SearchTree
+from .beams import SearchTree, pack_likeliest
+from .group_search import pack_groups
 from .objective import Loss, Objective
 
 
@@ -63,16 +66,34 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     # --- decoding: see `Drafter`
 
     @abstractmethod
-    def search(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, Any]:
+    def search(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[SearchTree, Any]:
         """Return all nodes that a search for draft tokens had, and what `advance` needs of it.
 
-        `propose` returns some of these nodes as a tree. After `search` or `skip`, the tree given to
-        `advance` may have any other nodes: several drafters share it.
+        This is a kind's only way to draft. A proposal has some of these nodes (`pack`), and a merge
+        takes others. After `search` or `skip`, the tree given to `advance` may have any other nodes:
+        several drafters share it.
         """
 
     @abstractmethod
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
         """Return what `advance` needs in a step without drafts of this drafter."""
+
+    def pack(self, search: SearchTree) -> DraftTree:
+        """Return the proposal: the `max_nodes` likeliest nodes of a search. The host reads nothing."""
+        pack = pack_likeliest if search.drawn_from is None else pack_groups
+        return pack(search, self.max_nodes)
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """Cut padding from a proposal, which may read values. By default there is none."""
+        return tree
+
+    def propose(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, Any]:
+        search, drafted = self.search(state, last_token, generator=generator)
+        return self.trim(self.pack(search)), drafted
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -138,30 +159,14 @@ HiddenState = Float[torch.Tensor, "batch hidden"]
 class LastStateDrafter(TrainableDrafter):
     """Base class of drafters whose state is the last hidden state at the last accepted token.
 
-    Each is also a `RecordableDrafter`.
+    Their search depends on its arguments alone, and a CUDA graph can record it.
     """
-
-    @abstractmethod
-    def draft(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft a tree without sampling, by operations that a CUDA graph can record."""
-
-    @abstractmethod
-    def search(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, None]: ...
 
     def skip(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> None:
         return None
 
-    def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding from the tree. By default there is none."""
-        return tree
-
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> HiddenState:
         return prompts.last(prefill.hidden_states)
-
-    def propose(
-        self, state: HiddenState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, None]:
-        return self.trim(self.draft(state, last_token)), None
 
     def advance(self, drafted: None, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> HiddenState:
         entry = accepted.entry[:, None, None].expand(-1, 1, output.hidden_states.shape[-1])
@@ -171,18 +176,63 @@ class LastStateDrafter(TrainableDrafter):
         return state[rows]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedText:
+    """State of a batch of texts without their last tokens, which come with the next draft."""
+
+    text: TreeCache
+    """Keys and values of the texts without the unread tokens."""
+    tokens: Int[torch.Tensor, "batch unread"]
+    """The unread tokens, at least one; arbitrary ones past the end of a row."""
+    features: Float[torch.Tensor, "batch unread feature"] | None
+    """The target's features at these tokens; None if the drafter reads none."""
+    num_unread: Counts
+
+    def select(self, rows: Sequence[int]) -> "CachedText":
+        """Return the state of these rows only."""
+        self.text.select(rows)
+        features = None if self.features is None else self.features[rows]
+        return replace(self, tokens=self.tokens[rows], features=features, num_unread=self.num_unread.select(rows))
+
+    def to_width(self, width: int) -> "CachedText":
+        """Return the same state with room for so many unread tokens."""
+        features = None if self.features is None else to_width(self.features, width)
+        return replace(self, tokens=to_width(self.tokens, width), features=features)
+
+    def with_last(self, last_token: Int[torch.Tensor, " batch"]) -> Int[torch.Tensor, "batch unread_and_last"]:
+        """Return the unread tokens, and the last token behind them."""
+        return pad(self.tokens, (0, 1)).scatter(1, self.num_unread.device[:, None], last_token[:, None])
+
+    def followed_by(self, other: "CachedText") -> "CachedText":
+        """Return the state with the unread tokens of another one behind its own."""
+        features = None
+        if self.features is not None and other.features is not None:
+            features = append(self.features, self.num_unread, other.features)
+        tokens = append(self.tokens, self.num_unread, other.tokens)
+        return replace(self, tokens=tokens, features=features, num_unread=self.num_unread + other.num_unread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedDraft:
+    """What `advance` needs of a draft: the text, all of which was read but its last token."""
+
+    text: TreeCache
+    last_token: Int[torch.Tensor, " batch"]
+    skipped: CachedText | None = None
+    """The state before, if nothing was read."""
+
+
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
-    Its state has the cache, `text`, and the number of entries of each row that the
-    cache still lacks, `num_unread`. A draft reads these entries first. Proposals are the `max_nodes`
-    likeliest nodes of a search, if nothing is drawn.
+    A draft first reads the tokens that the target has committed since the last one. A recorded draft
+    does the same with a fixed number of them, padded.
     """
 
     @property
-    @abstractmethod
     def can_be_recorded(self) -> bool:
         """Whether drafting samples nothing."""
+        return True
 
     @property
     @abstractmethod
@@ -192,49 +242,44 @@ class CachedDrafter(TrainableDrafter):
     @property
     @abstractmethod
     def draft_entries(self) -> int:
-        """Most entries that a recorded draft adds to the text: those of a longest accepted path."""
+        """Most tokens that a step adds to a text: the last token, and a longest accepted path."""
 
     @property
     @abstractmethod
     def draft_columns(self) -> int:
-        """Columns that a recorded draft writes after the text, at most."""
+        """Columns that a draft writes after the text, at most, if no step before was skipped."""
+
+    def target_features(self, source: TargetOutput) -> Float[torch.Tensor, "batch entry feature"] | None:
+        """Return the features that the drafter reads; by default None."""
+        return None
 
     @abstractmethod
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
-        """Read the prompts into an empty cache, and return the state."""
+    def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
+        """Read the unread tokens, which the cache keeps, and search for what follows `last_token`.
 
-    @property
-    def keeps_last_token(self) -> bool:
-        """Whether a draft adds the last token to the text, besides the unread entries."""
-        return False
-
-    @abstractmethod
-    def draft_inputs(self, state: Any) -> tuple[torch.Tensor, ...]:
-        """Return what the state knows of the unread entries, in tensors whose shapes are fixed.
-
-        There is room for all entries of a longest accepted path.
+        Shapes depend on nothing but the shapes of the arguments and the cache's extent, so that a
+        recording can repeat it. The host's numbers in `num_unread` serve only what the cache counts.
         """
 
-    @abstractmethod
-    def search_in(
-        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> SearchTree:
-        """Read the unread entries and search, as `search` does.
+    def search(
+        self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[SearchTree, CachedDraft]:
+        state = state.to_width(max(state.num_unread.host))
+        return self.search_after(state, last_token, generator), CachedDraft(text=state.text, last_token=last_token)
 
-        `inputs` are those of `draft_inputs`. Shapes depend on nothing but the shapes of the arguments
-        and the cache's extent. Of `num_unread` the host's numbers only tell what the cache counts.
-        """
+    def skip(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> CachedDraft:
+        """Leave the tokens unread, unless there are many of them."""
+        if max(state.num_unread.host) < MAX_UNREAD:
+            return CachedDraft(text=state.text, last_token=last_token, skipped=state)
+        return self.search(state, last_token)[1]
 
-    def drafted_in(self, text: TreeCache, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        """Return what `follow` needs after `search_in`; `text` is the cache's text then."""
-        return text
-
-    @abstractmethod
-    def follow(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
-        """Return the state after the accepted path, as wide as `accepted` is."""
-
-    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
-        return self.follow(drafted, tree, accepted.cut(), output)
+    def advance(self, drafted: CachedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> CachedText:
+        tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
+        features = self.target_features(output)
+        if features is not None:
+            features = features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1]))
+        state = CachedText(text=drafted.text, tokens=tokens, features=features, num_unread=accepted.num_read)
+        return state if drafted.skipped is None else drafted.skipped.followed_by(state)
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""
@@ -249,8 +294,37 @@ class CachedDrafter(TrainableDrafter):
             is_fixed=is_fixed,
         )
 
+    @abstractmethod
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
+        """Read prompts without their last tokens into an empty cache, and return the state."""
+
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         return self.begin(self.new_cache(prompts, max_new_tokens=max_new_tokens), prompts, prefill)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
         return state.select(rows)
+
+
+def read_prompts(
+    cache: TreeCache,
+    prompts: Prompts,
+    features: Float[torch.Tensor, "batch seq feature"],
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+) -> CachedText:
+    """Read prompts without their last tokens into an empty cache, and return the state.
+
+    `write` adds the keys and values of features, [batch, entry, feature], at these positions; it also
+    gets the token after each.
+    """
+    batch, num_tokens = prompts.input_ids.shape
+    # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
+    num_read = max(1, num_tokens - 1)
+    cache.begin_prefill(batch, num_read)
+    write(prompts.input_ids[:, -num_read:], features[:, :num_read], torch.arange(num_read, device=features.device)[None])
+    cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
+    return CachedText(
+        text=cache,
+        tokens=prompts.last(prompts.input_ids)[:, None],
+        features=prompts.last(features)[:, None],
+        num_unread=Counts.of([1] * batch, features.device),
+    )

@@ -38,6 +38,9 @@ class SearchTree:
     level_sizes: tuple[int, ...]
     numbers: Float[torch.Tensor, "batch number"] | None = None
     """Tokens, parents and scores side by side, for one transfer to the host; None if not yet `joined`."""
+    drawn_from: Float[torch.Tensor, "batch group vocab"] | None = None
+    """The distributions that the nodes were drawn from, for groups of siblings of one size in the order
+    of the nodes (see `group_search`); None if nothing was drawn."""
 
     def joined(self) -> "SearchTree":
         """Return the tree with its `numbers`: float32 holds every whole number up to 2**24 exactly."""
@@ -150,6 +153,8 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     tokens. All rows have the same number of nodes (all nodes, if there are fewer), so the host
     reads nothing.
     """
+    if num_nodes >= search.tokens.shape[1]:
+        return DraftTree(tokens=search.tokens, parents=search.parents, max_depth=len(search.level_sizes))
     return take(search, likeliest_nodes(search, num_nodes))
 
 

@@ -26,14 +26,13 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
-from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, to_width
+from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
+from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .base import CachedDrafter
-from .beams import SearchTree, beam_search, pack_likeliest
-from .block_state import BlockState, advanced, draft_pass, read_prompts, read_unread
+from .base import CachedDrafter, CachedText, read_prompts
+from .beams import SearchTree, beam_search
 from .branches import Branches, Masks, Slots
 from .corrections import Markov, Recurrent, lattice_search
 from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
@@ -293,19 +292,44 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             sizes.append(min(self.config.width, sizes[-1] * steps))
         return min(self.config.tree_nodes, sum(sizes))
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> BlockState:
-        return read_prompts(self, cache, prompts, self.target_features(prefill))
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
+        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
+            self.write_context(self.context(features), positions, cache)
 
-    def propose(
-        self, state: BlockState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, TreeCache]:
-        """Draft the `tree_nodes` most probable nodes of the search."""
-        tree_of_search, text = self.search(state, last_token)
-        return pack_likeliest(tree_of_search, self.config.tree_nodes), text
+        return read_prompts(cache, prompts, self.target_features(prefill), write)
 
-    def search(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
-        features = state.features[:, : max(state.num_unread.host)]
-        return self.search_in(state.text, last_token, state.num_unread, features), state.text
+    def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
+        outputs = self._draft_pass(state, last_token)
+        return self.search_slots(self.of_tokens(outputs, self.config.search_depth), last_token)
+
+    def _draft_pass(
+        self, state: CachedText, last_token: Int[torch.Tensor, " batch"]
+    ) -> Float[torch.Tensor, "batch slot hidden"]:
+        """Read the unread tokens of each row and a block after them, and return the block's outputs.
+
+        One pass reads both: a draft's time is mostly that of starting operations and of reading
+        weights. The cache keeps the tokens, and nothing of the block.
+
+            row 0   a b c|d e f + +         unread d e f, then the slots
+            row 1   k l|m . . + +           unread m: no query sees the padding
+        """
+        # 1. The unread tokens, and the inputs of the slots.
+        assert state.features is not None
+        cache, num_entries, unread = state.text, state.features.shape[1], state.num_unread.device
+        context = self.context(state.features)
+        last = (unread - 1)[:, None, None].expand(-1, -1, context.shape[-1])
+        inputs = self.slot_inputs(last_token, context.gather(1, last)[:, 0])
+        # 2. The pass. All its queries see the same columns. Slots have the positions after the row's tokens.
+        size = num_entries + inputs.shape[1]
+        cache.begin_pass(size)
+        cache.locate()
+        entry, lengths = torch.arange(size, device=context.device), cache.lengths.device
+        is_slot = entry >= num_entries
+        visible = visible_columns((is_slot | (entry < unread[:, None]))[:, None], lengths, cache.extent)[:, None]
+        positions = lengths[:, None] + torch.where(is_slot, entry - num_entries + unread[:, None], entry)
+        outputs = self.read_slots(inputs, positions, visible.expand(-1, -1, size, -1), lambda _: cache, context=context)
+        cache.keep(None, state.num_unread)
+        return outputs
 
     def search_slots(
         self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
@@ -315,25 +339,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             return beam_search(self, hidden, last_token, width=self.config.width)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)
-
-    def skip(self, state: BlockState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | BlockState:
-        """Leave the features unread, unless there are many of them."""
-        if max(state.num_unread.host) < MAX_UNREAD:
-            return state
-        cache = state.text
-        read_unread(self, cache, state)
-        return cache
-
-    def follow(
-        self, drafted: TreeCache | BlockState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
-    ) -> BlockState:
-        return advanced(drafted, accepted, self.target_features(output))
-
-    # --- decoding in a recording: see `CachedDrafter`
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return True
 
     @property
     def num_cache_layers(self) -> int:
@@ -346,15 +351,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
     @property
     def draft_columns(self) -> int:
         return self.draft_entries + self.num_slots
-
-    def draft_inputs(self, state: BlockState) -> tuple[torch.Tensor, ...]:
-        return (to_width(state.features, self.draft_entries),)
-
-    def search_in(
-        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> SearchTree:
-        hidden = self.of_tokens(draft_pass(self, cache, last_token, num_unread, *inputs), self.config.search_depth)
-        return self.search_slots(hidden, last_token)
 
 
 def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:

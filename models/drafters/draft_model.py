@@ -20,23 +20,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import nn
 
 from ...data.types import DrafterBatch
 from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_width
+from ..decoding.tree import DraftTree, chain_tree
+from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import TreeCache
 from ..machine import is_out_of_memory
-from .base import CachedDrafter
+from .base import CachedDrafter, CachedText
 from .beams import SearchTree
 from .branches import Branches
-from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
-from .growing_draft import GrowingSearch
+from .fixed_draft import draw_tree, search_tree
+from .group_search import GroupDrawing, level_sizes
+from .growing_draft import MAX_ENTRIES, GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .small_models import (
@@ -64,7 +65,7 @@ class DraftModel(CachedDrafter):
         self.model = reader.model
         self.reader = reader
         self.vocab_size = reader.vocab_size
-        self.drafting = FixedSearch(reader, config) if config.pace == "fixed" else GrowingSearch(reader, config)
+        self.drafting = None if config.pace == "fixed" else GrowingSearch(reader, config)
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)
@@ -104,14 +105,30 @@ class DraftModel(CachedDrafter):
 
     @property
     def max_nodes(self) -> int:
-        return self.drafting.max_nodes
+        if self.drafting is not None:
+            return self.drafting.max_nodes
+        num_nodes = self.config.length * self.config.top_k
+        if self.config.temperature:
+            num_nodes = sum(level_sizes(self._num_children, self.config.top_k, self.config.length))
+        return num_nodes if self.config.tree_nodes is None else min(num_nodes, self.config.tree_nodes)
 
-    # --- decoding
+    @property
+    def max_entries(self) -> int:
+        """Most nodes that the cache holds besides the text."""
+        return MAX_ENTRIES if self.drafting is not None else self.config.length * self.config.top_k
+
+    @property
+    def _num_children(self) -> int:
+        """Children of each node of a drawn tree: the same number for all, and at most the tree."""
+        num_children = min(self.config.top_k, self.reader.vocab_size)
+        return num_children if self.config.tree_nodes is None else min(num_children, self.config.tree_nodes)
+
+    # --- decoding: with `pace: expected` as `GrowingSearch` does, else as every `CachedDrafter`
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
-        """Prefill the prompts, then drop their last tokens from the cache."""
+        """Prefill the prompts in the model's own cache, for which its passes may be compiled or recorded."""
         self._require_room(prompts)
-        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.drafting.max_entries)
+        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.max_entries)
         return self._after(prompts, self.reader.hand_over_cache())
 
     def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
@@ -120,9 +137,12 @@ class DraftModel(CachedDrafter):
         return self._after(prompts, cache)
 
     def _after(self, prompts: Prompts, cache: TreeCache) -> Any:
-        """Return the state after prompts that the cache holds."""
-        cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
-        return self.drafting.begin(cache, prompts.last(prompts.input_ids))
+        """Return the state after prompts that the cache holds, of which it drops the last tokens."""
+        ones, last_tokens = Counts.of([1] * len(prompts.lengths), prompts.input_ids.device), prompts.last(prompts.input_ids)
+        cache.rewind(ones)
+        if self.drafting is not None:
+            return self.drafting.begin(cache, last_tokens)
+        return CachedText(text=cache, tokens=last_tokens[:, None], features=None, num_unread=ones)
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:
@@ -134,28 +154,57 @@ class DraftModel(CachedDrafter):
     def propose(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Any]:
-        return self.drafting.propose(state, last_token, generator)
+        if self.drafting is not None:
+            return self.drafting.propose(state, last_token, generator)
+        return super().propose(state, last_token, generator=generator)
 
-    def search(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, Any]:
-        return self.drafting.search(state, last_token)
+    def search(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[SearchTree, Any]:
+        if self.drafting is not None:
+            return self.drafting.search(state, last_token)
+        return super().search(state, last_token, generator=generator)
 
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        return self.drafting.skip(state, last_token)
+        return super().skip(state, last_token) if self.drafting is None else self.drafting.skip(state, last_token)
 
     def meanwhile(self, drafted: Any) -> Meanwhile | None:
-        return self.drafting.meanwhile(drafted)
+        return None if self.drafting is None else self.drafting.meanwhile(drafted)
 
-    def follow(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
-        return self.drafting.advance(drafted, tree, accepted)
+    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
+        if self.drafting is not None:
+            return self.drafting.advance(drafted, tree, accepted)
+        return super().advance(drafted, tree, accepted, output)
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
-        return self.drafting.select(state, rows)
+        return super().select(state, rows) if self.drafting is None else self.drafting.select(state, rows)
 
-    # --- decoding in a recording: see `CachedDrafter`
+    def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
+        # 1. Read the unread tokens, which stay, and the last one, which the tree begins with.
+        cache, tokens = state.text, state.with_last(last_token)
+        logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
+        logits = logits.gather(1, state.num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1]))
+        cache.keep(None, state.num_unread)
+
+        def read(tree: DraftTree, num_read: int) -> Float[torch.Tensor, "batch node vocab"]:
+            return self.reader.read_tree(cache, last_token, tree, num_read=num_read).logits
+
+        # 2. Search, or draw a tree.
+        depth, width = self.config.length, self.config.top_k
+        if not self.config.temperature:
+            return search_tree(logits, read, width=width, depth=depth)
+        drawing = GroupDrawing(
+            temperature=self.config.temperature,
+            num_children=self._num_children,
+            vocabulary=DraftVocabulary(size=self.vocab_size),
+            generator=generator,
+        )
+        num_groups = self.max_nodes // self._num_children
+        return draw_tree(drawing, logits, read, top_k=width, depth=depth, num_groups=num_groups)
 
     @property
     def can_be_recorded(self) -> bool:
-        return isinstance(self.drafting, FixedSearch) and not self.config.temperature
+        return self.drafting is None and not self.config.temperature
 
     @property
     def num_cache_layers(self) -> int:
@@ -163,23 +212,11 @@ class DraftModel(CachedDrafter):
 
     @property
     def draft_entries(self) -> int:
-        return 1 + self.config.length  # the last token, and an accepted path
+        return self.config.length + 1
 
     @property
     def draft_columns(self) -> int:
-        return 1 + self.draft_entries + self.drafting.max_entries
-
-    def draft_inputs(self, state: DraftTextState) -> tuple[torch.Tensor, ...]:
-        return (to_width(state.tokens, self.draft_entries),)
-
-    def search_in(
-        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> SearchTree:
-        assert isinstance(self.drafting, FixedSearch)
-        return self.drafting.search_in(cache, last_token, num_unread, *inputs)
-
-    def drafted_in(self, text: TreeCache, last_token: Int[torch.Tensor, " batch"]) -> UnreadTree:
-        return UnreadTree(text=text, last_token=last_token)
+        return 1 + self.draft_entries + self.max_entries
 
     # --- training
 

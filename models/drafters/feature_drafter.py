@@ -9,7 +9,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 """
 
 from abc import abstractmethod
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,24 +21,16 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
-from ..decoding.types import MAX_UNREAD, AcceptedPath, Counts, Prompts, TargetOutput, append, to_width
+from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
+from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .base import CachedDrafter
-from .beams import SearchTree, largest, pack_likeliest
+from .base import CachedDrafter, CachedText, read_prompts
+from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .decoder_layer import make_layer, make_rotary, rotary_options
-from .feature_search import (
-    FeatureState,
-    completed,
-    read_committed,
-    read_prompts,
-    read_unread,
-    search,
-)
-from .group_search import GroupDrawing, level_sizes
+from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
 from .vocabulary import DraftVocabulary
@@ -244,25 +236,86 @@ class FeatureDrafter(CachedDrafter):
     def _num_children(self) -> int:
         return min(self.config.top_k, self.vocabulary.num_outputs)
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> FeatureState:
-        return read_prompts(self, cache, prompts, self.target_features(prefill))
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
+        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
+            self.read(tokens, self.fuse(features), positions, cache, None)
 
-    def propose(
-        self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, TreeCache]:
-        """Draft the `tree_nodes` most probable nodes of a search, or groups drawn at random."""
-        if self.config.temperature:
-            return self._draw(state, last_token, generator)
-        tree_of_search, text = self.search(state, last_token)
-        return pack_likeliest(tree_of_search, self.config.tree_nodes), text
+        return read_prompts(cache, prompts, self.target_features(prefill), write)
 
-    def search(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, TreeCache]:
-        cache = state.text
-        output = read_unread(self, cache, state, last_token)
-        return self._search_after(cache, output), cache
+    def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
+        """Read the new entries, then search, or draw groups at random: see `group_search`."""
+        output = self._read_unread(state, last_token)
+        if not self.config.temperature:
+            return self._search(state.text, output, self._likeliest_children, depth=self.config.depth)
+        num_children = min(self._num_children, self.config.tree_nodes)
+        drawing = GroupDrawing(
+            temperature=self.config.temperature,
+            num_children=num_children,
+            vocabulary=self.vocabulary,
+            generator=generator,
+        )
+        depth = min(self.config.depth, self.max_nodes // num_children)  # a deeper node has no room
+        return drawing.drawn(
+            self._search(state.text, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
+        )
 
-    def _search_after(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
-        return search(self, cache, output, self._likeliest_children, depth=self.config.depth)
+    def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
+        """Read an entry for each unread token, and return the output of each row's last one."""
+        assert state.features is not None
+        # 1. An entry has a token's feature and the token after it, which of the last entry is `last_token`.
+        cache, tokens = state.text, state.with_last(last_token)[:, 1:]
+        num_entries = tokens.shape[1]
+        # 2. Read them.
+        cache.begin_pass(num_entries)
+        cache.locate()
+        lengths = cache.lengths.device
+        steps = torch.arange(num_entries, device=tokens.device)
+        related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
+        mask = visible_columns(related, lengths, cache.extent)[:, None]
+        outputs = self.read(tokens, self.fuse(state.features), lengths[:, None] + steps, cache, mask)
+        cache.keep(None, state.num_unread)
+        last = (state.num_unread.device - 1)[:, None, None].expand(-1, -1, outputs.shape[-1])
+        return outputs.gather(1, last)[:, 0]
+
+    def _search(
+        self,
+        cache: TreeCache,
+        output: Float[torch.Tensor, "batch hidden"],
+        children: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        depth: int,
+    ) -> SearchTree:
+        """Search for the most probable paths, and return all children of expanded nodes.
+
+        At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
+        `output` is the layer's output at the last committed token. `children` returns the tokens after
+        each of several outputs, and their log-probabilities.
+        """
+        lengths = cache.lengths.device
+        hidden, result = output[:, None], GroupSearch(len(output), output.device)
+        # For each of the nodes to expand, which of the entries read so far are the node itself or its
+        # ancestors.
+        related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
+        while True:
+            # 1. The children of each node.
+            result.add(*children(hidden))
+            if result.depth == depth:
+                return result.tree()
+            # 2. The most probable paths of this depth.
+            tokens, _, parent = result.expand(self.config.top_k)
+            itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+            offset = related.shape[2]
+            related = torch.cat([related.gather(1, parent[..., None].expand(-1, -1, offset)), itself], dim=2)
+            # 3. Read these nodes.
+            cache.begin_pass(tokens.shape[1], offset=offset)
+            cache.locate()
+            hidden = self.read(
+                tokens,
+                hidden.gather(1, parent[..., None].expand(-1, -1, hidden.shape[-1])),
+                (lengths + result.depth - 1)[:, None].expand_as(tokens),
+                cache,
+                visible_columns(related, lengths, cache.extent)[:, None],
+            )
 
     def _likeliest_children(
         self, outputs: Float[torch.Tensor, "batch node hidden"]
@@ -270,39 +323,6 @@ class FeatureDrafter(CachedDrafter):
         """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
         log_probs, chosen = largest(self.logits(outputs).log_softmax(-1, dtype=torch.float32), self._num_children)
         return self.vocabulary.target_tokens(chosen), log_probs
-
-    def _draw(
-        self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], generator: Randomness
-    ) -> tuple[DraftTree, TreeCache]:
-        """Draw a tree: see `group_search`."""
-        cache, num_children = state.text, min(self._num_children, self.config.tree_nodes)
-        drawing = GroupDrawing(
-            temperature=self.config.temperature,
-            num_children=num_children,
-            vocabulary=self.vocabulary,
-            generator=generator,
-        )
-        output = read_unread(self, cache, state, last_token)
-        num_groups = self.config.tree_nodes // num_children
-        depth = min(self.config.depth, num_groups)  # a deeper node has no room
-        tree_of_search = search(self, cache, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
-        return drawing.tree(tree_of_search, drawing.kept_groups(tree_of_search, num_groups)), cache
-
-    def skip(self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]) -> TreeCache | FeatureState:
-        """Leave the accepted entries unread, unless there are many of them."""
-        if max(state.num_unread.host) < MAX_UNREAD:
-            tokens = append(state.tokens, state.num_unread, last_token[:, None])
-            return replace(state, tokens=tokens, num_unread=state.num_unread + 1)
-        cache = state.text
-        read_unread(self, cache, state, last_token)
-        return cache
-
-    def follow(
-        self, drafted: TreeCache | FeatureState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
-    ) -> FeatureState:
-        return completed(drafted, accepted, self.target_features(output))
-
-    # --- decoding in a recording: see `CachedDrafter`
 
     @property
     def can_be_recorded(self) -> bool:
@@ -319,17 +339,3 @@ class FeatureDrafter(CachedDrafter):
     @property
     def draft_columns(self) -> int:
         return self.draft_entries + (self.config.depth - 1) * self.config.top_k
-
-    @property
-    def keeps_last_token(self) -> bool:
-        return True
-
-    def draft_inputs(self, state: FeatureState) -> tuple[torch.Tensor, ...]:
-        return to_width(state.tokens, self.config.depth), to_width(state.features, self.draft_entries)
-
-    def search_in(
-        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
-    ) -> SearchTree:
-        tokens, features = inputs
-        tokens = pad(tokens, (0, 1)).scatter(1, num_unread.device[:, None], last_token[:, None])
-        return self._search_after(cache, read_committed(self, cache, tokens, features, num_unread))

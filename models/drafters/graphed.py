@@ -1,6 +1,6 @@
 """Drafters that are recorded and replayed as CUDA graphs."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -11,73 +11,65 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
 from ..llm.tree_cache import TreeCache
-from .base import CachedDrafter
-from .beams import SearchTree, pack_likeliest
+from .base import CachedDraft, CachedDrafter, CachedText, LastStateDrafter, TrainableDrafter
+from .beams import SearchTree
 from .merged import MergedDrafter
 
 
-@runtime_checkable
-class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
-    """A drafter whose `propose` is `trim(draft(...))`, and whose `draft` can be recorded.
-
-    Its state is one tensor, and its `advance` needs only the accepted path. `draft` and `search`
-    depend only on their arguments, sample nothing, and return trees whose sizes don't depend on their
-    values. `trim` may read values, to cut padding.
-    """
-
-    def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
-
-    def search(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, None]: ...
-
-    def skip(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> None: ...
-
-    def trim(self, tree: DraftTree) -> DraftTree: ...
-
-
 class GraphedDrafter:
-    """Wrapper that replays a recordable drafter, such as ReDrafter, as a CUDA graph.
+    """Wrapper that replays the search of a drafter, such as ReDrafter, as a CUDA graph.
 
-    The next proposal overwrites the tree. The drafter's settings must not change.
+    The next draft overwrites the tree. The drafter's settings must not change.
     """
 
-    def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: TrainableDrafter, recorder: Recorder | None = None) -> None:
+        self.drafter: Any = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
-        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self.meanwhile, self.skip = drafter.meanwhile, drafter.skip
-        self._draft = GraphedFunction(self._draft_now, recorder)
-        self._search = GraphedFunction(self._search_now, recorder)
+        self.advance, self.select, self.skip, self.meanwhile = drafter.advance, drafter.select, drafter.skip, drafter.meanwhile
+        self._draft = GraphedFunction(lambda *inputs: drafter.pack(self._search_now(*inputs)).fixed(), recorder)
+        self._search = GraphedFunction(lambda *inputs: self._search_now(*inputs).joined(), recorder)
 
-    def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
-        return self.drafter.trim(self._draft(state, last_token)), None
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
+        return self.drafter.init_state(prompts, prefill, max_new_tokens=max_new_tokens)
 
-    def search(self, state: torch.Tensor, last_token: torch.Tensor) -> tuple[SearchTree, None]:
-        return self._search(state, last_token), None
+    def propose(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, Any]:
+        if not self._can_replay(state):
+            return self.drafter.propose(state, last_token, generator=generator)
+        tree, drafted = self._replayed(self._draft, state, last_token)
+        return self.drafter.trim(tree), drafted
 
-    def _draft_now(self, state: torch.Tensor, last_token: torch.Tensor) -> DraftTree:
-        return self.drafter.draft(state, last_token).fixed()
+    def search(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[SearchTree, Any]:
+        if not self._can_replay(state):
+            return self.drafter.search(state, last_token, generator=generator)
+        return self._replayed(self._search, state, last_token)
 
-    def _search_now(self, state: torch.Tensor, last_token: torch.Tensor) -> SearchTree:
-        return self.drafter.search(state, last_token)[0].joined()
+    def _can_replay(self, state: Any) -> bool:
+        return True
+
+    def _replayed(
+        self, recordings: GraphedFunction[Output], state: Any, last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[Output, Any]:
+        return recordings(state, last_token), None
+
+    def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
+        return self.drafter.search(*inputs)[0]
 
 
-class GraphedCachedDrafter:
-    """Wrapper that replays a drafter with a KV cache as a CUDA graph.
+class GraphedCachedDrafter(GraphedDrafter):
+    """Wrapper of a drafter with a KV cache.
 
     The cache stays at its address: the next batch that fits takes it over, and the states of the
-    batch before are then gone. The next proposal overwrites the tree.
+    batch before are then gone.
     """
 
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
-        self.drafter = drafter
-        self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
-        self.select, self.meanwhile, self.skip = drafter.select, drafter.meanwhile, drafter.skip
-        # Whole paths: the next draft reads as many entries at each step.
-        self.advance = drafter.follow
+        super().__init__(drafter, recorder)
         self._cache: TreeCache | None = None
         self._num_moves = 0
-        self._draft = GraphedFunction(self._draft_now, recorder)
-        self._search = GraphedFunction(lambda *inputs: self._search_now(*inputs).joined(), recorder)
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
@@ -90,59 +82,37 @@ class GraphedCachedDrafter:
             self._num_moves = 0
         return self.drafter.begin(self._cache, prompts, prefill)
 
-    def propose(
-        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, Any]:
-        if not self._can_replay(state):
-            return self.drafter.propose(state, last_token, generator=generator)
-        return self._replayed(self._draft, state, last_token)
-
-    def search(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> tuple[SearchTree, Any]:
-        if not self._can_replay(state):
-            return self.drafter.search(state, last_token)
-        return self._replayed(self._search, state, last_token)
-
-    def _can_replay(self, state: Any) -> bool:
-        """Return whether the state's unread entries have room."""
-        return max(self._num_kept(state)) <= self.drafter.draft_entries
-
-    def _num_kept(self, state: Any) -> list[int]:
-        """Return how many entries a draft adds to each row's text."""
-        return [count + self.drafter.keeps_last_token for count in state.num_unread.host]
+    def _can_replay(self, state: CachedText) -> bool:
+        """Return whether the unread tokens have room: those of skipped steps may have none."""
+        return max(state.num_unread.host) <= self.drafter.draft_entries
 
     def _replayed(
-        self, recordings: GraphedFunction[Output], state: Any, last_token: Int[torch.Tensor, " batch"]
-    ) -> tuple[Output, Any]:
-        cache: TreeCache = state.text
+        self, recordings: GraphedFunction[Output], state: CachedText, last_token: Int[torch.Tensor, " batch"]
+    ) -> tuple[Output, CachedDraft]:
+        cache, wide = state.text, state.to_width(self.drafter.draft_entries)
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
             self._forget()
             self._num_moves = cache.num_moves
-        counts = cache.lengths.device, state.num_unread.device
-        output = recordings(last_token, *counts, *self.drafter.draft_inputs(state), key=extent)
-        cache.count(self._num_kept(state))
-        return output, self.drafter.drafted_in(cache, last_token)
+        features = () if wide.features is None else (wide.features,)
+        inputs = last_token, cache.lengths.device, wide.num_unread.device, wide.tokens, *features
+        output = recordings(*inputs, key=extent)
+        cache.count(state.num_unread.host)
+        return output, CachedDraft(text=cache, last_token=last_token)
 
     def _forget(self) -> None:
         self._draft.forget()
         self._search.forget()
 
-    def _draft_now(self, *inputs: torch.Tensor) -> DraftTree:
-        return pack_likeliest(self._search_now(*inputs), self.drafter.max_nodes).fixed()
-
-    def _search_now(
-        self,
-        last_token: Int[torch.Tensor, " batch"],
-        lengths: Int[torch.Tensor, " batch"],
-        num_unread: Int[torch.Tensor, " batch"],
-        *inputs: torch.Tensor,
-    ) -> SearchTree:
-        """Search after texts of these `lengths`, which the cache has at first."""
+    def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
+        """Search after texts of given lengths, which the cache has at first."""
+        last_token, lengths, num_unread, tokens, *features = inputs
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
-        counts = Counts(num_unread, (-int(self.drafter.keeps_last_token),) * len(num_unread))
-        return self.drafter.search_in(self._cache, last_token, counts, *inputs)
+        counts = Counts(num_unread, (0,) * len(num_unread))
+        state = CachedText(text=self._cache, tokens=tokens, features=features[0] if features else None, num_unread=counts)
+        return self.drafter.search_after(state, last_token, None)
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
@@ -150,7 +120,7 @@ def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Dra
 
     Of a merged drafter, the searches of its trained sources are.
     """
-    if isinstance(drafter, RecordableDrafter):
+    if isinstance(drafter, LastStateDrafter):
         return GraphedDrafter(drafter, recorder)
     if isinstance(drafter, CachedDrafter) and drafter.can_be_recorded:
         return GraphedCachedDrafter(drafter, recorder)

@@ -26,6 +26,7 @@ each row: a row's tree doesn't depend on its batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -110,35 +111,45 @@ class GroupDrawing:
         self._probs.append(probs)
         return drawn, log_probs
 
-    def kept_groups(self, search: SearchTree, num_groups: int) -> Int[torch.Tensor, "batch kept"]:
-        """Return the groups with the most probable parents, in order; see the module's docstring."""
-        parents = search.parents[:, :: self.num_children]
-        scores = search.scores.gather(1, parents.clamp(min=0)).masked_fill(parents == NO_NODE, 0.0)
-        # A parent's group comes before its children's and has at least their score, so a stable
-        # sort never takes a group without the group of its parent.
-        return scores.sort(dim=1, descending=True, stable=True).indices[:, :num_groups].sort(dim=1).values
+    def drawn(self, search: SearchTree) -> SearchTree:
+        """Return the search with the distributions that its groups were drawn from."""
+        return replace(search, drawn_from=torch.cat(self._probs, dim=1))
 
-    def tree(self, search: SearchTree, groups: Int[torch.Tensor, "batch kept"]) -> DraftTree:
-        """Return the tree of some groups, with the distributions that they were drawn from."""
-        tree = take(search, self.nodes(groups))
-        drawn_from = torch.cat(self._probs, dim=1)  # [batch, group, vocab]
-        columns = (tree.parents[:, :: self.num_children] + 1)[..., None].expand(-1, -1, drawn_from.shape[2])
-        # Entries without children keep zeros: nothing was drawn there.
-        probs = drawn_from.new_zeros(len(groups), 1 + tree.num_nodes, drawn_from.shape[2])
-        rows = torch.arange(len(groups), device=groups.device)[:, None]
-        probs = probs.scatter(1, columns, drawn_from[rows, groups])
-        drawn = Drawn(probs=probs, max_children=self.num_children)
-        return DraftTree(
-            tokens=tree.tokens,
-            parents=tree.parents,
-            max_depth=tree.max_depth,
-            drawn=drawn,
-            derived=(tree.lineage, tree.depths),
-        )
 
-    def nodes(self, groups: Int[torch.Tensor, "batch kept"]) -> Int[torch.Tensor, "batch node"]:
-        """Return the nodes of some groups, in order."""
-        return (groups[..., None] * self.num_children + torch.arange(self.num_children, device=groups.device)).flatten(1)
+def pack_groups(search: SearchTree, num_nodes: int) -> DraftTree:
+    """Return at most `num_nodes` nodes of a drawn search, in whole groups, with their distributions."""
+    assert search.drawn_from is not None
+    num_children = search.tokens.shape[1] // search.drawn_from.shape[1]
+    return tree_of_groups(search, likeliest_groups(search, num_nodes // num_children, num_children), num_children)
+
+
+def likeliest_groups(search: SearchTree, num_groups: int, num_children: int) -> Int[torch.Tensor, "batch kept"]:
+    """Return the groups with the most probable parents, in order; see the module's docstring."""
+    parents = search.parents[:, ::num_children]
+    scores = search.scores.gather(1, parents.clamp(min=0)).masked_fill(parents == NO_NODE, 0.0)
+    # A parent's group comes before its children's and has at least their score, so a stable sort
+    # never takes a group without the group of its parent.
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :num_groups].sort(dim=1).values
+
+
+def tree_of_groups(search: SearchTree, groups: Int[torch.Tensor, "batch kept"], num_children: int) -> DraftTree:
+    """Return the tree of some groups, with the distributions that they were drawn from."""
+    assert search.drawn_from is not None
+    nodes = (groups[..., None] * num_children + torch.arange(num_children, device=groups.device)).flatten(1)
+    tree = take(search, nodes)
+    vocab_size = search.drawn_from.shape[2]
+    columns = (tree.parents[:, ::num_children] + 1)[..., None].expand(-1, -1, vocab_size)
+    # Entries without children keep zeros: nothing was drawn there.
+    probs = search.drawn_from.new_zeros(len(groups), 1 + tree.num_nodes, vocab_size)
+    rows = torch.arange(len(groups), device=groups.device)[:, None]
+    probs = probs.scatter(1, columns, search.drawn_from[rows, groups])
+    return DraftTree(
+        tokens=tree.tokens,
+        parents=tree.parents,
+        max_depth=tree.max_depth,
+        drawn=Drawn(probs=probs, max_children=num_children),
+        derived=(tree.lineage, tree.depths),
+    )
 
 
 def level_sizes(num_children: int, top_k: int, depth: int) -> Sequence[int]:

@@ -24,7 +24,7 @@ from torch import nn
 
 from ...data.bundles import Bundle, move_to
 from ...data.types import DrafterBatch
-from ..decoding.tree import DraftTree
+from ..decoding.sampling import Randomness
 from ..decoding.types import NO_NODE
 from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
@@ -106,13 +106,12 @@ class Medusa(LastStateDrafter):
         self._plant(self.accuracies.tolist())
 
     def _plant(self, accuracies: list[list[float]]) -> None:
-        """Store the tree as tensors on the drafter's device, for `draft`."""
+        """Store the tree as tensors on the drafter's device, for `search`."""
         if self.config.tree_paths is not None:
             paths = [tuple(path) for path in self.config.tree_paths]
         else:
             paths = likeliest_paths([ranks[: self.vocab_size] for ranks in accuracies], self.config.tree_nodes)
         paths.sort(key=len)  # parents before their children
-        self.max_depth = len(paths[-1])
         self.num_ranks = 1 + max(path[-1] for path in paths)
         if self.num_ranks > self.vocab_size:
             raise ValueError(
@@ -135,15 +134,17 @@ class Medusa(LastStateDrafter):
     def max_nodes(self) -> int:
         return len(self.node_tokens)
 
-    def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft the same tree for every text, from the heads' most probable tokens (2.1.2)."""
-        search, _ = self.search(state, last_token)
-        return DraftTree(tokens=search.tokens, parents=search.parents, max_depth=self.max_depth)
-
     def search(
-        self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
+        self,
+        state: Float[torch.Tensor, "batch hidden"],
+        last_token: Int[torch.Tensor, " batch"],
+        *,
+        generator: Randomness = None,
     ) -> tuple[SearchTree, None]:
-        """Return the tree, whose scores are the measured accuracies of its ranks."""
+        """Return the same tree for every text, of the heads' most probable tokens (2.1.2).
+
+        Its scores are the measured accuracies of the ranks.
+        """
         _, ranked = largest(self.logits(state), self.num_ranks)  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         parents, scores = self.node_parents.expand_as(tokens), self.node_scores.expand(tokens.shape)

@@ -21,10 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...data.types import DrafterBatch
+from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
-from .beams import SearchTree, beam_search, pack_likeliest, pack_survivors
+from .beams import SearchTree, beam_search, pack_survivors
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .options import RedrafterConfig
@@ -106,21 +107,20 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
 
     # --- decoding
 
-    def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft the tree of a beam search (section 3.2), padded to its full size.
-
-        It consists of the final beams (section 3.3), or of the most probable nodes of the search.
-        """
-        search, _ = self.search(state, last_token)
-        if self.config.tree_nodes is None:
-            return pack_survivors(search)
-        return pack_likeliest(search, self.config.tree_nodes)
-
     def search(
-        self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]
+        self,
+        state: Float[torch.Tensor, "batch hidden"],
+        last_token: Int[torch.Tensor, " batch"],
+        *,
+        generator: Randomness = None,
     ) -> tuple[SearchTree, None]:
+        """Search with beams (section 3.2)."""
         hidden = state[:, None].expand(-1, self.config.beam_length, -1)
         return beam_search(self, hidden, last_token, width=self.config.beam_width, top_k=self.config.top_k), None
+
+    def pack(self, search: SearchTree) -> DraftTree:
+        """Return the final beams (section 3.3), or the most probable nodes of the search."""
+        return pack_survivors(search) if self.config.tree_nodes is None else super().pack(search)
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut the padding of the paper's tree, whose number of nodes depends on shared prefixes.
