@@ -54,6 +54,9 @@ class DraftTree:
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
     source i proposed the node. None if there is only one source."""
+    entries: Int[torch.Tensor, "batch node"] | None = None
+    """Each node's place in its drafter's cache, counted from the last committed token, if the drafter has
+    read the nodes as the target does and keeps the accepted ones; arbitrary for unread leaves."""
     derived: InitVar[tuple[torch.Tensor, torch.Tensor] | None] = None
     """`lineage` and `depths`, where they are known already."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
@@ -112,9 +115,11 @@ def empty_tree(batch: int, device: torch.device) -> DraftTree:
 
 def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
     """Return a tree of a single path: each token follows the one before it."""
-    depth = tokens.shape[1]
-    parents = torch.arange(-1, depth - 1, device=tokens.device).expand_as(tokens)
-    return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
+    depth = tokens.shape[-1]
+    index = torch.arange(depth, device=tokens.device)
+    lineage = (index[:, None] - index).clamp(min=NO_NODE).expand(len(tokens), -1, -1)
+    derived = lineage, (index + 1).expand_as(tokens)
+    return DraftTree(tokens=tokens, parents=(index - 1).expand_as(tokens), max_depth=depth, derived=derived)
 
 
 def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPath:

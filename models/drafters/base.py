@@ -249,6 +249,10 @@ class CachedDrafter(TrainableDrafter):
     def draft_columns(self) -> int:
         """Columns that a draft writes after the text, at most, if no step before was skipped."""
 
+    def read_width(self, num_unread: int) -> int:
+        """Return how many tokens a draft reads if the fullest row has `num_unread`: by default so many."""
+        return num_unread
+
     def target_features(self, source: TargetOutput) -> Float[torch.Tensor, "batch entry feature"] | None:
         """Return the features that the drafter reads; by default None."""
         return None
@@ -264,7 +268,7 @@ class CachedDrafter(TrainableDrafter):
     def search(
         self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[SearchTree, CachedDraft]:
-        state = state.to_width(max(state.num_unread.host))
+        state = state.to_width(self.read_width(max(state.num_unread.host)))
         return self.search_after(state, last_token, generator), CachedDraft(text=state.text, last_token=last_token)
 
     def skip(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> CachedDraft:
@@ -274,6 +278,10 @@ class CachedDrafter(TrainableDrafter):
         return self.search(state, last_token)[1]
 
     def advance(self, drafted: CachedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> CachedText:
+        # 1. After its own tree, a drafter whose cache has the nodes keeps those of the path but the last.
+        if tree.entries is not None:
+            return _after_own_tree(drafted, tree, tree.entries, accepted.cut())
+        # 2. Otherwise the next draft reads all that the target has committed.
         tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
         features = self.target_features(output)
         if features is not None:
@@ -328,3 +336,16 @@ def read_prompts(
         features=prompts.last(features)[:, None],
         num_unread=Counts.of([1] * batch, features.device),
     )
+
+
+def _after_own_tree(
+    drafted: CachedDraft, tree: DraftTree, entries: Int[torch.Tensor, "batch node"], accepted: AcceptedPath
+) -> CachedText:
+    """Return the state with all of an accepted path in the cache but its last token, which may be unread."""
+    kept = None
+    if num_kept := accepted.path.shape[1]:
+        kept = pad(entries.gather(1, accepted.path.clamp(min=0)), (1, 0))[:, :num_kept]
+    drafted.text.keep(kept, accepted.num_accepted)
+    tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1).gather(1, accepted.entry[:, None])
+    ones = Counts(torch.ones_like(drafted.last_token), (1,) * len(drafted.last_token))
+    return CachedText(text=drafted.text, tokens=tokens, features=None, num_unread=ones)

@@ -41,6 +41,8 @@ class SearchTree:
     drawn_from: Float[torch.Tensor, "batch group vocab"] | None = None
     """The distributions that the nodes were drawn from, for groups of siblings of one size in the order
     of the nodes (see `group_search`); None if nothing was drawn."""
+    entries: Int[torch.Tensor, "batch node"] | None = None
+    """See `DraftTree.entries`."""
 
     def joined(self) -> "SearchTree":
         """Return the tree with its `numbers`: float32 holds every whole number up to 2**24 exactly."""
@@ -154,7 +156,9 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     reads nothing.
     """
     if num_nodes >= search.tokens.shape[1]:
-        return DraftTree(tokens=search.tokens, parents=search.parents, max_depth=len(search.level_sizes))
+        return DraftTree(
+            tokens=search.tokens, parents=search.parents, max_depth=len(search.level_sizes), entries=search.entries
+        )
     return take(search, likeliest_nodes(search, num_nodes))
 
 
@@ -172,7 +176,9 @@ def take(search: SearchTree, nodes: Int[torch.Tensor, "batch kept"]) -> DraftTre
     """Return the tree of some nodes, which ascend and whose parents are among them."""
     # Without NO_NODE in front, a parent's place among the nodes would be its new number plus one.
     place = torch.searchsorted(pad(nodes, (1, 0), value=NO_NODE), search.parents.gather(1, nodes))
-    return DraftTree(tokens=search.tokens.gather(1, nodes), parents=place - 1, max_depth=len(search.level_sizes))
+    entries = None if search.entries is None else search.entries.gather(1, nodes)
+    tokens, depth = search.tokens.gather(1, nodes), len(search.level_sizes)
+    return DraftTree(tokens=tokens, parents=place - 1, max_depth=depth, entries=entries)
 
 
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:

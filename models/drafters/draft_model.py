@@ -202,6 +202,10 @@ class DraftModel(CachedDrafter):
         num_groups = self.max_nodes // self._num_children
         return draw_tree(drawing, logits, read, top_k=width, depth=depth, num_groups=num_groups)
 
+    def read_width(self, num_unread: int) -> int:
+        """Return one of few widths if the model's own passes are compiled or recorded."""
+        return 1 << (num_unread - 1).bit_length() if self.reader.has_fixed_shapes else num_unread
+
     @property
     def can_be_recorded(self) -> bool:
         return self.drafting is None and not self.config.temperature

@@ -5,6 +5,7 @@ Both read a growing tree: `read` takes the nodes so far, of which so many entrie
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -34,7 +35,8 @@ def search_tree(logits: Float[torch.Tensor, "batch 1 vocab"], read: Read, *, wid
         nodes = torch.arange(sum(sizes), sum(sizes) + new.shape[1], device=new.device).expand_as(new)
         sizes.append(new.shape[1])
         if len(sizes) == depth:
-            return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=tuple(sizes))
+            entries = torch.arange(1, sum(sizes) + 1, device=new.device).expand_as(tokens)
+            return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=tuple(sizes), entries=entries)
         # 2. Read the new nodes.
         logits = read(DraftTree(tokens=tokens, parents=parents, max_depth=len(sizes)), 1 + sum(sizes[:-1]))
 
@@ -53,19 +55,23 @@ def draw_tree(
     `logits` are those after the last committed token. Only nodes that get children are read.
     """
     search, tree = GroupSearch(len(logits), logits.device), empty_tree(len(logits), logits.device)
-    first, width = NO_NODE, 1  # the first of the nodes read last, and their number
+    expanded, first, width = tree.tokens, NO_NODE, 1  # `first`: the first of the nodes read last
     while True:
         # 1. Draw the children of the nodes read last, at first of the last token.
         search.add(*drawing.children(logits))
         if search.depth == min(depth, num_groups):  # a deeper node has no room
-            return drawing.drawn(search.tree())
+            break
         # 2. Read the most probable ones.
-        tokens, _, parent = search.expand(top_k)
+        tokens, nodes, parent = search.expand(top_k)
         num_read = 1 + tree.num_nodes
         tree = DraftTree(
             tokens=torch.cat([tree.tokens, tokens], dim=1),
             parents=torch.cat([tree.parents, first + parent], dim=1),
             max_depth=search.depth,
         )
-        first, width = first + width, tokens.shape[1]
+        expanded, first, width = torch.cat([expanded, nodes], dim=1), first + width, tokens.shape[1]
         logits = read(tree, num_read)
+    # 3. Find the entries of the nodes that were read.
+    found = drawing.drawn(search.tree())
+    entries = torch.arange(1, tree.num_nodes + 1, device=expanded.device).expand_as(expanded)
+    return replace(found, entries=torch.zeros_like(found.tokens).scatter(1, expanded, entries))

@@ -1,5 +1,6 @@
 """Drafters that are recorded and replayed as CUDA graphs."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ class GraphedCachedDrafter(GraphedDrafter):
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
         counts = Counts(num_unread, (0,) * len(num_unread))
         state = CachedText(text=self._cache, tokens=tokens, features=features[0] if features else None, num_unread=counts)
-        return self.drafter.search_after(state, last_token, None)
+        # A recording reads accepted tokens again, so that all steps are alike.
+        return replace(self.drafter.search_after(state, last_token, None), entries=None)
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:

@@ -148,6 +148,7 @@ def tree_of_groups(search: SearchTree, groups: Int[torch.Tensor, "batch kept"], 
         parents=tree.parents,
         max_depth=tree.max_depth,
         drawn=Drawn(probs=probs, max_children=num_children),
+        entries=tree.entries,
         derived=(tree.lineage, tree.depths),
     )
 

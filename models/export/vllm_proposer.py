@@ -107,7 +107,7 @@ class Proposer:
             rows = [sum(num_rows[:row]) + len(sampled_token_ids[row]) - 1 for row in live]
             device = self._states.device
             last = torch.tensor([sampled_token_ids[row][-1] for row in live], device=device)
-            tree = self.drafter.draft(self._states[torch.tensor(rows, device=device)], last)
+            tree, _ = self.drafter.propose(self._states[torch.tensor(rows, device=device)], last)
             for row, tokens in zip(live, tree.tokens.tolist(), strict=True):
                 drafts[row] = tokens
         return drafts

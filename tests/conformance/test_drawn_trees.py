@@ -12,9 +12,10 @@ import torch
 from outrider.models.decoding import Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.tree import DraftTree, Drawn
 from outrider.models.decoding.types import NO_NODE
+from outrider.models.drafters import group_search
 from outrider.models.drafters.beams import likeliest_nodes, take
 from outrider.models.drafters.fixed_draft import draw_tree
-from outrider.models.drafters.group_search import GroupDrawing, GroupSearch
+from outrider.models.drafters.group_search import GroupDrawing, GroupSearch, pack_groups
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..rules.enumerate_rules import (
@@ -42,9 +43,9 @@ def table_logits(tables, tree) -> torch.Tensor:
 
 
 def draw_trees(tables, num_rows: int, generator, *, num_groups: int, temperature: float = 1.0):
-    """Draw trees as a draft model does: groups of two, below two nodes of each depth."""
+    """Draw trees as a draft model does: `num_groups` groups of two, below two nodes of each depth."""
     drawing = GroupDrawing(temperature=temperature, num_children=2, vocabulary=DraftVocabulary(size=VOCAB), generator=generator)
-    return draw_tree(
+    search = draw_tree(
         drawing,
         tables[0].expand(num_rows, 1, -1),
         lambda tree, num_read: table_logits(tables, tree)[:, num_read:],
@@ -52,6 +53,7 @@ def draw_trees(tables, num_rows: int, generator, *, num_groups: int, temperature
         depth=3,
         num_groups=num_groups,
     )
+    return pack_groups(search, 2 * num_groups)
 
 
 class EveryDraw:
@@ -76,7 +78,7 @@ def distance(target, drafter, *, temperature: float = 1.0, num_groups: int = 3) 
     """Return the total variation of a step's tokens from the target's, over all trees and choices."""
     # 1. All trees: two children of the last token, then of two nodes at each depth.
     chance = EveryDraw(2 + 4 * (min(num_groups, 3) - 1))
-    tree, _ = draw_trees(drafter, len(chance.outcomes), chance, num_groups=num_groups, temperature=temperature)
+    tree = draw_trees(drafter, len(chance.outcomes), chance, num_groups=num_groups, temperature=temperature)
     assert chance.num_drawn == chance.outcomes.shape[1]
     assert tree.num_nodes == 2 * num_groups
     assert float(chance.weight.sum()) == pytest.approx(1.0)
@@ -112,21 +114,21 @@ def test_whole_groups_give_the_targets_distribution(name, num_groups, temperatur
     assert distance(target, drafter, temperature=temperature, num_groups=num_groups) < EXACT
 
 
-def by_the_first_child(self, search, num_groups):
+def by_the_first_child(search, num_groups, num_children):
     """Keep the groups whose first children are the likeliest: this looks at the draws."""
-    below_root = search.parents[:, :: self.num_children] == NO_NODE
-    scores = search.scores[:, :: self.num_children].masked_fill(below_root, 0.0)
+    below_root = search.parents[:, ::num_children] == NO_NODE
+    scores = search.scores[:, ::num_children].masked_fill(below_root, 0.0)
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :num_groups].sort(dim=1).values
 
 
-def likeliest_draws(self, search, groups):
+def likeliest_draws(search, groups, num_children):
     """Keep the most probable nodes, as EAGLE-2 does with its own trees: groups are split."""
-    nodes = likeliest_nodes(search, groups.shape[1] * self.num_children)
+    nodes = likeliest_nodes(search, groups.shape[1] * num_children)
     tree, rows = take(search, nodes), torch.arange(len(nodes))[:, None]
-    drawn_from = torch.cat(self._probs, dim=1)[rows, nodes // self.num_children]
+    drawn_from = search.drawn_from[rows, nodes // num_children]
     columns = (tree.parents + 1)[..., None].expand_as(drawn_from)
     probs = torch.zeros(len(nodes), 1 + nodes.shape[1], VOCAB, dtype=drawn_from.dtype).scatter(1, columns, drawn_from)
-    return replace(tree, drawn=Drawn(probs=probs, max_children=self.num_children))
+    return replace(tree, drawn=Drawn(probs=probs, max_children=num_children))
 
 
 def untempered(self, logits, children=GroupDrawing.children):
@@ -144,16 +146,17 @@ def sorted_by_probability(self, logits, children=GroupDrawing.children):
 
 
 @pytest.mark.parametrize(
-    ("method", "broken"),
+    ("place", "name", "broken"),
     [
-        ("kept_groups", by_the_first_child),
-        ("tree", likeliest_draws),
-        ("children", untempered),
-        ("children", sorted_by_probability),
+        (group_search, "likeliest_groups", by_the_first_child),
+        (group_search, "tree_of_groups", likeliest_draws),
+        (GroupDrawing, "children", untempered),
+        (GroupDrawing, "children", sorted_by_probability),
     ],
+    ids=["by the first child", "likeliest draws", "untempered", "sorted by probability"],
 )
-def test_drawing_that_looks_at_the_draws_is_caught(method, broken, monkeypatch):
-    monkeypatch.setattr(GroupDrawing, method, broken)
+def test_drawing_that_looks_at_the_draws_is_caught(place, name, broken, monkeypatch):
+    monkeypatch.setattr(place, name, broken)
     target, drafter = random_tables(VOCAB, LENGTH, seed=0), random_tables(VOCAB, LENGTH, seed=1)
     assert distance(target, drafter, num_groups=2) > CAUGHT
 
@@ -161,7 +164,7 @@ def test_drawing_that_looks_at_the_draws_is_caught(method, broken, monkeypatch):
 def test_a_drawn_tree_keeps_groups_whole_and_takes_the_most_probable_parents():
     """Of the groups of nodes 0, 1, 2 and 3, those of the root, of 0 (0.6) and of 2 (0.36) stay."""
     tables = [torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log().expand([VOCAB] * (size + 1)) for size in range(LENGTH)]
-    tree, entries = draw_trees(tables, 50, torch.Generator().manual_seed(0), num_groups=3)
+    tree = draw_trees(tables, 50, torch.Generator().manual_seed(0), num_groups=3)
     assert tree.drawn is not None
     assert tree.num_nodes == 6
     assert torch.equal(tree.parents[:, ::2], tree.parents[:, 1::2]), "a group of siblings was split"
@@ -169,7 +172,7 @@ def test_a_drawn_tree_keeps_groups_whole_and_takes_the_most_probable_parents():
     assert usual.any()
     assert tree.parents[usual].unique(dim=0).tolist() == [[-1, -1, 0, 0, 2, 2]]
     # Nodes with children have been read, behind the last token: 0 first, then 2.
-    assert entries[usual][:, [0, 2]].unique(dim=0).tolist() == [[1, 3]]
+    assert tree.entries[usual][:, [0, 2]].unique(dim=0).tolist() == [[1, 3]]
 
 
 def test_a_reduced_vocabulary_draws_its_own_tokens_and_records_no_probability_of_others():
@@ -178,7 +181,7 @@ def test_a_reduced_vocabulary_draws_its_own_tokens_and_records_no_probability_of
     search = GroupSearch(40, torch.device("cpu"))
     logits = torch.tensor([2.0, 1.0, 0.0]).expand(40, 1, -1)
     search.add(*drawing.children(logits))
-    tree = drawing.tree(search.tree(), drawing.kept_groups(search.tree(), 1))
+    tree = pack_groups(drawing.drawn(search.tree()), 2)
     assert set(tree.tokens.flatten().tolist()) == {1, 3, 4}
     assert (tree.tokens[:, 0] != tree.tokens[:, 1]).all()
     expected = torch.zeros(40, 6).index_copy(1, vocabulary.tokens, logits[:, 0].softmax(-1))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from outrider.models.drafters import (
     NullDrafter,
     build_drafter,
     eagle,
-    feature_drafter,
     parse_drafter,
 )
 from outrider.models.drafters.eagle import Eagle
@@ -285,19 +283,12 @@ class Watched:
         self.num_checked = 0
 
     def propose(self, state, last_token, *, generator=None):
-        search = feature_drafter.search
-        actual = []
-
-        def remembered(*arguments, **options):
-            actual.append(search(*arguments, **options))
-            return actual[0]
-
-        with patch.object(feature_drafter, "search", remembered):
-            tree, drafted = self.drafter.propose(state, last_token)
+        search, drafted = self.drafter.search(state, last_token)
+        tree = self.drafter.pack(search)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
-            paths = row_paths(actual[0].tokens[row], actual[0].parents[row])
-            assert dict(zip(paths, actual[0].scores[row].tolist(), strict=True)) == pytest.approx(expected, abs=1e-4)
+            paths = row_paths(search.tokens[row], search.parents[row])
+            assert dict(zip(paths, search.scores[row].tolist(), strict=True)) == pytest.approx(expected, abs=1e-4)
             likeliest = sorted(expected, key=lambda path: -expected[path])[: self.drafter.config.tree_nodes]
             assert set(row_paths(tree.tokens[row], tree.parents[row])) == set(likeliest)
             self.num_checked += 1

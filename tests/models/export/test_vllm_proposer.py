@@ -78,12 +78,12 @@ def test_a_batch_gets_the_drafters_own_chains(options, target, runner, tmp_path)
     states = torch.randn(4 + 1 + 1, target.hidden_size)
     sampled = [[5, 6, 7], [], [9]]
     drafts = runner(proposer).propose_draft_token_ids(sampled, states, SimpleNamespace(num_draft_tokens=[3, 0, 0]))
-    expected = drafter.draft(states[[2, 5]], torch.tensor([7, 9])).tokens.tolist()
+    expected = drafter.propose(states[[2, 5]], torch.tensor([7, 9]))[0].tokens.tolist()
     assert drafts == [expected[0], [], expected[1]]
     assert {len(chain) for chain in expected} == {3}
     assert (
         runner(proposer).propose_draft_token_ids([[5]], states[:1])
-        == drafter.draft(states[:1], torch.tensor([5])).tokens.tolist()
+        == drafter.propose(states[:1], torch.tensor([5]))[0].tokens.tolist()
     )
     assert runner(proposer).propose_draft_token_ids([[]], states[:1]) == [[]]
     with pytest.raises(RuntimeError, match="gave 6 states for 1 tokens"):
