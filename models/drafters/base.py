@@ -182,22 +182,27 @@ class CachedText:
 
     text: TreeCache
     """Keys and values of the texts without the unread tokens."""
-    tokens: Int[torch.Tensor, "batch unread"]
-    """The unread tokens, at least one; arbitrary ones past the end of a row."""
-    features: Float[torch.Tensor, "batch unread feature"] | None
-    """The target's features at these tokens; None if the drafter reads none."""
+    unread: tuple[torch.Tensor, ...]
+    """The unread tokens, [batch, unread], and the target's features at them, [batch, unread, feature],
+    if the drafter reads any. Each row has at least one; what follows its last one is arbitrary."""
     num_unread: Counts
+
+    @property
+    def tokens(self) -> Int[torch.Tensor, "batch unread"]:
+        return self.unread[0]
+
+    @property
+    def features(self) -> Float[torch.Tensor, "batch unread feature"]:
+        return self.unread[1]
 
     def select(self, rows: Sequence[int]) -> "CachedText":
         """Return the state of these rows only."""
         self.text.select(rows)
-        features = None if self.features is None else self.features[rows]
-        return replace(self, tokens=self.tokens[rows], features=features, num_unread=self.num_unread.select(rows))
+        return replace(self, unread=tuple(part[rows] for part in self.unread), num_unread=self.num_unread.select(rows))
 
     def to_width(self, width: int) -> "CachedText":
         """Return the same state with room for so many unread tokens."""
-        features = None if self.features is None else to_width(self.features, width)
-        return replace(self, tokens=to_width(self.tokens, width), features=features)
+        return replace(self, unread=tuple(to_width(part, width) for part in self.unread))
 
     def with_last(self, last_token: Int[torch.Tensor, " batch"]) -> Int[torch.Tensor, "batch unread_and_last"]:
         """Return the unread tokens, and the last token behind them."""
@@ -205,11 +210,9 @@ class CachedText:
 
     def followed_by(self, other: "CachedText") -> "CachedText":
         """Return the state with the unread tokens of another one behind its own."""
-        features = None
-        if self.features is not None and other.features is not None:
-            features = append(self.features, self.num_unread, other.features)
-        tokens = append(self.tokens, self.num_unread, other.tokens)
-        return replace(self, tokens=tokens, features=features, num_unread=self.num_unread + other.num_unread)
+        parts = zip(self.unread, other.unread, strict=True)
+        unread = tuple(append(part, self.num_unread, new) for part, new in parts)
+        return replace(self, unread=unread, num_unread=self.num_unread + other.num_unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +228,9 @@ class CachedDraft:
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
-    A draft first reads the tokens that the target has committed since the last one. A recorded draft
-    does the same with a fixed number of them, padded.
+    A draft first reads the tokens that the target has committed since the draft before: as many as the
+    fullest row has, or in a recording always `draft_entries`, padded. This class decides which tokens
+    these are; a kind reads them and searches (`search_after`).
     """
 
     @property
@@ -282,11 +286,11 @@ class CachedDrafter(TrainableDrafter):
         if tree.entries is not None:
             return _after_own_tree(drafted, tree, tree.entries, accepted.cut())
         # 2. Otherwise the next draft reads all that the target has committed.
-        tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
+        unread = [torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)]
         features = self.target_features(output)
         if features is not None:
-            features = features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1]))
-        state = CachedText(text=drafted.text, tokens=tokens, features=features, num_unread=accepted.num_read)
+            unread.append(features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1])))
+        state = CachedText(text=drafted.text, unread=tuple(unread), num_unread=accepted.num_read)
         return state if drafted.skipped is None else drafted.skipped.followed_by(state)
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
@@ -332,8 +336,7 @@ def read_prompts(
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     return CachedText(
         text=cache,
-        tokens=prompts.last(prompts.input_ids)[:, None],
-        features=prompts.last(features)[:, None],
+        unread=(prompts.last(prompts.input_ids)[:, None], prompts.last(features)[:, None]),
         num_unread=Counts.of([1] * batch, features.device),
     )
 
@@ -348,4 +351,4 @@ def _after_own_tree(
     drafted.text.keep(kept, accepted.num_accepted)
     tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1).gather(1, accepted.entry[:, None])
     ones = Counts(torch.ones_like(drafted.last_token), (1,) * len(drafted.last_token))
-    return CachedText(text=drafted.text, tokens=tokens, features=None, num_unread=ones)
+    return CachedText(text=drafted.text, unread=(tokens,), num_unread=ones)

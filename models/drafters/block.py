@@ -314,7 +314,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             row 1   k l|m . . + +           unread m: no query sees the padding
         """
         # 1. The unread tokens, and the inputs of the slots.
-        assert state.features is not None
         cache, num_entries, unread = state.text, state.features.shape[1], state.num_unread.device
         context = self.context(state.features)
         last = (unread - 1)[:, None, None].expand(-1, -1, context.shape[-1])

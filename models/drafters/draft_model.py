@@ -142,7 +142,7 @@ class DraftModel(CachedDrafter):
         cache.rewind(ones)
         if self.drafting is not None:
             return self.drafting.begin(cache, last_tokens)
-        return CachedText(text=cache, tokens=last_tokens[:, None], features=None, num_unread=ones)
+        return CachedText(text=cache, unread=(last_tokens[:, None],), num_unread=ones)
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:

@@ -261,7 +261,6 @@ class FeatureDrafter(CachedDrafter):
 
     def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
         """Read an entry for each unread token, and return the output of each row's last one."""
-        assert state.features is not None
         # 1. An entry has a token's feature and the token after it, which of the last entry is `last_token`.
         cache, tokens = state.text, state.with_last(last_token)[:, 1:]
         num_entries = tokens.shape[1]

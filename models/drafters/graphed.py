@@ -95,9 +95,7 @@ class GraphedCachedDrafter(GraphedDrafter):
         if cache.num_moves > self._num_moves:
             self._forget()
             self._num_moves = cache.num_moves
-        features = () if wide.features is None else (wide.features,)
-        inputs = last_token, cache.lengths.device, wide.num_unread.device, wide.tokens, *features
-        output = recordings(*inputs, key=extent)
+        output = recordings(last_token, cache.lengths.device, wide.num_unread.device, *wide.unread, key=extent)
         cache.count(state.num_unread.host)
         return output, CachedDraft(text=cache, last_token=last_token)
 
@@ -107,12 +105,12 @@ class GraphedCachedDrafter(GraphedDrafter):
 
     def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
         """Search after texts of given lengths, which the cache has at first."""
-        last_token, lengths, num_unread, tokens, *features = inputs
+        last_token, lengths, num_unread, *unread = inputs
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
         counts = Counts(num_unread, (0,) * len(num_unread))
-        state = CachedText(text=self._cache, tokens=tokens, features=features[0] if features else None, num_unread=counts)
+        state = CachedText(text=self._cache, unread=tuple(unread), num_unread=counts)
         # A recording reads accepted tokens again, so that all steps are alike.
         return replace(self.drafter.search_after(state, last_token, None), entries=None)
 
