@@ -24,21 +24,19 @@ def search_tree(logits: Float[torch.Tensor, "batch 1 vocab"], read: Read, *, wid
     `logits` are those after the last committed token.
     """
     scores = torch.zeros(logits.shape[:2], device=logits.device)  # log-probability of each path
-    nodes = torch.full_like(scores, NO_NODE, dtype=torch.long)  # at the end of each path
-    tokens, parents, all_scores = (nodes[:, :0], nodes[:, :0], scores[:, :0])
-    sizes: list[int] = []
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    first = NO_NODE  # the first of the nodes at the ends of the paths; the others follow it
     while True:
         # 1. Extend each path by its most probable tokens, and keep the most probable paths.
-        new, path, scores = likeliest_successors(logits, scores, width)
-        tokens, parents = torch.cat([tokens, new], dim=1), torch.cat([parents, nodes.gather(1, path)], dim=1)
-        all_scores = torch.cat([all_scores, scores], dim=1)
-        nodes = torch.arange(sum(sizes), sum(sizes) + new.shape[1], device=new.device).expand_as(new)
-        sizes.append(new.shape[1])
-        if len(sizes) == depth:
-            entries = torch.arange(1, sum(sizes) + 1, device=new.device).expand_as(tokens)
-            return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=tuple(sizes), entries=entries)
+        tokens, path, next_scores = likeliest_successors(logits, scores, width)
+        levels.append((tokens, path + first, next_scores))
+        first, scores = first + scores.shape[1], next_scores
+        search = SearchTree.of(levels)
+        if len(levels) == depth:
+            entries = torch.arange(1, search.tokens.shape[1] + 1, device=tokens.device).expand_as(search.tokens)
+            return replace(search, entries=entries)
         # 2. Read the new nodes.
-        logits = read(DraftTree(tokens=tokens, parents=parents, max_depth=len(sizes)), 1 + sum(sizes[:-1]))
+        logits = read(DraftTree(tokens=search.tokens, parents=search.parents, max_depth=len(levels)), 1 + first)
 
 
 def draw_tree(

@@ -84,8 +84,7 @@ class GroupSearch:
 
     def tree(self) -> SearchTree:
         """Return all nodes."""
-        tokens, parents, scores = (torch.cat(values, dim=1) for values in zip(*self._levels, strict=True))
-        return SearchTree(tokens=tokens, parents=parents, scores=scores, level_sizes=self.level_sizes)
+        return SearchTree.of(self._levels)
 
 
 class GroupDrawing:
