@@ -65,6 +65,7 @@ class DraftModel(CachedDrafter):
         self.model = reader.model
         self.reader = reader
         self.vocab_size = reader.vocab_size
+        # None: each step searches anew.
         self.drafting = None if config.pace == "fixed" else GrowingSearch(reader, config)
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
