@@ -17,14 +17,15 @@ All costs are running medians of measured seconds, so that a stall moves nothing
 reads random numbers. The choices change the shapes of passes. A token changes only where the
 rounding of another shape changes it.
 
-`Pacer` makes these choices for merges. `growth` makes them for the tree of a draft model, with the
-same parts: `StepSeconds` for costs, `TokenRate` for R and the share, `best_width` for the choice.
+`Pacer` makes these choices. A model whose tree grows makes one more (`Reading`): each of its passes
+reads some nodes and adds their children, and another pass is worth its time if what it adds, less
+what its nodes cost, exceeds R times its seconds.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import sqrt
 from statistics import median_low
 
@@ -58,6 +59,11 @@ REVISIT_STEPS = 48
 PATIENCE, MAX_PATIENCE = 40.0, 160.0
 """A source that isn't worth its time is asked again after so many steps per token that it costs, so
 that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
+MAX_READS = 8
+"""Most nodes that a pass of a growing model reads. So few take about the time of one: reading the weights."""
+READ_WEIGHT, READ_MEMORY = 1.0, 20
+"""Weight of the first guess of what children add, that they have all of their parent's probability; and
+the passes for which it is remembered what they added."""
 TRUST_WEIGHT = 4.0
 """Draft tokens that count as expected and accepted before any step."""
 STALL = 3.0
@@ -186,6 +192,15 @@ def lowest_slopes(table: Sequence[float]) -> list[float]:
 
 def _slope(table: Sequence[float], left: int, right: int) -> float:
     return (table[right] - table[left]) / (right - left)
+
+
+def mean_sums(rows: Sequence[Sequence[float]], *, initial: float = 0.0) -> list[float]:
+    """Return the sums of the first n numbers of a row, n = 0, 1, ..., averaged over rows."""
+    sums = [list(accumulate(row, initial=initial)) for row in rows]
+    if len(sums) == 1:
+        return sums[0]
+    longest = max(map(len, sums))
+    return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
 
 
 def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widths: Sequence[int]) -> tuple[int, float]:
@@ -325,6 +340,42 @@ class Gains:
         return replace(self, overall=replace(self.overall), by_situation=by_situation)
 
 
+class Reading:
+    """Cost and gain of the passes of a growing model, each of which reads some nodes of a tree."""
+
+    def __init__(self, like: "Reading | None" = None) -> None:
+        self.seconds = StepSeconds(MAX_READS, like.seconds if like else None)
+        """Seconds of a pass by the nodes that it reads."""
+        self.passes = 0
+        self.read, self.gained = (like.read, like.gained) if like else (READ_WEIGHT, READ_WEIGHT)
+        """Probability of the nodes that were read, and the tokens that their children were expected to add."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds of a pass that reads most nodes."""
+        return self.seconds.table[-1]
+
+    def best(self, probs: Sequence[Sequence[float]], rate: float) -> int:
+        """Return how many nodes the next pass reads; 0: none are worth its time.
+
+        `probs` are the probabilities of each row's nodes, the likeliest first.
+        """
+        gains = [self.gained / self.read * total for total in mean_sums(probs)]
+        best, value = best_width(gains, self.seconds.table, rate, self.seconds.widths)
+        return max(self.seconds.revisited(best, len(gains) - 1, self.passes), 1) if value > 0.0 else 0
+
+    def add_seconds(self, num_nodes: int, seconds: float) -> None:
+        """Learn what a pass took."""
+        self.seconds.add(num_nodes, seconds, self.passes)
+        self.passes += 1
+
+    def add(self, num_nodes: int, seconds: float, read: float, gained: float) -> None:
+        """Learn from a pass: the probability of its nodes, and the tokens that their children add."""
+        self.add_seconds(num_nodes, seconds)
+        kept = 1.0 - 1.0 / READ_MEMORY
+        self.read, self.gained = kept * self.read + read, kept * self.gained + max(gained, 0.0)
+
+
 class Pacer:
     """Costs and gains of the steps of batches of about one size, and the choices they lead to.
 
@@ -346,6 +397,8 @@ class Pacer:
             self.gains = [gains.copy() for gains in like.gains]
             self._trials = [*like._trials]
             self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
+        readings = {} if like is None else like._readings
+        self._readings = {model: Reading(reading) for model, reading in readings.items()}
         self._floors: tuple[float, list[float]] | None = None
 
     @property
@@ -374,6 +427,10 @@ class Pacer:
             self._floors = rate, [cost * slope for slope in lowest_slopes(self.verify.table)]
         return self._floors[1]
 
+    def reading(self, model: int) -> Reading:
+        """Return what the passes of a growing model cost and add."""
+        return self._readings.setdefault(model, Reading())
+
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
         """Return whether a group of sources is worth its time in this situation."""
         return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
@@ -384,6 +441,10 @@ class Pacer:
         tokens = after[new] - before[old]
         self.gains[group].add(situation, tokens, table[new] - table[old])
         return tokens
+
+    def value(self, expected: Sequence[float]) -> float:
+        """Return the tokens of the best number of nodes, less what its time is worth, given the expected tokens."""
+        return self.best(self.trusted(expected))[1]
 
     def width(self, gains: Sequence[float]) -> int:
         """Return how many nodes to verify; in a trial the width to be tried."""
@@ -403,7 +464,9 @@ class Pacer:
         self.verify.add(num_nodes, verify_seconds, self.step)
         self.step += 1
         if self._trials:
-            self._trials.pop()
+            trial = self._trials.pop()
+            if num_nodes < trial:  # there are no larger trees to try
+                self._trials = [width for width in self._trials if width == trial]
             return
         draft_seconds = min(draft_seconds, STALL * sum(cost.median for cost in self.draft))
         self.mean.add(tokens, expected, draft_seconds + min(verify_seconds, STALL * usual_seconds))

@@ -12,7 +12,7 @@ target's probability p(child). A drawn token is accepted with probability sum mi
 3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
 all cases the output follows the target's distribution exactly, greedy or sampled.
 
-With `pace: expected`, one tree grows from step to step: see `growing_draft`.
+In a paced merge, also of this drafter alone, a tree grows from step to step: see `growing_draft`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,6 @@ from jaxtyping import Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput, to_width
@@ -36,7 +35,6 @@ from .base import CachedDrafter
 from .beams import SearchTree
 from .branches import Branches
 from .fixed_draft import DraftTextState, FixedSearch, UnreadTree
-from .growing_draft import GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .small_models import (
@@ -53,7 +51,7 @@ from .vocabulary import DraftVocabulary
 
 
 class DraftModel(CachedDrafter):
-    """Drafter with a model and a KV cache of its own. Its `pace` chooses how it drafts."""
+    """Drafter with a model and a KV cache of its own."""
 
     Config = DraftModelConfig
 
@@ -64,7 +62,7 @@ class DraftModel(CachedDrafter):
         self.model = reader.model
         self.reader = reader
         self.vocab_size = reader.vocab_size
-        self.drafting = FixedSearch(reader, config) if config.pace == "fixed" else GrowingSearch(reader, config)
+        self.drafting = FixedSearch(reader, config)
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)
@@ -109,20 +107,22 @@ class DraftModel(CachedDrafter):
     # --- decoding
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
-        """Prefill the prompts, then drop their last tokens from the cache."""
-        self._require_room(prompts)
-        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.drafting.max_entries)
-        return self._after(prompts, self.reader.hand_over_cache())
+        cache = self.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=self.drafting.max_entries)
+        return self.drafting.begin(cache, prompts.last(prompts.input_ids))
 
     def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
         self._require_room(prompts)
         self.reader.read_prompts(prompts, cache)
-        return self._after(prompts, cache)
-
-    def _after(self, prompts: Prompts, cache: TreeCache) -> Any:
-        """Return the state after prompts that the cache holds."""
-        cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
+        _drop_last(cache, prompts)
         return self.drafting.begin(cache, prompts.last(prompts.input_ids))
+
+    def read_prompts(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TreeCache:
+        """Return a cache of the prompts without their last tokens, with room for answers and trees."""
+        self._require_room(prompts)
+        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=max_nodes)
+        cache = self.reader.hand_over_cache()
+        _drop_last(cache, prompts)
+        return cache
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:
@@ -142,9 +142,6 @@ class DraftModel(CachedDrafter):
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
         return self.drafting.skip(state, last_token)
 
-    def meanwhile(self, drafted: Any) -> Meanwhile | None:
-        return self.drafting.meanwhile(drafted)
-
     def follow(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
         return self.drafting.advance(drafted, tree, accepted)
 
@@ -155,7 +152,7 @@ class DraftModel(CachedDrafter):
 
     @property
     def can_be_recorded(self) -> bool:
-        return isinstance(self.drafting, FixedSearch) and not self.config.temperature
+        return not self.config.temperature
 
     @property
     def num_cache_layers(self) -> int:
@@ -175,7 +172,6 @@ class DraftModel(CachedDrafter):
     def search_in(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], num_unread: Counts, *inputs: torch.Tensor
     ) -> SearchTree:
-        assert isinstance(self.drafting, FixedSearch)
         return self.drafting.search_in(cache, last_token, num_unread, *inputs)
 
     def drafted_in(self, text: TreeCache, last_token: Int[torch.Tensor, " batch"]) -> UnreadTree:
@@ -230,6 +226,11 @@ class DraftModel(CachedDrafter):
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _drop_last(cache: TreeCache, prompts: Prompts) -> None:
+    """Drop the prompts' last tokens from a cache."""
+    cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
 
 
 def _require_readable_texts(reader: HFTarget, config: DraftModelConfig) -> None:

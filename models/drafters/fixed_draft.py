@@ -179,9 +179,6 @@ class FixedSearch:
         num_groups = self.max_nodes // self._num_children
         return draw_tree(drawing, logits, read, top_k=self.config.top_k, depth=self.config.length, num_groups=num_groups)
 
-    def meanwhile(self, drafted: UnreadTree | DraftTextState) -> None:
-        """Return None: the next step searches anew."""
-
     def advance(self, drafted: UnreadTree | DraftTextState, tree: DraftTree, accepted: AcceptedPath) -> DraftTextState:
         """Keep all but the last two tokens of the new text in the cache.
 

@@ -5,6 +5,16 @@ calibrated probability of acceptance (see `calibration`). With `pace: fixed` the
 `tree_nodes` likeliest nodes. With `pace: expected` each step decides which sources it asks and how
 many nodes it verifies, by what they are expected to gain and what they cost (see `pacing`).
 
+There are three kinds of sources. A training-free drafter looks its candidates up. A trained one
+searches once a step. And with `pace: expected` a draft model grows (see `growing_draft`): each of its
+passes reads the likeliest nodes of the merged tree, whichever source has proposed them.
+
+    the text    a b c
+    suffix      d e f             tree   d ─┬─ e ─── f ─── g     g: the draft model has read f,
+    model       d x                         └─ x                    which only suffix proposed
+
+While a target waits for its weights, the tree grows further (`meanwhile`).
+
 The trees depend on the texts so far, and with `pace: expected` on the clock, but never on random
 numbers. So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
 rounding of passes of other shapes, and sampled ones if random numbers belong to places of the text
@@ -16,7 +26,7 @@ from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -24,15 +34,18 @@ from jaxtyping import Int
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
-from ..decoding.pacing import Pacer, widths_up_to
+from ..decoding.growing_tree import UNREAD
+from ..decoding.pacing import MAX_READS, Pacer, mean_sums, widths_up_to
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
-from .calibration import MAX_SOURCES, OutcomeCounts, start_of_text
+from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
 from .candidates import tree_of
-from .merging import MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
+from .draft_model import DraftModel
+from .growing_draft import LEAST_PROB, GrowingModel, GrowingRow, GrowingText
+from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
 
 PACES = ("expected", "fixed")
@@ -43,6 +56,8 @@ ACCEPTED_BOUNDS = (0.5, 1.5, 3.5)
 """Bounds of the draft tokens accepted in the step before: gains are counted by it, too."""
 DEPTH_STEP = 8
 """Trees of few sizes have a multiple of this as the bound of their depth."""
+FOREIGN = -2
+"""Parent of a node in a growing model's proposals, if it isn't the model's own candidate."""
 
 Source = TrainableDrafter | TrainingFreeDrafter
 
@@ -55,40 +70,36 @@ class MergedConfig:
     """Most nodes of the merged tree, of all sources together."""
     pace: Annotated[str, one_of(*PACES)] = "expected"
     """`expected`: each step decides which sources draft and how many nodes are verified, by the
-    expected gain in time. `fixed`: every source drafts at each step, and the `tree_nodes` likeliest
-    nodes are verified, so the same texts give the same tokens per step."""
+    expected gain in time; a draft model's tree grows from step to step. `fixed`: every source drafts
+    at each step, and the `tree_nodes` likeliest nodes are verified, so the same texts give the same
+    tokens per step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MergedText:
+    """What a merge knows of one row's text."""
+
+    counts: OutcomeCounts
+    """The calibration of this text."""
+    walks: tuple[MergeWalk, ...] = ()
+    """The proposals that the text has followed so far, up to its last accepted token."""
+
+    def follow(self, tokens: Sequence[int], *counts: OutcomeCounts) -> None:
+        """Learn from the tokens that the target has chosen."""
+        for token in tokens:
+            self.walks = follow(self.walks[-MAX_WALKS:], token, self.counts, *counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedState:
-    """The states of the sources, and what each row's text has followed."""
+    """The states of the sources, and what each row's text has shown."""
 
     sources: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
-    """The calibration of each row's text."""
-    walks: tuple[tuple[MergeWalk, ...], ...]
-    """The proposals that each row's text has followed so far, up to its last accepted token."""
+    texts: tuple[MergedText, ...]
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""
     last_tokens: tuple[int, ...] | None = None
     """The last token of each row; None if the host hasn't read it yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedDraft:
-    """What `advance` needs of a proposal."""
-
-    drafted: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
-    walks: tuple[tuple[MergeWalk, ...], ...]
-    """The proposals that the text has followed up to its last token, this one included."""
-    expected: float
-    """Tokens that the step is expected to emit in each row."""
-    asked: tuple["Asked", ...]
-    """The groups of sources that were asked, in order, if the tree is paced."""
-    draft_seconds: float
-    drafted_at: float
-    """The clock when the tree was begun: its size costs time from here on."""
 
 
 class Asked(NamedTuple):
@@ -102,17 +113,29 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
-    """A proposal in the making."""
+class MergedDraft:
+    """A merged tree in the making, and what `advance` needs of it."""
 
     state: MergedState
     last_token: Int[torch.Tensor, " batch"]
     last_tokens: Sequence[int]
     drafted: dict[int, Any] = field(default_factory=dict)
-    """What each source needs to advance, by its index."""
+    """What each source that was asked needs to advance, by its index."""
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
+    grown: dict[int, list[Proposals]] = field(default_factory=dict)
+    """Those of the growing models, by the model's index; a node has the same number in its tree."""
+    rows: tuple[MergedRow, ...] = ()
+    """The merged trees."""
+    pacer: Pacer | None = None
+    """What learns from the step; None if the tree isn't paced."""
+    expected: float = 1.0
+    """Tokens that the step is expected to emit in each row."""
     asked: list[Asked] = field(default_factory=list)
+    """The groups of sources that were asked, in order, if the tree is paced."""
+    draft_seconds: float = 0.0
+    drafted_at: float = 0.0
+    """The clock when the tree was begun: its size costs time from here on."""
 
 
 class MergedDrafter(Drafter[MergedState, MergedDraft]):
@@ -136,15 +159,33 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
         require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
         self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
-        self._sources: tuple[Any, ...] = tuple(sources.values())
         self.counts: OutcomeCounts = {}
-        self._layers = tuple(source.feature_layers for source in self._sources)
+        self._sources: tuple[Any, ...] = tuple(map(self._growing, sources.values()))
+        self._layers = tuple(source.feature_layers for source in sources.values())
         self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
-        # Sources are asked in groups: all training-free ones first, which cost little.
-        trained = [index for index, source in enumerate(self._sources) if isinstance(source, TrainableDrafter)]
-        free = [index for index in range(len(self._sources)) if index not in trained]
-        self._groups = [group for group in (free, *([index] for index in trained)) if group]
+        # Sources are asked in groups: all training-free ones first, which cost little. Growing models
+        # come last: they read what all others have proposed.
+        free, trained, self._models = map(self._indexes, (TrainingFreeDrafter, TrainableDrafter, GrowingModel))
+        self._groups = [group for group in (free, *([index] for index in [*trained, *self._models])) if group]
         self._pacers: dict[int, Pacer] = {}
+
+    def _growing(self, source: Source) -> Any:
+        """Return a source as it drafts: a draft model grows, unless its passes have fixed shapes."""
+        grows = self.config.pace == "expected" and isinstance(source, DraftModel) and not source.reader.has_fixed_shapes
+        return GrowingModel(source) if grows else source
+
+    @property
+    def free(self) -> dict[int, TrainingFreeDrafter]:
+        """Return the training-free sources by their index."""
+        return {index: self._sources[index] for index in self._indexes(TrainingFreeDrafter)}
+
+    @property
+    def searching(self) -> list[int]:
+        """Return the indexes of the sources that search once a step."""
+        return self._indexes(TrainableDrafter)
+
+    def _indexes(self, kind: type[Any]) -> list[int]:
+        return [index for index, source in enumerate(self._sources) if isinstance(source, kind)]
 
     @property
     def max_nodes(self) -> int:
@@ -181,70 +222,61 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
                 for index, source in enumerate(self._sources)
             ),
-            counts=tuple(start_of_text(self.counts) for _ in range(batch)),
-            walks=((),) * batch,
+            texts=tuple(MergedText(counts=start_of_text(self.counts)) for _ in range(batch)),
             num_accepted=(0,) * batch,
         )
 
     def propose(
         self, state: MergedState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, MergedDraft]:
-        # 1. Learn from the tokens that the target chose after the last trees.
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         started = self.clock()
-        walks = self._followed(state.walks, [[token] for token in last_tokens], state.counts)
-        draft = Draft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
+        # 1. Learn from the last tokens, and continue the trees that grow.
+        draft = self.open(state, last_token, last_tokens)
         # 2. Ask the sources, merge their candidates, and choose the number of nodes.
         if self.config.pace == "fixed":
             for index in range(len(self._sources)):
-                self._ask(draft, index)
-            rows, num_nodes = self._merged(draft), self.max_nodes
+                self.ask(draft, index)
+            self.merge(draft)
+            num_nodes = self.max_nodes
         else:
-            rows, num_nodes = self._paced(draft, self._pacer(len(last_tokens)))
-        expected = expected_tokens(rows)
+            draft.pacer = self._pacer(len(last_tokens))
+            num_nodes = self._paced(draft, draft.pacer)
+        expected = expected_tokens(draft.rows)
+        draft.expected = expected[min(num_nodes, len(expected) - 1)]
         # 3. Make the tree.
-        drafted_at = self.clock()
-        return self._tree(rows, num_nodes, last_token.device), MergedDraft(
-            drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
-            counts=state.counts,
-            walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
-            expected=expected[min(num_nodes, len(expected) - 1)],
-            asked=tuple(draft.asked),
-            draft_seconds=drafted_at - started,
-            drafted_at=drafted_at,
-        )
+        draft.drafted_at = self.clock()
+        draft.draft_seconds = draft.drafted_at - started
+        return self._tree(draft.rows, num_nodes, last_token.device), draft
 
     def meanwhile(self, drafted: MergedDraft) -> Meanwhile | None:
-        """Return what the sources do meanwhile: the next one if those before have nothing to do."""
-        works = [source.meanwhile(part) for source, part in zip(self._sources, drafted.drafted, strict=True)]
-        works = [work for work in works if work is not None]
-        return (lambda seconds: any(work(seconds) for work in works if work is not None)) if works else None
+        """Return what lets the tree of one row grow while the pass waits."""
+        return partial(self._grow_on, drafted) if drafted.grown and len(drafted.rows) == 1 else None
 
     def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
         # 1. The sources' states.
         states = tuple(
-            source.advance(drafted.drafted[index], tree, accepted, self._output_for(index, output))
+            source.advance(self._drafted(drafted, index), tree, accepted, self._output_for(index, output))
             for index, source in enumerate(self._sources)
         )
         # 2. Learn which tokens were accepted. The token after the last one comes with `propose`.
-        walks = self._followed(drafted.walks, accepted.tokens, drafted.counts)
+        texts = drafted.state.texts
+        for text, row, tokens in zip(texts, drafted.rows, accepted.tokens, strict=True):
+            text.walks = (*text.walks, (row, NO_NODE))
+            text.follow(tokens, self.counts)
         # 3. Learn what the step took.
         num_accepted = accepted.num_accepted.host
-        if self.config.pace == "expected":
+        if (pacer := drafted.pacer) is not None:
             tokens_per_row = 1 + sum(num_accepted) / len(num_accepted)
             seconds = self.clock() - drafted.drafted_at
-            pacer = self._pacer(len(num_accepted))
             pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
             learn_gains(pacer, drafted.asked, accepted.new_tokens, num_accepted)
-        return MergedState(
-            sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
-        )
+        return MergedState(sources=states, texts=texts, num_accepted=num_accepted, last_tokens=accepted.next_tokens)
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
-            counts=tuple(dict(state.counts[row]) for row in rows),  # a row may be repeated
-            walks=tuple(state.walks[row] for row in rows),
+            texts=tuple(replace(state.texts[row], counts={**state.texts[row].counts}) for row in rows),  # a row may be repeated
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
         )
@@ -257,35 +289,161 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     # --- drafting
 
-    def _paced(self, draft: Draft, pacer: Pacer) -> tuple[tuple[MergedRow, ...], int]:
-        """Return the merged rows, and the number of nodes to verify, as the pacer chooses.
+    def open(self, state: MergedState, last_token: Int[torch.Tensor, " batch"], last_tokens: Sequence[int]) -> MergedDraft:
+        """Learn from the last tokens, and return what is left of the trees of growing models."""
+        for text, token in zip(state.texts, last_tokens, strict=True):
+            text.follow([token], self.counts)
+        draft = MergedDraft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
+        for index in self._models:
+            part = state.sources[index]
+            self._sources[index].open(part, last_tokens)
+            draft.grown[index] = [Proposals(index) for _ in last_tokens]
+            for row, proposals in zip(draft.proposals, draft.grown[index], strict=True):
+                row.append(proposals)
+            self._take_nodes(draft, index)
+        return draft
+
+    def ask(self, draft: MergedDraft, index: int) -> None:
+        """Let a source that doesn't grow draft."""
+        source, state = self._sources[index], draft.state.sources[index]
+        if not isinstance(source, TrainingFreeDrafter):
+            search, draft.drafted[index] = source.search(state, draft.last_token)
+            candidates = rows_of_search(search, self.max_nodes)
+        else:
+            draft.drafted[index] = TextState(state, draft.last_tokens)
+            candidates = source.candidates(state, draft.last_tokens)
+        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
+            if row_candidates.tokens:
+                row.append(Proposals(index, row_candidates))
+
+    def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> None:
+        """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.
+
+        Nodes that other sources have proposed join the model's tree.
+        """
+        part: GrowingText = draft.state.sources[index]
+        numbers = [
+            [number for node in nodes if (number := _number(row, merged, proposals, node)) is not None]
+            for row, merged, proposals, nodes in zip(part.rows, draft.rows, draft.grown[index], reads, strict=True)
+        ]
+        if any(numbers):
+            self._sources[index].read(part, numbers)
+        self._take_nodes(draft, index)
+
+    def unread(self, draft: MergedDraft, index: int) -> list[list[int]]:
+        """Return each row's nodes that a growing model may read next, the likeliest first.
+
+        The model has read their parents. They are at most MAX_READS, and none if its cache has no room.
+        """
+        part: GrowingText = draft.state.sources[index]
+        if not part.is_rooted:
+            return [[NO_NODE] for _ in draft.rows]
+        if self._sources[index].room(part) < MAX_READS:
+            return [[] for _ in draft.rows]
+        found = []
+        for row, merged, proposals in zip(part.rows, draft.rows, draft.grown[index], strict=True):
+            entries, nodes = row.tree.entries, []
+            is_read = {NO_NODE: True}
+            for node, parent in enumerate(merged.parents):
+                number = merged.number(node, proposals)
+                is_read[node] = number is not None and entries[number] != UNREAD
+                if is_read[parent] and not is_read[node]:
+                    nodes.append(node)
+                    if len(nodes) == MAX_READS:
+                        break
+            found.append(nodes)
+        return found
+
+    def merge(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
+        """Merge the candidates so far, row by row."""
+        draft.rows = tuple(
+            grow(proposals, text.counts, self.max_nodes, floors)
+            for proposals, text in zip(draft.proposals, draft.state.texts, strict=True)
+        )
+
+    def _paced(self, draft: MergedDraft, pacer: Pacer) -> int:
+        """Merge the candidates of the sources that are worth their time; return how many nodes to verify.
 
         The groups of sources are asked one after another, each only if it is worth its time.
         """
         floors = None if pacer.is_trial else pacer.floors()
-        rows = self._merged(draft, floors)
-        gains = pacer.trusted(expected_tokens(rows))
+        self.merge(draft, floors)
+        gains = pacer.trusted(expected_tokens(draft.rows))
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
             # 1. Skip a group that costs more than it is expected to gain.
             situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
             if not pacer.is_trial and not pacer.is_worth(group, situation):
-                for index in indexes:
-                    self._skip(draft, index)
                 continue
             # 2. Merge its candidates.
             started = self.clock()
+            before, rows_before = gains, draft.rows
             for index in indexes:
-                self._ask(draft, index)
-            before, rows_before = gains, rows
-            rows = self._merged(draft, floors)
-            gains = pacer.trusted(expected_tokens(rows))
+                if index in draft.grown:
+                    self._grow(draft, index, pacer, floors)
+                else:
+                    self.ask(draft, index)
+            self.merge(draft, floors)
+            gains = pacer.trusted(expected_tokens(draft.rows))
             pacer.draft[group].add(self.clock() - started)
             # 3. Learn what it is expected to add.
             if not pacer.is_trial:
                 expected = pacer.add_gain(group, situation, before, gains)
                 draft.asked.append(Asked(group, rows_before, pacer.best(before)[0], expected))
-        return rows, pacer.width(gains)
+        return pacer.width(gains)
+
+    def _grow(self, draft: MergedDraft, index: int, pacer: Pacer, floors: Sequence[float] | None) -> None:
+        """Let a model read nodes as long as a pass is worth its time; in a trial only the root."""
+        reading = pacer.reading(index)
+        while any(reads := self.unread(draft, index)):
+            # 1. The number of nodes whose children are expected to add most.
+            is_root = reads[0] == [NO_NODE]
+            probs = [[merged.prob(node) for node in row] for merged, row in zip(draft.rows, reads, strict=True)]
+            count = 1 if is_root else 0 if pacer.is_trial else reading.best(probs, pacer.rate)
+            if not count:
+                break
+            # 2. Read them.
+            value, started = pacer.value(expected_tokens(draft.rows)), self.clock()
+            reads = [row[:count] for row in reads]
+            self.read(draft, index, reads)
+            seconds = self.clock() - started
+            self.merge(draft, floors)
+            # 3. Learn what that took, and what the children add.
+            if is_root:
+                reading.add_seconds(count, seconds)
+            else:
+                read = sum(sum(row[:count]) for row in probs) / len(probs)
+                reading.add(count, seconds, read, pacer.value(expected_tokens(draft.rows)) - value)
+
+    def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
+        """Let a model read some nodes if that fits the wait; return whether one did."""
+        for index in draft.grown:
+            (nodes,) = self.unread(draft, index)
+            nodes = [node for node in nodes if draft.rows[0].prob(node) >= LEAST_PROB]
+            if nodes and self._pacer(1).reading(index).longest <= seconds:
+                self.read(draft, index, [nodes])
+                self.merge(draft)
+                return True
+        return False
+
+    def _take_nodes(self, draft: MergedDraft, index: int) -> None:
+        """Append what a growing model's trees have got since to its proposals."""
+        part: GrowingText = draft.state.sources[index]
+        for row, proposals in zip(part.rows, draft.grown[index], strict=True):
+            tree = row.tree
+            for node in range(len(proposals.tokens), len(tree)):
+                score = tree.estimates[node]
+                parent = tree.parents[node] if score > 0.0 else FOREIGN
+                proposals.add(parent, tree.tokens[node], score, bisect(BIN_BOUNDS, score))
+
+    def _drafted(self, draft: MergedDraft, index: int) -> Any:
+        """Return what a source needs to advance. One that wasn't asked follows the text without drafts."""
+        source, state = self._sources[index], draft.state.sources[index]
+        if index in draft.drafted or index in draft.grown:
+            return draft.drafted.get(index, state)
+        if isinstance(source, TrainingFreeDrafter):
+            return TextState(state, draft.last_tokens)
+        return source.skip(state, draft.last_token)
 
     def _pacer(self, batch: int, *, begins: bool = False) -> Pacer:
         """Return the costs of batches of about this size: up to twice as large.
@@ -302,45 +460,6 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             like = like if like is not None and like.step else None
             self._pacers[size] = Pacer(self.max_nodes, len(self._groups), like)
         return self._pacers[size]
-
-    def _ask(self, draft: Draft, index: int) -> None:
-        """Let a source draft."""
-        source, state = self._sources[index], draft.state.sources[index]
-        if not isinstance(source, TrainingFreeDrafter):
-            search, draft.drafted[index] = source.search(state, draft.last_token)
-            candidates = rows_of_search(search, self.max_nodes)
-        else:
-            draft.drafted[index] = TextState(state, draft.last_tokens)
-            candidates = source.candidates(state, draft.last_tokens)
-        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
-            if row_candidates.tokens:
-                row.append(Proposals(index, row_candidates))
-
-    def _skip(self, draft: Draft, index: int) -> None:
-        """Let a source's state follow the text without drafts."""
-        source, state = self._sources[index], draft.state.sources[index]
-        if not isinstance(source, TrainingFreeDrafter):
-            draft.drafted[index] = source.skip(state, draft.last_token)
-        else:
-            draft.drafted[index] = TextState(state, draft.last_tokens)
-
-    def _merged(self, draft: Draft, floors: Sequence[float] | None = None) -> tuple[MergedRow, ...]:
-        """Merge the candidates so far, row by row."""
-        return tuple(
-            grow(proposals, counts, self.max_nodes, floors)
-            for proposals, counts in zip(draft.proposals, draft.state.counts, strict=True)
-        )
-
-    def _followed(
-        self, walks: Sequence[tuple[MergeWalk, ...]], tokens: Sequence[Sequence[int]], counts: Sequence[OutcomeCounts]
-    ) -> tuple[tuple[MergeWalk, ...], ...]:
-        """Return each row's proposals after these tokens of its text, and learn from them."""
-        followed = []
-        for row_walks, row_tokens, row_counts in zip(walks, tokens, counts, strict=True):
-            for token in row_tokens:
-                row_walks = follow(row_walks, token, row_counts, self.counts)
-            followed.append(row_walks)
-        return tuple(followed)
 
     def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
         """Return the tree of the likeliest nodes of each row, with their sources."""
@@ -381,11 +500,19 @@ def require_mergeable(configs: Mapping[str, Any], vocab_sizes: Mapping[str, int]
 
 def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
     """Return the tokens that a row emits on average with the n likeliest nodes, n = 0, 1, ..."""
-    sums = [list(accumulate(row.probs, initial=1.0)) for row in rows]
-    if len(sums) == 1:
-        return sums[0]
-    longest = max(map(len, sums))
-    return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
+    return mean_sums([row.probs for row in rows], initial=1.0)
+
+
+def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:
+    """Return a merged node's number in a model's tree, where it joins; None if it was read there below an earlier root."""
+    number = merged.number(node, proposals)
+    if number is None:
+        above = merged.number(merged.parents[node], proposals)
+        assert above is not None, "a node is read after its parent"
+        number = row.adopt(above, merged.tokens[node])
+        source, place = merged.places[node][0]
+        source.attached.setdefault(place, []).append((proposals, number))
+    return number if number == NO_NODE or row.tree.entries[number] == UNREAD else None
 
 
 def learn_gains(pacer: Pacer, asked: Sequence[Asked], texts: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:

@@ -60,6 +60,9 @@ class Proposals:
         self.bins.append(bin_index)
 
 
+MAX_WALKS = 16
+"""Most former trees that calibration still compares with the text."""
+
 SourceNode = tuple[Proposals, int]
 """A source's candidates, and the index of one of them; NO_NODE is their root."""
 
@@ -79,6 +82,16 @@ class MergedRow:
     """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
     places: list[list[SourceNode]]
     """Each node in the proposals that have it."""
+
+    def prob(self, node: int) -> float:
+        """Return the probability that a node is accepted; the root (NO_NODE) always is."""
+        return 1.0 if node == NO_NODE else self.probs[node]
+
+    def number(self, node: int, proposals: Proposals) -> int | None:
+        """Return a node's index in a source's proposals, if it is there; the root is in all."""
+        if node == NO_NODE:
+            return NO_NODE
+        return next((number for source, number in self.places[node] if source is proposals), None)
 
     def child(self, entry: int, token: int) -> int | None:
         """Return the child of an entry with this token, if it is a node."""
