@@ -62,8 +62,6 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
         return "turned off by tuning"
     if kind in TRAINING_FREE_NAMES:  # only the size of the tree, and what was set
         options = {name: value for name, value in options.items() if name in setting or name in ("tree_nodes", "pace")}
-    if kind == "draft_model" and options.get("pace") == "expected":  # a tree that grows has no length and no width
-        options = {name: value for name, value in options.items() if name not in ("length", "top_k")}
     words = [*_shape_words(kind, options)]
     if "tree_nodes" in setting and setting["tree_nodes"] is None:
         words.append("all nodes")

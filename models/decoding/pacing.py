@@ -64,6 +64,8 @@ MAX_READS = 8
 READ_WEIGHT, READ_MEMORY = 1.0, 20
 """Weight of the first guess of what children add, that they have all of their parent's probability; and
 the passes for which it is remembered what they added."""
+MAX_SKIPPED = 160
+"""Most steps for which a source isn't asked: what it cost may have been a stall."""
 TRUST_WEIGHT = 4.0
 """Draft tokens that count as expected and accepted before any step."""
 STALL = 3.0
@@ -90,6 +92,9 @@ class Seconds:
     median: float = 0.0
 
     def add(self, seconds: float) -> None:
+        # No measurement is far too low by chance: what was far above it were stalls.
+        if STALL * seconds < self.median:
+            self.samples.clear()
         self.samples.append(seconds)
         self.median = median_low(self.samples)
 
@@ -330,7 +335,7 @@ class Gains:
             self.patience = PATIENCE
             return True
         self.skipped += 1
-        if self.skipped > self.patience * cost:
+        if self.skipped > min(self.patience * cost, MAX_SKIPPED):
             self.patience = min(2 * self.patience, MAX_PATIENCE)
             return True
         return False
@@ -344,22 +349,15 @@ class Reading:
     """Cost and gain of the passes of a growing model, each of which reads some nodes of a tree."""
 
     def __init__(self, like: "Reading | None" = None) -> None:
-        self.seconds = StepSeconds(MAX_READS, like.seconds if like else None)
+        self.seconds: StepSeconds = StepSeconds(MAX_READS, like.seconds if like else None)
         """Seconds of a pass by the nodes that it reads."""
         self.passes = 0
-        self.read, self.gained = (like.read, like.gained) if like else (READ_WEIGHT, READ_WEIGHT)
+        self.read: float = like.read if like else READ_WEIGHT
+        self.gained: float = like.gained if like else READ_WEIGHT
         """Probability of the nodes that were read, and the tokens that their children were expected to add."""
 
-    @property
-    def longest(self) -> float:
-        """Seconds of a pass that reads most nodes."""
-        return self.seconds.table[-1]
-
     def best(self, probs: Sequence[Sequence[float]], rate: float) -> int:
-        """Return how many nodes the next pass reads; 0: none are worth its time.
-
-        `probs` are the probabilities of each row's nodes, the likeliest first.
-        """
+        """Return how many nodes the next pass reads; 0: none are worth its time (see `Pacer.num_reads`)."""
         gains = [self.gained / self.read * total for total in mean_sums(probs)]
         best, value = best_width(gains, self.seconds.table, rate, self.seconds.widths)
         return max(self.seconds.revisited(best, len(gains) - 1, self.passes), 1) if value > 0.0 else 0
@@ -369,11 +367,12 @@ class Reading:
         self.seconds.add(num_nodes, seconds, self.passes)
         self.passes += 1
 
-    def add(self, num_nodes: int, seconds: float, read: float, gained: float) -> None:
-        """Learn from a pass: the probability of its nodes, and the tokens that their children add."""
-        self.add_seconds(num_nodes, seconds)
+    def add(self, probs: Sequence[Sequence[float]], seconds: float, gained: float) -> None:
+        """Learn from a pass: the probabilities of its nodes, and the tokens that their children add."""
+        self.add_seconds(max(map(len, probs)), seconds)
         kept = 1.0 - 1.0 / READ_MEMORY
-        self.read, self.gained = kept * self.read + read, kept * self.gained + max(gained, 0.0)
+        self.read = kept * self.read + sum(map(sum, probs)) / len(probs)
+        self.gained = kept * self.gained + max(gained, 0.0)
 
 
 class Pacer:
@@ -387,6 +386,7 @@ class Pacer:
         self.verify: StepSeconds = StepSeconds(max_nodes, like.verify if like else None)
         self.draft = [Seconds() for _ in range(num_groups)]
         self.gains = [Gains() for _ in range(num_groups)]
+        self.reads: list[Reading] = [Reading(like.reads[group] if like else None) for group in range(num_groups)]
         self._trials = trial_widths(max_nodes) * NUM_TRIALS
         self.step = 0
         self.mean = TokenRate()
@@ -397,8 +397,6 @@ class Pacer:
             self.gains = [gains.copy() for gains in like.gains]
             self._trials = [*like._trials]
             self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
-        readings = {} if like is None else like._readings
-        self._readings = {model: Reading(reading) for model, reading in readings.items()}
         self._floors: tuple[float, list[float]] | None = None
 
     @property
@@ -427,24 +425,41 @@ class Pacer:
             self._floors = rate, [cost * slope for slope in lowest_slopes(self.verify.table)]
         return self._floors[1]
 
-    def reading(self, model: int) -> Reading:
-        """Return what the passes of a growing model cost and add."""
-        return self._readings.setdefault(model, Reading())
-
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
         """Return whether a group of sources is worth its time in this situation."""
         return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
 
-    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> float:
-        """Learn what a group that was asked is expected to add, given the expected tokens; return it."""
-        (old, _), (new, _), table = self.best(before), self.best(after), self.verify.table
-        tokens = after[new] - before[old]
-        self.gains[group].add(situation, tokens, table[new] - table[old])
-        return tokens
+    def add_draft(self, group: int, seconds: float) -> None:
+        """Learn what the draft of a group took. A growing model has read one node: the root."""
+        self.draft[group].add(seconds)
+        self.reads[group].add_seconds(1, seconds)
 
-    def value(self, expected: Sequence[float]) -> float:
-        """Return the tokens of the best number of nodes, less what its time is worth, given the expected tokens."""
-        return self.best(self.trusted(expected))[1]
+    def added(self, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+        """Return what a group adds to the expected tokens at the best numbers of nodes, and these nodes' seconds."""
+        (old, _), (new, _), table = self.best(before), self.best(after), self.verify.table
+        return after[new] - before[old], table[new] - table[old]
+
+    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> None:
+        """Learn what a group that was asked is expected to add, given the expected tokens."""
+        self.gains[group].add(situation, *self.added(before, after))
+
+    def num_reads(self, group: int, probs: Sequence[Sequence[float]]) -> int:
+        """Return how many nodes of each row the next pass of a growing model reads; 0: it isn't worth its time.
+
+        `probs` are the probabilities of each row's nodes, the likeliest first.
+        """
+        return self.reads[group].best(probs, self.rate)
+
+    def add_read(
+        self, group: int, probs: Sequence[Sequence[float]], seconds: float, before: Sequence[float], after: Sequence[float]
+    ) -> None:
+        """Learn from such a pass, given the expected tokens."""
+        tokens, node_seconds = self.added(before, after)
+        self.reads[group].add(probs, seconds, tokens - self.rate * node_seconds)
+
+    def longest_read(self, group: int) -> float:
+        """Return the seconds of a growing model's pass that reads most nodes."""
+        return self.reads[group].seconds.table[-1]
 
     def width(self, gains: Sequence[float]) -> int:
         """Return how many nodes to verify; in a trial the width to be tried."""

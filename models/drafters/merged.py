@@ -171,8 +171,9 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     def _growing(self, source: Source) -> Any:
         """Return a source as it drafts: a draft model grows, unless its passes have fixed shapes."""
-        grows = self.config.pace == "expected" and isinstance(source, DraftModel) and not source.reader.has_fixed_shapes
-        return GrowingModel(source) if grows else source
+        if isinstance(source, DraftModel) and self.config.pace == "expected" and not source.reader.has_fixed_shapes:
+            return GrowingModel(source)
+        return source
 
     @property
     def free(self) -> dict[int, TrainingFreeDrafter]:
@@ -304,8 +305,11 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         return draft
 
     def ask(self, draft: MergedDraft, index: int) -> None:
-        """Let a source that doesn't grow draft."""
+        """Let a source draft; of a growing model this is a pass that reads the root."""
         source, state = self._sources[index], draft.state.sources[index]
+        if index in draft.grown:
+            self.read(draft, index, [[NO_NODE]] * len(draft.rows))
+            return
         if not isinstance(source, TrainingFreeDrafter):
             search, draft.drafted[index] = source.search(state, draft.last_token)
             candidates = rows_of_search(search, self.max_nodes)
@@ -330,10 +334,10 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             self._sources[index].read(part, numbers)
         self._take_nodes(draft, index)
 
-    def unread(self, draft: MergedDraft, index: int) -> list[list[int]]:
+    def unread(self, draft: MergedDraft, index: int, most: int = MAX_READS) -> list[list[int]]:
         """Return each row's nodes that a growing model may read next, the likeliest first.
 
-        The model has read their parents. They are at most MAX_READS, and none if its cache has no room.
+        The model has read their parents. They are `most` at most, and none if its cache has no room.
         """
         part: GrowingText = draft.state.sources[index]
         if not part.is_rooted:
@@ -349,7 +353,7 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
                 is_read[node] = number is not None and entries[number] != UNREAD
                 if is_read[parent] and not is_read[node]:
                     nodes.append(node)
-                    if len(nodes) == MAX_READS:
+                    if len(nodes) == most:
                         break
             found.append(nodes)
         return found
@@ -371,56 +375,58 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         gains = pacer.trusted(expected_tokens(draft.rows))
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
-            # 1. Skip a group that costs more than it is expected to gain.
-            situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
-            if not pacer.is_trial and not pacer.is_worth(group, situation):
-                continue
-            # 2. Merge its candidates.
-            started = self.clock()
             before, rows_before = gains, draft.rows
-            for index in indexes:
-                if index in draft.grown:
-                    self._grow(draft, index, pacer, floors)
-                else:
+            if not self._has_root(draft, indexes[0]):
+                # 1. Skip a group that costs more than it is expected to gain.
+                situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
+                if not pacer.is_trial and not pacer.is_worth(group, situation):
+                    continue
+                # 2. Merge its candidates; a growing model reads the root.
+                started = self.clock()
+                for index in indexes:
                     self.ask(draft, index)
-            self.merge(draft, floors)
-            gains = pacer.trusted(expected_tokens(draft.rows))
-            pacer.draft[group].add(self.clock() - started)
-            # 3. Learn what it is expected to add.
+                self.merge(draft, floors)
+                gains = pacer.trusted(expected_tokens(draft.rows))
+                pacer.add_draft(group, self.clock() - started)
+                # 3. Learn what it is expected to add.
+                if not pacer.is_trial:
+                    pacer.add_gain(group, situation, before, gains)
             if not pacer.is_trial:
-                expected = pacer.add_gain(group, situation, before, gains)
-                draft.asked.append(Asked(group, rows_before, pacer.best(before)[0], expected))
+                if indexes[0] in draft.grown:
+                    gains = self._grow(draft, group, pacer, floors)
+                draft.asked.append(Asked(group, rows_before, pacer.best(before)[0], pacer.added(before, gains)[0]))
         return pacer.width(gains)
 
-    def _grow(self, draft: MergedDraft, index: int, pacer: Pacer, floors: Sequence[float] | None) -> None:
-        """Let a model read nodes as long as a pass is worth its time; in a trial only the root."""
-        reading = pacer.reading(index)
+    def _has_root(self, draft: MergedDraft, index: int) -> bool:
+        """Return whether a growing model has read the last token already: its tree is what the last step has left."""
+        return index in draft.grown and draft.state.sources[index].is_rooted
+
+    def _grow(self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None) -> list[float]:
+        """Let a model read nodes as long as a pass is worth its time; return the expected tokens then."""
+        (index,) = self._groups[group]
+        gains = pacer.trusted(expected_tokens(draft.rows))
         while any(reads := self.unread(draft, index)):
             # 1. The number of nodes whose children are expected to add most.
-            is_root = reads[0] == [NO_NODE]
             probs = [[merged.prob(node) for node in row] for merged, row in zip(draft.rows, reads, strict=True)]
-            count = 1 if is_root else 0 if pacer.is_trial else reading.best(probs, pacer.rate)
+            count = pacer.num_reads(group, probs)
             if not count:
                 break
             # 2. Read them.
-            value, started = pacer.value(expected_tokens(draft.rows)), self.clock()
-            reads = [row[:count] for row in reads]
-            self.read(draft, index, reads)
+            before, started = gains, self.clock()
+            self.read(draft, index, [row[:count] for row in reads])
             seconds = self.clock() - started
             self.merge(draft, floors)
+            gains = pacer.trusted(expected_tokens(draft.rows))
             # 3. Learn what that took, and what the children add.
-            if is_root:
-                reading.add_seconds(count, seconds)
-            else:
-                read = sum(sum(row[:count]) for row in probs) / len(probs)
-                reading.add(count, seconds, read, pacer.value(expected_tokens(draft.rows)) - value)
+            pacer.add_read(group, [row[:count] for row in probs], seconds, before, gains)
+        return gains
 
     def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
         """Let a model read some nodes if that fits the wait; return whether one did."""
         for index in draft.grown:
             (nodes,) = self.unread(draft, index)
             nodes = [node for node in nodes if draft.rows[0].prob(node) >= LEAST_PROB]
-            if nodes and self._pacer(1).reading(index).longest <= seconds:
+            if nodes and self._pacer(1).longest_read(self._groups.index([index])) <= seconds:
                 self.read(draft, index, [nodes])
                 self.merge(draft)
                 return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import exp, inf, isnan
 from typing import NamedTuple
 
+from ..decoding.growing_tree import GrowingTree
 from ..decoding.types import NO_NODE
 from .beams import SearchTree
 from .calibration import (
@@ -82,6 +83,13 @@ class MergedRow:
     """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
     places: list[list[SourceNode]]
     """Each node in the proposals that have it."""
+
+    def tree(self) -> GrowingTree:
+        """Return the nodes as a growing tree, in the same order."""
+        tree = GrowingTree()
+        for token, parent, prob in zip(self.tokens, self.parents, self.probs, strict=True):
+            tree.add(parent, [token], [prob / self.prob(parent)])
+        return tree
 
     def prob(self, node: int) -> float:
         """Return the probability that a node is accepted; the root (NO_NODE) always is."""

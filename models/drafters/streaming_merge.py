@@ -100,9 +100,7 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
     def _merge(self, state: StreamingDraft) -> None:
         self.merge.merge(state.draft, FLOORS)
         (row,) = state.draft.rows
-        state.tree = GrowingTree()
-        for token, parent, prob in zip(row.tokens, row.parents, row.probs, strict=True):
-            state.tree.add(parent, [token], [prob / row.prob(parent)])
+        state.tree = row.tree()
 
     def _ask_below(self, draft: MergedDraft) -> bool:
         """Ask training-free sources below the likeliest leaf; return whether any was asked.

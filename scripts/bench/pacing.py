@@ -26,7 +26,7 @@ from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import AcceptedPath, TargetOutput
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.merged import Draft, MergedDrafter
+from outrider.models.drafters.merged import MergedDraft, MergedDrafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.validation import hold_out
@@ -97,10 +97,10 @@ class TimedMerge(MergedDrafter):
         self.clock, self.virtual, self.seconds, self.num_asked = clock, clock, seconds, [0] * len(self.sources)
         return self
 
-    def _ask(self, draft: Draft, index: int) -> None:
+    def ask(self, draft: MergedDraft, index: int) -> None:
         self.num_asked[index] += 1
         self.virtual.now += self.seconds if isinstance(self._sources[index], TrainableDrafter) else SUFFIX
-        super()._ask(draft, index)
+        super().ask(draft, index)
 
 
 def main() -> None:

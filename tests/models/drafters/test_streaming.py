@@ -143,7 +143,7 @@ def fresh(drafter: Any, target: HFTarget, text: list[int]) -> Any:
 def test_trees_have_probabilities_that_fall_and_no_equal_siblings(target, twin, kind):
     plain = plain_answer(target)
     drafter = streaming_drafter(build(kind, target, twin))
-    num_nodes, moments = 0, list(stream(target, drafter))
+    num_nodes, moments = 0, list(stream(target, drafter, NUM_NEW + 20))
     for moment in moments:
         tree = moment.tree
         assert len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree), "siblings differ"
