@@ -22,6 +22,7 @@ reads some nodes and adds their children, and another pass is worth its time if 
 what its nodes cost, exceeds R times its seconds.
 """
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -61,9 +62,9 @@ PATIENCE, MAX_PATIENCE = 40.0, 160.0
 that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
 MAX_READS = 8
 """Most nodes that a pass of a growing model reads. So few take about the time of one: reading the weights."""
-READ_WEIGHT, READ_MEMORY = 1.0, 20
-"""Weight of the first guess of what children add, that they have all of their parent's probability; and
-the passes for which it is remembered what they added."""
+READ_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Bounds of the probability of the nodes that a pass reads: the less likely they are, the smaller the
+share of it that their children gain."""
 MAX_SKIPPED = 160
 """Most steps for which a source isn't asked: what it cost may have been a stall."""
 TRUST_WEIGHT = 4.0
@@ -352,13 +353,14 @@ class Reading:
         self.seconds: StepSeconds = StepSeconds(MAX_READS, like.seconds if like else None)
         """Seconds of a pass by the nodes that it reads."""
         self.passes = 0
-        self.read: float = like.read if like else READ_WEIGHT
-        self.gained: float = like.gained if like else READ_WEIGHT
-        """Probability of the nodes that were read, and the tokens that their children were expected to add."""
+        first = [MeanGain(1, 1.0) for _ in range(len(READ_BOUNDS) + 1)]
+        self.ratios: list[MeanGain] = first if like is None else [replace(mean) for mean in like.ratios]
+        """Tokens that children were expected to add, less what their nodes cost, per probability of the nodes
+        that were read. The first guess is that the children have all of their parent's probability."""
 
     def best(self, probs: Sequence[Sequence[float]], rate: float) -> int:
         """Return how many nodes the next pass reads; 0: none are worth its time (see `Pacer.num_reads`)."""
-        gains = [self.gained / self.read * total for total in mean_sums(probs)]
+        gains = [self._ratio(total).tokens * total for total in mean_sums(probs)]
         best, value = best_width(gains, self.seconds.table, rate, self.seconds.widths)
         return max(self.seconds.revisited(best, len(gains) - 1, self.passes), 1) if value > 0.0 else 0
 
@@ -370,9 +372,11 @@ class Reading:
     def add(self, probs: Sequence[Sequence[float]], seconds: float, gained: float) -> None:
         """Learn from a pass: the probabilities of its nodes, and the tokens that their children add."""
         self.add_seconds(max(map(len, probs)), seconds)
-        kept = 1.0 - 1.0 / READ_MEMORY
-        self.read = kept * self.read + sum(map(sum, probs)) / len(probs)
-        self.gained = kept * self.gained + max(gained, 0.0)
+        read = sum(map(sum, probs)) / len(probs)
+        self._ratio(read).add(max(gained, 0.0) / read, 0.0)
+
+    def _ratio(self, read: float) -> MeanGain:
+        return self.ratios[bisect(READ_BOUNDS, read)]
 
 
 class Pacer:

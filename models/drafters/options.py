@@ -294,7 +294,7 @@ FORMER_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 """Options that kinds had before, with the values that every drafter of today has.
 
 Saved drafters may still have them. A draft model's pace is that of a merge now, also of one drafter."""
-FORMER_RUNTIME_FIELDS = frozenset({"tree", "tree_padding"})
+FORMER_RUNTIME_FIELDS = frozenset({"pace", "tree", "tree_padding"})
 """Those that could be changed when a trained drafter was loaded."""
 
 

@@ -19,7 +19,8 @@ from ..decoding.loop import NullDrafter
 from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.tree import accepted_path, chain_tree
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
-from .merged import MergedConfig, MergedDraft, MergedDrafter, Source
+from .merge_sources import MergedDraft, MergeSources, Source
+from .merged import MergedDrafter
 from .merging import MergedRow, Proposals
 
 MAX_NODES = 256
@@ -54,8 +55,8 @@ class StreamingDraft:
 class StreamingMerge(StreamingDrafter[StreamingDraft]):
     """A merge as a streaming drafter."""
 
-    def __init__(self, merge: MergedDrafter) -> None:
-        self.merge, self.free = merge, merge.free
+    def __init__(self, merge: MergeSources) -> None:
+        self.merge = merge
 
     def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> StreamingDraft:
         return self._opened(self.merge.init_state(prompts, prefill, max_new_tokens=max_new_tokens), last_token, prefill)
@@ -91,9 +92,9 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
     def _opened(self, state: Any, last_token: int, output: TargetOutput) -> StreamingDraft:
         """Merge what training-free drafters propose below the root, and what models have read."""
         draft = self.merge.open(state, torch.tensor([last_token], device=output.logits.device), [last_token])
-        for index in self.free:
+        for index in self.merge.free:
             self.merge.ask(draft, index)
-        opened = StreamingDraft(draft, GrowingTree(), self.merge.searching)
+        opened = StreamingDraft(draft, GrowingTree(), [*self.merge.searching])
         self._merge(opened)
         return opened
 
@@ -108,7 +109,7 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
         Leaves below which they have nothing are passed over.
         """
         (row,), num_asked = draft.rows, 0
-        for leaf, places in enumerate(row.places if self.free else ()):
+        for leaf, places in enumerate(row.places if self.merge.free else ()):
             if row.probs[leaf] < LEAST_ASKED:
                 break
             if row.children[leaf] or any(node in source.attached for source, node in places):
@@ -129,8 +130,8 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
             leaf = row.parents[leaf]
         tokens = [draft.last_tokens[0], *reversed(path)]
         proposals = [
-            Proposals(index, source.candidates_of(draft.state.sources[index].stores[0], tokens))
-            for index, source in self.free.items()
+            Proposals(index, self.merge.parts[index].candidates_of(draft.state.sources[index].stores[0], tokens))
+            for index in self.merge.free
         ]
         return [source for source in proposals if source.tokens]
 
@@ -149,14 +150,14 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
     if isinstance(drafter, NullDrafter):
         return StreamingNull()
     if isinstance(drafter, MergedDrafter):
-        sources, counts = drafter.sources, drafter.counts
+        sources, counts = drafter.sources, drafter.merge.counts
     else:
         assert isinstance(drafter, Source)
         sources, counts = {type(drafter).__name__: drafter}, {}
     for name, source in sources.items():
         if source.feature_layers:
             raise ValueError(READS_INNER_LAYERS.format(name))
-    merge = MergedDrafter(sources, MergedConfig(tree_nodes=MAX_NODES))
+    merge = MergeSources(sources, max_nodes=MAX_NODES, grows=True)
     merge.counts = counts
     return StreamingMerge(merge)
 

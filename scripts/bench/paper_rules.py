@@ -7,13 +7,13 @@ decoding, as with the library's rules.
 from collections.abc import Sequence
 
 from outrider.models.decoding.growing_tree import GrowingTree
-from outrider.models.decoding.pacing import Pacer
 from outrider.models.decoding.speculation import MAX_NODES
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from outrider.models.decoding.window import DraftRun, Window
 from outrider.models.drafters.growing_draft import LEAST_PROB
-from outrider.models.drafters.merged import MergedDraft, MergedDrafter, MergedState
+from outrider.models.drafters.merge_sources import MergedDraft, MergedState
+from outrider.models.drafters.merged import MergedDrafter, MergedProposal, PacedStep
 from outrider.models.drafters.merging import MergedRow
 
 BRANCH_THRESHOLD = 0.3
@@ -34,12 +34,12 @@ class ConfidenceMerge(MergedDrafter):
 
     alpha = FIRST_CONFIDENCE
 
-    def _paced(self, draft: MergedDraft, pacer: Pacer) -> int:
+    def _paced(self, draft: MergedDraft, step: PacedStep) -> int:
         (index,) = draft.grown
-        self.merge(draft)
+        self.merge.merge(draft)
         while any(reads := self._reads(draft, index, self.alpha)):
-            self.read(draft, index, reads)
-            self.merge(draft)
+            self.merge.read(draft, index, reads)
+            self.merge.merge(draft)
         draft.rows = tuple(of_nodes(row, branch_nodes(row.tree())) for row in draft.rows)
         return self.max_nodes
 
@@ -47,13 +47,13 @@ class ConfidenceMerge(MergedDrafter):
         (index,) = draft.grown
         (nodes,) = self._reads(draft, index, LEAST_PROB)
         if nodes:
-            self.read(draft, index, [nodes])
-            self.merge(draft)
+            self.merge.read(draft, index, [nodes])
+            self.merge.merge(draft)
         return bool(nodes)
 
     def _reads(self, draft: MergedDraft, index: int, least: float) -> list[list[int]]:
         """Return the node of each row that the next pass reads; none where the surest branch is less likely than `least`."""
-        open_nodes = self.unread(draft, index, self.max_nodes)
+        open_nodes = self.merge.unread(draft, index, self.max_nodes)
         if open_nodes[0] == [NO_NODE]:
             return open_nodes
         return [self._read_of(row.tree(), {*nodes}, least) for row, nodes in zip(draft.rows, open_nodes, strict=True)]
@@ -66,8 +66,8 @@ class ConfidenceMerge(MergedDrafter):
             return []
         return [owed_most(tree, ends, len(nodes))]
 
-    def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
-        for row, tokens in zip(drafted.rows, accepted.tokens, strict=True):
+    def advance(self, drafted: MergedProposal, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        for row, tokens in zip(drafted.draft.rows, accepted.tokens, strict=True):
             self._learn(row.tree(), tokens)
         return super().advance(drafted, tree, accepted, output)
 

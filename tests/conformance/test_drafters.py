@@ -337,8 +337,8 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
     """
     num_passes: list[int] = []
     if name == GROWING:
-        read = drafter.read
-        drafter.read = lambda *arguments: num_passes.append(1) or read(*arguments)
+        read = drafter.merge.read
+        drafter.merge.read = lambda *arguments: num_passes.append(1) or read(*arguments)
     num_reads = {GROWING: 1, "recycling": 2}.get(name, 3 if name in MERGED else 1)
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)

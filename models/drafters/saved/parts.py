@@ -153,7 +153,8 @@ class DrafterParts:
         Reads no weights. Raises ValueError for options that no part has, for wrong values, and for
         parts that can't be merged.
         """
-        from ..merged import MergedConfig, require_mergeable
+        from ..merge_sources import require_mergeable
+        from ..merged import MergedConfig
         from ..registry import checked_options
 
         split = self.split_options(options)

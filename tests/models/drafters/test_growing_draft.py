@@ -16,7 +16,8 @@ from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
-from outrider.models.drafters.merged import MergedConfig, MergedDraft, MergedDrafter
+from outrider.models.drafters.merge_sources import MergedDraft
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
@@ -38,22 +39,23 @@ class Steady(MergedDrafter):
         self.num_reads, self.width, self.num_nodes = num_reads, width, num_nodes
         return self
 
-    def _paced(self, draft: MergedDraft, pacer: Any) -> int:
-        self.merge(draft)
-        for index in (index for index in range(len(self.sources)) if index not in self._models):
-            self.ask(draft, index)
-        for index in self._models:
+    def _paced(self, draft: MergedDraft, step: Any) -> int:
+        merge = self.merge
+        for index in [*merge.free, *merge.searching]:
+            merge.ask(draft, index)
+        merge.merge(draft)
+        for index in merge.models:
             rows = draft.state.sources[index].rows
             limits = [self.num_reads] * len(rows) if isinstance(self.num_reads, int) else self.num_reads
-            while any(reads := self.unread(draft, index)):
+            while any(reads := merge.unread(draft, index)):
                 reads = [
                     nodes[: self.width + place] if num_read(row.tree) < limits[place] else []
                     for place, (nodes, row) in enumerate(zip(reads, rows, strict=True))
                 ]
                 if not any(reads):
                     break
-                self.read(draft, index, reads)
-                self.merge(draft)
+                merge.read(draft, index, reads)
+                merge.merge(draft)
         return self.num_nodes
 
 
@@ -197,15 +199,15 @@ class Watched:
         tree, drafted = self.drafter.propose(state, last_token)
         self.last = last_token.tolist()
         answer = self.plain[0][len(self.texts[0]) + 1 - self.num_prompt[0] :]
-        self.expected.append(drafted.rows[0].num_followed(answer, self.drafter.num_nodes))
+        self.expected.append(drafted.draft.rows[0].num_followed(answer, self.drafter.num_nodes))
         return tree, drafted
 
     def meanwhile(self, drafted):
         return self.drafter.meanwhile(drafted)
 
     def advance(self, drafted, tree, accepted, output):
-        (index,) = drafted.grown
-        for row, last, text in zip(drafted.state.sources[index].rows, self.last, self.texts, strict=True):
+        (index,) = drafted.draft.grown
+        for row, last, text in zip(drafted.draft.state.sources[index].rows, self.last, self.texts, strict=True):
             self.check(row.tree, [*text, last])
         for text, last, tokens in zip(self.texts, self.last, accepted.tokens, strict=True):
             text += [last, *tokens]
@@ -457,7 +459,7 @@ def test_a_pass_reads_at_most_so_many_nodes_and_parents_first(target, twin, monk
 
 def test_recorded_passes_do_not_grow(target):
     reader = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True)
-    assert growing(reader).searching == [0]
+    assert growing(reader).merge.searching == [0]
 
 
 @torch.inference_mode()

@@ -11,14 +11,8 @@ import torch
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import make_training_free
 from outrider.models.drafters.growing_draft import GrowingRow, GrowingText
-from outrider.models.drafters.merged import (
-    MergedConfig,
-    MergedDrafter,
-    MergedState,
-    MergedText,
-    expected_tokens,
-    learn_gains,
-)
+from outrider.models.drafters.merge_sources import MergedState, MergedText
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedStep, expected_tokens, learn_gains
 from outrider.models.llm.tree_cache import TreeCache
 
 MAX_NODES = 400
@@ -100,13 +94,14 @@ def decode(target) -> Callable[..., Run]:
             {"any": make_training_free("suffix", {}, target)}, MergedConfig(tree_nodes=MAX_NODES), clock=clock
         )
         chain = Chain(clock, acceptances, draft_seconds, confidence)
-        drafter._sources, drafter._models, drafter._groups = (chain,), [0], [[0]]
+        drafter.merge.parts, drafter.merge.models, drafter._groups = (chain,), [0], [[0]]
         pacer, text, num_accepted = drafter._pacer(1), MergedText(counts={}), 0
         for step in range(steps):
             chain.step, started = step, clock()
             state = MergedState(sources=(chain.start(),), texts=(text,), num_accepted=(num_accepted,))
-            draft = drafter.open(state, torch.tensor([RIGHT]), [RIGHT])
-            num_nodes = min(drafter._paced(draft, pacer), len(chain.truth))
+            draft = drafter.merge.open(state, torch.tensor([RIGHT]), [RIGHT])
+            paced = PacedStep(pacer=pacer, started=started)
+            num_nodes = min(drafter._paced(draft, paced), len(chain.truth))
             verified_at = clock()
             clock.now += float(pass_seconds(num_nodes))
             (row,) = draft.rows
@@ -119,7 +114,7 @@ def decode(target) -> Callable[..., Run]:
             text.follow(tokens)
             expected = expected_tokens(draft.rows)[num_nodes]
             pacer.add_step(num_nodes, 1.0 + num_accepted, expected, verified_at - started, clock() - verified_at)
-            learn_gains(pacer, draft.asked, [tokens], [num_accepted])
+            learn_gains(pacer, paced.asked, [tokens], [num_accepted])
             if step >= 50:
                 run.tokens += len(tokens)
                 run.seconds += clock() - started

@@ -12,15 +12,8 @@ from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, Specu
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.candidates import Candidates
-from outrider.models.drafters.merged import (
-    MergedConfig,
-    MergedDraft,
-    MergedDrafter,
-    MergedState,
-    MergedText,
-    expected_tokens,
-    learn_gains,
-)
+from outrider.models.drafters.merge_sources import MergedDraft, MergedState, MergedText
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedStep, expected_tokens, learn_gains
 from outrider.models.drafters.merging import follow
 from outrider.models.drafters.training_free import TrainingFreeDrafter
 
@@ -125,10 +118,11 @@ class Simulation:
         draft = MergedDraft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
         pacer = drafter._pacer(1)
         if drafter.config.pace == "expected":
-            num_nodes = drafter._paced(draft, pacer)
+            step = PacedStep(pacer=pacer, started=started)
+            num_nodes = drafter._paced(draft, step)
         else:
-            drafter.ask(draft, 0)
-            drafter.merge(draft)
+            drafter.merge.ask(draft, 0)
+            drafter.merge.merge(draft)
             num_nodes = drafter.max_nodes
         (row,) = draft.rows
         num_nodes = min(num_nodes, len(row.tokens))
@@ -148,7 +142,7 @@ class Simulation:
         self.position, self.walks, self.num_accepted = self.position + length + 1, walks, length
         expected = expected_tokens((row,))[num_nodes]
         pacer.add_step(num_nodes, 1.0 + length, expected, drafted_at - started, self.clock() - drafted_at)
-        learn_gains(pacer, draft.asked, [text], [length])
+        learn_gains(pacer, step.asked, [text], [length])
         return num_nodes
 
     def run(self, num_tokens: int) -> tuple[int, float, list[int]]:

@@ -244,7 +244,7 @@ def models_tree(state: Any) -> GrowingTree:
 
 def test_what_the_synchronous_drafter_has_learned_is_used(target, twin):
     merge = build("model + free", target, twin)
-    assert streaming_drafter(merge).merge.counts is merge.counts
+    assert streaming_drafter(merge).merge.counts is merge.merge.counts
 
 
 # --- ReDrafter and training-free drafters: functions of the text
