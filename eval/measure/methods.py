@@ -5,7 +5,6 @@ A method is a drafter in one setting, under the name that the tables show.
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,10 +21,9 @@ from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
-from ...models.drafters.registry import DRAFTERS
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.drafters.streaming_merge import REASONS, streaming_drafter
+from ...models.drafters.streaming_merge import READS_INNER_LAYERS, streaming_drafter
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
@@ -295,12 +293,8 @@ def require_streaming(parts: DrafterParts) -> None:
     `streaming_drafter` raises it too, after the weights are loaded.
     """
     for part in parts.parts:
-        drafter_class = DRAFTERS.get(re.sub(r"_\d+$", "", part.name))  # a second part of a kind has a number
-        if drafter_class in REASONS:
-            raise ValueError(
-                f"{REASONS[drafter_class]}: it can't draft while the target reads. Choose a draft model, a ReDrafter, "
-                "training-free drafters or a merge of these, or decode=synchronous"
-            )
+        if hasattr(part.config({}), "feature_layers"):
+            raise ValueError(READS_INNER_LAYERS.format(part.name))
 
 
 def pipelined_loop(drafter: Drafter[Any, Any]) -> Loop:

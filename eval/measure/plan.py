@@ -15,7 +15,6 @@ from ...data.conversations import Turn
 from ...data.suites import Prompt, PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
-from ...models.drafters.draft_model import DraftModel
 from ...models.drafters.merged import MergedDrafter
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey, digest_of
@@ -189,13 +188,8 @@ class Method:
 
     @property
     def pace(self) -> str | None:
-        """The drafter's pace; None unless it is merged or grows one tree, and the loop waits."""
-        if self.loop is not generate:
-            return None
-        if isinstance(self.drafter, MergedDrafter):
-            return self.drafter.config.pace
-        config = self.drafter.config if isinstance(self.drafter, DraftModel) else None
-        return config.pace if config is not None and config.pace != "fixed" else None
+        """The drafter's pace; None unless it is merged, and the loop waits."""
+        return self.drafter.config.pace if isinstance(self.drafter, MergedDrafter) and self.loop is generate else None
 
 
 def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_accepted: int) -> dict[str, int] | None:

@@ -62,17 +62,12 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
         return "turned off by tuning"
     if kind in TRAINING_FREE_NAMES:  # only the size of the tree, and what was set
         options = {name: value for name, value in options.items() if name in setting or name in ("tree_nodes", "pace")}
-    grows = kind == "draft_model" and options.get("pace", "fixed") != "fixed"
-    if grows:  # a tree that grows has no length and no width
-        options = {name: value for name, value in options.items() if name not in ("length", "top_k")}
     words = [*_shape_words(kind, options)]
     if "tree_nodes" in setting and setting["tree_nodes"] is None:
         words.append("all nodes")
     if options.get("pace") == "expected":
         words.append("paced")
-    elif grows:
-        words.append(f"paced by {options['pace']}")
-    elif "pace" in setting and SEPARATOR not in kind and kind != "draft_model":
+    elif "pace" in setting and SEPARATOR not in kind:
         words.append("fixed pace")  # one drafter, as a merge of one
     others = {name: value for name, value in setting.items() if name not in (*SHAPE_OPTIONS, "pace")}
     return ", ".join([*words, *(_option_words(name, value) for name, value in others.items())])

@@ -205,9 +205,8 @@ def settings_to_try(parts: DrafterParts) -> list[dict[str, Any]]:
 def _grid_settings(spec: DrafterSpec) -> list[dict[str, Any]]:
     """List a trained drafter's settings: the saved one first, then those of its kind's grid."""
     default, grid = spec.config, GRIDS[spec.kind]
-    # A tree given as paths would override the number of its nodes, and a pace its form.
+    # A tree given as paths would override the number of its nodes.
     fixed: dict[str, Any] = {} if getattr(default, "tree_paths", None) is None else {"tree_paths": None}
-    fixed |= {} if getattr(default, "pace", "fixed") == "fixed" else {"pace": "fixed"}
     settings = [{name: getattr(default, name) for name in grid}]
     for values in product(*grid.values()):
         setting = {**dict(zip(grid, values, strict=True)), **fixed}

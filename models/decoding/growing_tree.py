@@ -12,7 +12,6 @@ Node 0 may also grow further while the target verifies the tree, in memory of it
 one row, on the host.
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ class GrowingTree:
     after the text is the root's.
     """
 
-    __slots__ = ("_children", "_open", "depths", "entries", "estimates", "parents", "probs", "tokens")
+    __slots__ = ("_children", "depths", "entries", "estimates", "parents", "probs", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -44,8 +43,6 @@ class GrowingTree:
         self.entries: list[int] = []
         """Entry of each node's keys and values in the cache after the text, or UNREAD."""
         self._children: dict[int, list[int]] = {}
-        self._open: dict[int, None] = {}
-        """Unread nodes below a read one, in order."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -55,9 +52,7 @@ class GrowingTree:
 
         `estimates` are the probabilities that they are accepted if the parent is.
         """
-        depth, prob, is_read = 1, 1.0, True
-        if parent != NO_NODE:
-            depth, prob, is_read = self.depths[parent] + 1, self.probs[parent], self.entries[parent] != UNREAD
+        depth, prob = (1, 1.0) if parent == NO_NODE else (self.depths[parent] + 1, self.probs[parent])
         siblings = self._children.setdefault(parent, [])
         for token, estimate in zip(tokens, estimates, strict=True):
             node = len(self.tokens)
@@ -68,34 +63,15 @@ class GrowingTree:
             self.estimates.append(estimate)
             self.probs.append(prob * estimate)
             self.entries.append(UNREAD)
-            if is_read:
-                self._open[node] = None
 
     def mark_read(self, node: int, entry: int) -> None:
         """Note a node's entry in the cache. Its parent must have been read."""
-        del self._open[node]
+        assert self.entries[node] == UNREAD, "a node is read once"
         self.entries[node] = entry
-        self._open.update(dict.fromkeys(self.children(node)))
-
-    def reweigh(self, estimates: Sequence[float]) -> None:
-        """Replace the estimates of all nodes, and compute their probabilities anew."""
-        self.estimates = [*estimates]
-        for node, (parent, estimate) in enumerate(zip(self.parents, self.estimates, strict=True)):
-            self.probs[node] = estimate if parent == NO_NODE else self.probs[parent] * estimate
 
     def children(self, node: int) -> Sequence[int]:
         """Return the children of a node, or of the root (NO_NODE)."""
         return self._children.get(node, ())
-
-    def unread(self, count: int) -> list[int]:
-        """Return the `count` likeliest unread nodes below read ones, the likeliest first."""
-        return heapq.nlargest(count, self._open, key=self.probs.__getitem__)
-
-    def first(self, count: int) -> list[int]:
-        """Return the `count` likeliest nodes in ascending order: parents before children."""
-        # A parent comes before its children and has at least their probability, so a stable sort
-        # never takes a child without its parent.
-        return sorted(sorted(range(len(self)), key=self.probs.__getitem__, reverse=True)[:count])
 
     def links(self, nodes: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of some nodes, and their parents as places among these nodes.
@@ -144,15 +120,6 @@ class GrowingTree:
                 tree.mark_read(numbers[node], entries[self.entries[node]])
         first = 0 if root == NO_NODE else self.entries[root]
         return Rerooted(tree=tree, nodes=kept, path=[self.entries[node] for node in path[:-1]], entries=[first, *old])
-
-    def copy(self) -> "GrowingTree":
-        """Return a tree of the same nodes, which grows separately."""
-        other = GrowingTree()
-        for name in ("tokens", "parents", "depths", "estimates", "probs", "entries"):
-            setattr(other, name, [*getattr(self, name)])
-        other._children = {node: [*children] for node, children in self._children.items()}
-        other._open = {**self._open}
-        return other
 
 
 class Rerooted(NamedTuple):

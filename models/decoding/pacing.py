@@ -17,14 +17,16 @@ All costs are running medians of measured seconds, so that a stall moves nothing
 reads random numbers. The choices change the shapes of passes. A token changes only where the
 rounding of another shape changes it.
 
-`Pacer` makes these choices for merges. `growth` makes them for the tree of a draft model, with the
-same parts: `StepSeconds` for costs, `TokenRate` for R and the share, `best_width` for the choice.
+`Pacer` makes these choices. A model whose tree grows makes one more (`Reading`): each of its passes
+reads some nodes and adds their children, and another pass is worth its time if what it adds, less
+what its nodes cost, exceeds R times its seconds.
 """
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import sqrt
 from statistics import median_low
 
@@ -58,6 +60,13 @@ REVISIT_STEPS = 48
 PATIENCE, MAX_PATIENCE = 40.0, 160.0
 """A source that isn't worth its time is asked again after so many steps per token that it costs, so
 that asking in vain takes a few hundredths of the time; the more often in vain, the later."""
+MAX_READS = 8
+"""Most nodes that a pass of a growing model reads. So few take about the time of one: reading the weights."""
+READ_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Bounds of the probability of the nodes that a pass reads: the less likely they are, the smaller the
+share of it that their children gain."""
+MAX_SKIPPED = 160
+"""Most steps for which a source isn't asked: what it cost may have been a stall."""
 TRUST_WEIGHT = 4.0
 """Draft tokens that count as expected and accepted before any step."""
 STALL = 3.0
@@ -84,6 +93,9 @@ class Seconds:
     median: float = 0.0
 
     def add(self, seconds: float) -> None:
+        # No measurement is far too low by chance: what was far above it were stalls.
+        if STALL * seconds < self.median:
+            self.samples.clear()
         self.samples.append(seconds)
         self.median = median_low(self.samples)
 
@@ -186,6 +198,15 @@ def lowest_slopes(table: Sequence[float]) -> list[float]:
 
 def _slope(table: Sequence[float], left: int, right: int) -> float:
     return (table[right] - table[left]) / (right - left)
+
+
+def mean_sums(rows: Sequence[Sequence[float]], *, initial: float = 0.0) -> list[float]:
+    """Return the sums of the first n numbers of a row, n = 0, 1, ..., averaged over rows."""
+    sums = [list(accumulate(row, initial=initial)) for row in rows]
+    if len(sums) == 1:
+        return sums[0]
+    longest = max(map(len, sums))
+    return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
 
 
 def best_width(gains: Sequence[float], table: Sequence[float], rate: float, widths: Sequence[int]) -> tuple[int, float]:
@@ -315,7 +336,7 @@ class Gains:
             self.patience = PATIENCE
             return True
         self.skipped += 1
-        if self.skipped > self.patience * cost:
+        if self.skipped > min(self.patience * cost, MAX_SKIPPED):
             self.patience = min(2 * self.patience, MAX_PATIENCE)
             return True
         return False
@@ -323,6 +344,39 @@ class Gains:
     def copy(self) -> "Gains":
         by_situation = {situation: replace(mean) for situation, mean in self.by_situation.items()}
         return replace(self, overall=replace(self.overall), by_situation=by_situation)
+
+
+class Reading:
+    """Cost and gain of the passes of a growing model, each of which reads some nodes of a tree."""
+
+    def __init__(self, like: "Reading | None" = None) -> None:
+        self.seconds: StepSeconds = StepSeconds(MAX_READS, like.seconds if like else None)
+        """Seconds of a pass by the nodes that it reads."""
+        self.passes = 0
+        first = [MeanGain(1, 1.0) for _ in range(len(READ_BOUNDS) + 1)]
+        self.ratios: list[MeanGain] = first if like is None else [replace(mean) for mean in like.ratios]
+        """Tokens that children were expected to add, less what their nodes cost, per probability of the nodes
+        that were read. The first guess is that the children have all of their parent's probability."""
+
+    def best(self, probs: Sequence[Sequence[float]], rate: float) -> int:
+        """Return how many nodes the next pass reads; 0: none are worth its time (see `Pacer.num_reads`)."""
+        gains = [self._ratio(total).tokens * total for total in mean_sums(probs)]
+        best, value = best_width(gains, self.seconds.table, rate, self.seconds.widths)
+        return max(self.seconds.revisited(best, len(gains) - 1, self.passes), 1) if value > 0.0 else 0
+
+    def add_seconds(self, num_nodes: int, seconds: float) -> None:
+        """Learn what a pass took."""
+        self.seconds.add(num_nodes, seconds, self.passes)
+        self.passes += 1
+
+    def add(self, probs: Sequence[Sequence[float]], seconds: float, gained: float) -> None:
+        """Learn from a pass: the probabilities of its nodes, and the tokens that their children add."""
+        self.add_seconds(max(map(len, probs)), seconds)
+        read = sum(map(sum, probs)) / len(probs)
+        self._ratio(read).add(max(gained, 0.0) / read, 0.0)
+
+    def _ratio(self, read: float) -> MeanGain:
+        return self.ratios[bisect(READ_BOUNDS, read)]
 
 
 class Pacer:
@@ -336,6 +390,7 @@ class Pacer:
         self.verify: StepSeconds = StepSeconds(max_nodes, like.verify if like else None)
         self.draft = [Seconds() for _ in range(num_groups)]
         self.gains = [Gains() for _ in range(num_groups)]
+        self.reads: list[Reading] = [Reading(like.reads[group] if like else None) for group in range(num_groups)]
         self._trials = trial_widths(max_nodes) * NUM_TRIALS
         self.step = 0
         self.mean = TokenRate()
@@ -378,12 +433,37 @@ class Pacer:
         """Return whether a group of sources is worth its time in this situation."""
         return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
 
-    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> float:
-        """Learn what a group that was asked is expected to add, given the expected tokens; return it."""
+    def add_draft(self, group: int, seconds: float) -> None:
+        """Learn what the draft of a group took. A growing model has read one node: the root."""
+        self.draft[group].add(seconds)
+        self.reads[group].add_seconds(1, seconds)
+
+    def added(self, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+        """Return what a group adds to the expected tokens at the best numbers of nodes, and these nodes' seconds."""
         (old, _), (new, _), table = self.best(before), self.best(after), self.verify.table
-        tokens = after[new] - before[old]
-        self.gains[group].add(situation, tokens, table[new] - table[old])
-        return tokens
+        return after[new] - before[old], table[new] - table[old]
+
+    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> None:
+        """Learn what a group that was asked is expected to add, given the expected tokens."""
+        self.gains[group].add(situation, *self.added(before, after))
+
+    def num_reads(self, group: int, probs: Sequence[Sequence[float]]) -> int:
+        """Return how many nodes of each row the next pass of a growing model reads; 0: it isn't worth its time.
+
+        `probs` are the probabilities of each row's nodes, the likeliest first.
+        """
+        return self.reads[group].best(probs, self.rate)
+
+    def add_read(
+        self, group: int, probs: Sequence[Sequence[float]], seconds: float, before: Sequence[float], after: Sequence[float]
+    ) -> None:
+        """Learn from such a pass, given the expected tokens."""
+        tokens, node_seconds = self.added(before, after)
+        self.reads[group].add(probs, seconds, tokens - self.rate * node_seconds)
+
+    def longest_read(self, group: int) -> float:
+        """Return the seconds of a growing model's pass that reads most nodes."""
+        return self.reads[group].seconds.table[-1]
 
     def width(self, gains: Sequence[float]) -> int:
         """Return how many nodes to verify; in a trial the width to be tried."""
@@ -403,7 +483,9 @@ class Pacer:
         self.verify.add(num_nodes, verify_seconds, self.step)
         self.step += 1
         if self._trials:
-            self._trials.pop()
+            trial = self._trials.pop()
+            if num_nodes < trial:  # there are no larger trees to try
+                self._trials = [width for width in self._trials if width == trial]
             return
         draft_seconds = min(draft_seconds, STALL * sum(cost.median for cost in self.draft))
         self.mean.add(tokens, expected, draft_seconds + min(verify_seconds, STALL * usual_seconds))

@@ -29,17 +29,6 @@ MAX_TOTAL = 120.0
 MAX_PRIOR = 30.0
 """Most observations of earlier texts that a cell counts for, so that a text can correct it."""
 
-SCORE_BOUNDS = (
-    *(1e-5, 1e-4, 4e-4, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.05, 0.08, 0.12),
-    *(0.18, 0.25, 0.32, 0.4, 0.48, 0.56, 0.64, 0.72, 0.8, 0.87, 0.92, 0.96),
-)
-"""Bounds of the bins of one draft model's probabilities: of narrow ranges, also where they are small."""
-PRIOR_WEIGHT = 4.0
-"""How many observations a draft model's own probability counts for."""
-SCORE_MEMORY = 500.0
-"""Observations of a cell that are remembered."""
-TEXT_MEMORY, TEXT_WEIGHT = 400.0, 20.0
-"""Observations that show how hard the text is here, and the hits that it is taken as usual for."""
 MAX_ESTIMATE = 0.995
 """No token is sure to be accepted."""
 
@@ -77,37 +66,3 @@ def teach(counts: OutcomeCounts, keys: Sequence[int], was_hit: bool) -> None:
         if total >= MAX_TOTAL:
             hits, total = hits / 2, total / 2
         counts[key] = (hits + was_hit, total + 1)
-
-
-class ScoreCalibration:
-    """Calibration of one draft model's probabilities, for all its texts.
-
-    In each cell, the scores are scaled so that they add up to the hits. A step begins after a token
-    that the drafter missed, where it is worse than after its own tokens: so depth 1 has cells of its
-    own. Ranks and further depths have none: they would only be noisier. What the cells expected of
-    the latest tokens is compared with what came, since some texts are harder (benchmarks/pace_study).
-    """
-
-    def __init__(self) -> None:
-        self._cells = [[[0.0, 0.0] for _ in range(len(SCORE_BOUNDS) + 1)] for _ in range(2)]
-        """Hits and sum of scores, by whether the depth is 1, and by bin."""
-        self._hits = self._expected = TEXT_WEIGHT
-
-    def estimate(self, depth: int, score: float) -> float:
-        """Return the probability that a token is accepted if its parent is."""
-        return min(self._usual(depth, score) * self._hits / self._expected, MAX_ESTIMATE)
-
-    def _usual(self, depth: int, score: float) -> float:
-        """Return the probability in texts as hard as the average."""
-        hits, scores = self._cells[depth == 1][bisect(SCORE_BOUNDS, score)]
-        prior = PRIOR_WEIGHT * score
-        return min(score * (hits + prior) / (scores + prior), MAX_ESTIMATE) if prior > 0.0 else 0.0
-
-    def add(self, depth: int, score: float, was_hit: bool) -> None:
-        """Count a token after an accepted one: whether it was the next token of the text."""
-        kept = 1.0 - 1.0 / TEXT_MEMORY
-        self._hits = TEXT_WEIGHT + kept * (self._hits - TEXT_WEIGHT + was_hit)
-        self._expected = TEXT_WEIGHT + kept * (self._expected - TEXT_WEIGHT + self._usual(depth, score))
-        cell = self._cells[depth == 1][bisect(SCORE_BOUNDS, score)]
-        kept = 1.0 - 1.0 / SCORE_MEMORY
-        cell[:] = kept * (cell[0] + was_hit), kept * (cell[1] + score)

@@ -12,10 +12,9 @@ target's probability p(child). A drawn token is accepted with probability sum mi
 3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
 all cases the output follows the target's distribution exactly, greedy or sampled.
 
-With `pace: expected`, one tree grows from step to step: see `growing_draft`.
+In a paced merge, also of this drafter alone, a tree grows from step to step: see `growing_draft`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,9 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.protocols import Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
+from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import TreeCache
@@ -37,7 +35,6 @@ from .beams import SearchTree
 from .branches import Branches
 from .fixed_draft import draw_tree, search_tree
 from .group_search import GroupDrawing, level_sizes
-from .growing_draft import MAX_ENTRIES, GrowingSearch
 from .labels import Labels
 from .objective import Loss, Objective, score
 from .small_models import (
@@ -54,7 +51,7 @@ from .vocabulary import DraftVocabulary
 
 
 class DraftModel(CachedDrafter):
-    """Drafter with a model and a KV cache of its own. Its `pace` chooses how it drafts."""
+    """Drafter with a model and a KV cache of its own."""
 
     Config = DraftModelConfig
 
@@ -65,8 +62,6 @@ class DraftModel(CachedDrafter):
         self.model = reader.model
         self.reader = reader
         self.vocab_size = reader.vocab_size
-        # None: each step searches anew.
-        self.drafting = None if config.pace == "fixed" else GrowingSearch(reader, config)
         self._kinds = attention_kinds(reader.model)
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)
@@ -106,8 +101,6 @@ class DraftModel(CachedDrafter):
 
     @property
     def max_nodes(self) -> int:
-        if self.drafting is not None:
-            return self.drafting.max_nodes
         num_nodes = self.config.length * self.config.top_k
         if self.config.temperature:
             num_nodes = sum(level_sizes(self._num_children, self.config.top_k, self.config.length))
@@ -116,7 +109,7 @@ class DraftModel(CachedDrafter):
     @property
     def max_entries(self) -> int:
         """Most nodes that the cache holds besides the text."""
-        return MAX_ENTRIES if self.drafting is not None else self.config.length * self.config.top_k
+        return self.config.length * self.config.top_k
 
     @property
     def _num_children(self) -> int:
@@ -124,26 +117,27 @@ class DraftModel(CachedDrafter):
         num_children = min(self.config.top_k, self.reader.vocab_size)
         return num_children if self.config.tree_nodes is None else min(num_children, self.config.tree_nodes)
 
-    # --- decoding: with `pace: expected` as `GrowingSearch` does, else as every `CachedDrafter`
+    # --- decoding
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
-        """Prefill the prompts in the model's own cache, for which its passes may be compiled or recorded."""
-        self._require_room(prompts)
-        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=self.max_entries)
-        return self._after(prompts, self.reader.hand_over_cache())
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> CachedText:
+        return _state_after(prompts, self.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=self.max_entries))
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> Any:
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
         self._require_room(prompts)
         self.reader.read_prompts(prompts, cache)
-        return self._after(prompts, cache)
+        _drop_last(cache, prompts)
+        return _state_after(prompts, cache)
 
-    def _after(self, prompts: Prompts, cache: TreeCache) -> Any:
-        """Return the state after prompts that the cache holds, of which it drops the last tokens."""
-        ones, last_tokens = Counts.of([1] * len(prompts.lengths), prompts.input_ids.device), prompts.last(prompts.input_ids)
-        cache.rewind(ones)
-        if self.drafting is not None:
-            return self.drafting.begin(cache, last_tokens)
-        return CachedText(text=cache, unread=(last_tokens[:, None],), num_unread=ones)
+    def read_prompts(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TreeCache:
+        """Return a cache of the prompts without their last tokens, with room for answers and trees.
+
+        It is the model's own cache, for which its passes may be compiled or recorded.
+        """
+        self._require_room(prompts)
+        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=max_nodes)
+        cache = self.reader.hand_over_cache()
+        _drop_last(cache, prompts)
+        return cache
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:
@@ -151,34 +145,6 @@ class DraftModel(CachedDrafter):
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
                 f"of {self.reader.context_length} tokens; shorten the prompt, or choose a draft model with a longer one"
             )
-
-    def propose(
-        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, Any]:
-        if self.drafting is not None:
-            return self.drafting.propose(state, last_token, generator)
-        return super().propose(state, last_token, generator=generator)
-
-    def search(
-        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[SearchTree, Any]:
-        if self.drafting is not None:
-            return self.drafting.search(state, last_token)
-        return super().search(state, last_token, generator=generator)
-
-    def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        return super().skip(state, last_token) if self.drafting is None else self.drafting.skip(state, last_token)
-
-    def meanwhile(self, drafted: Any) -> Meanwhile | None:
-        return None if self.drafting is None else self.drafting.meanwhile(drafted)
-
-    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
-        if self.drafting is not None:
-            return self.drafting.advance(drafted, tree, accepted)
-        return super().advance(drafted, tree, accepted, output)
-
-    def select(self, state: Any, rows: Sequence[int]) -> Any:
-        return super().select(state, rows) if self.drafting is None else self.drafting.select(state, rows)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         # 1. Read the unread tokens, which stay, and the last one, which the tree begins with.
@@ -209,7 +175,7 @@ class DraftModel(CachedDrafter):
 
     @property
     def can_be_recorded(self) -> bool:
-        return self.drafting is None and not self.config.temperature
+        return not self.config.temperature
 
     @property
     def num_cache_layers(self) -> int:
@@ -272,6 +238,17 @@ class DraftModel(CachedDrafter):
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _drop_last(cache: TreeCache, prompts: Prompts) -> None:
+    """Drop the prompts' last tokens from a cache."""
+    cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
+
+
+def _state_after(prompts: Prompts, cache: TreeCache) -> CachedText:
+    """Return the state after prompts, whose last tokens the cache lacks."""
+    ones = Counts.of([1] * len(prompts.lengths), prompts.input_ids.device)
+    return CachedText(text=cache, unread=(prompts.last(prompts.input_ids)[:, None],), num_unread=ones)
 
 
 def _require_readable_texts(reader: HFTarget, config: DraftModelConfig) -> None:

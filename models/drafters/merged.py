@@ -1,9 +1,10 @@
 """One draft tree of several drafters, and how much of it is drafted and verified at each step.
 
-The sources' candidates are merged into one tree (see `merging`), whose nodes are ranked by their
-calibrated probability of acceptance (see `calibration`). With `pace: fixed` the tree has the
-`tree_nodes` likeliest nodes. With `pace: expected` each step decides which sources it asks and how
-many nodes it verifies, by what they are expected to gain and what they cost (see `pacing`).
+The sources' candidates (see `merge_sources`) are merged into one tree (see `merging`), whose nodes are
+ranked by their calibrated probability of acceptance (see `calibration`). With `pace: fixed` the tree
+has the `tree_nodes` likeliest nodes. With `pace: expected` each step decides which sources it asks,
+which nodes a growing model reads, and how many nodes it verifies, by what they are expected to gain
+and what they cost (see `pacing`). While a target waits for its weights, the tree grows further.
 
 The trees depend on the texts so far, and with `pace: expected` on the clock, but never on random
 numbers. So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
@@ -15,8 +16,8 @@ import time
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -24,16 +25,15 @@ from jaxtyping import Int
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
-from ..decoding.pacing import Pacer, widths_up_to
+from ..decoding.pacing import Pacer, mean_sums, widths_up_to
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
-from .base import TrainableDrafter
-from .calibration import MAX_SOURCES, OutcomeCounts, start_of_text
+from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from .candidates import tree_of
-from .merging import MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
-from .training_free import TextState, TrainingFreeDrafter
+from .growing_draft import LEAST_PROB
+from .merge_sources import MergedDraft, MergedState, MergeSources, Source
+from .merging import MergedRow
 
 PACES = ("expected", "fixed")
 
@@ -44,8 +44,6 @@ ACCEPTED_BOUNDS = (0.5, 1.5, 3.5)
 DEPTH_STEP = 8
 """Trees of few sizes have a multiple of this as the bound of their depth."""
 
-Source = TrainableDrafter | TrainingFreeDrafter
-
 
 @options(kw_only=True, config=OPTIONS)
 class MergedConfig:
@@ -55,40 +53,9 @@ class MergedConfig:
     """Most nodes of the merged tree, of all sources together."""
     pace: Annotated[str, one_of(*PACES)] = "expected"
     """`expected`: each step decides which sources draft and how many nodes are verified, by the
-    expected gain in time. `fixed`: every source drafts at each step, and the `tree_nodes` likeliest
-    nodes are verified, so the same texts give the same tokens per step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedState:
-    """The states of the sources, and what each row's text has followed."""
-
-    sources: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
-    """The calibration of each row's text."""
-    walks: tuple[tuple[MergeWalk, ...], ...]
-    """The proposals that each row's text has followed so far, up to its last accepted token."""
-    num_accepted: tuple[int, ...]
-    """Accepted draft tokens of the last step."""
-    last_tokens: tuple[int, ...] | None = None
-    """The last token of each row; None if the host hasn't read it yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedDraft:
-    """What `advance` needs of a proposal."""
-
-    drafted: tuple[Any, ...]
-    counts: tuple[OutcomeCounts, ...]
-    walks: tuple[tuple[MergeWalk, ...], ...]
-    """The proposals that the text has followed up to its last token, this one included."""
-    expected: float
-    """Tokens that the step is expected to emit in each row."""
-    asked: tuple["Asked", ...]
-    """The groups of sources that were asked, in order, if the tree is paced."""
-    draft_seconds: float
-    drafted_at: float
-    """The clock when the tree was begun: its size costs time from here on."""
+    expected gain in time; a draft model's tree grows from step to step. `fixed`: every source drafts
+    at each step, and the `tree_nodes` likeliest nodes are verified, so the same texts give the same
+    tokens per step."""
 
 
 class Asked(NamedTuple):
@@ -102,20 +69,36 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
-    """A proposal in the making."""
+class PacedStep:
+    """What pacing learns from a step when its tree has been verified."""
 
-    state: MergedState
-    last_token: Int[torch.Tensor, " batch"]
-    last_tokens: Sequence[int]
-    drafted: dict[int, Any] = field(default_factory=dict)
-    """What each source needs to advance, by its index."""
-    proposals: list[list[Proposals]]
-    """The candidates so far, by row."""
+    pacer: Pacer
+    started: float
+    """The clock before drafting."""
     asked: list[Asked] = field(default_factory=list)
+    """The groups of sources that were asked, in order."""
+    expected: float = 1.0
+    """Tokens that the step is expected to emit in each row."""
+    drafted_at: float = 0.0
+    """The clock when the tree was begun: its size costs time from here on."""
+
+    def learn(self, tree: DraftTree, accepted: AcceptedPath, now: float) -> None:
+        """Learn what the step took and gained."""
+        num_accepted = accepted.num_accepted.host
+        tokens = 1 + sum(num_accepted) / len(num_accepted)
+        self.pacer.add_step(tree.num_nodes, tokens, self.expected, self.drafted_at - self.started, now - self.drafted_at)
+        learn_gains(self.pacer, self.asked, accepted.new_tokens, num_accepted)
 
 
-class MergedDrafter(Drafter[MergedState, MergedDraft]):
+class MergedProposal(NamedTuple):
+    """What `advance` needs of a proposal."""
+
+    draft: MergedDraft
+    step: PacedStep | None
+    """None if the tree isn't paced."""
+
+
+class MergedDrafter(Drafter[MergedState, MergedProposal]):
     """Drafter that merges the candidates of several sources into one tree.
 
     Seconds and calibration are learned while decoding and kept in the drafter, for all its texts,
@@ -133,18 +116,18 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ValueError for sources that can't be merged."""
-        vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
-        require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
-        self.sources, self.config, self.few_sizes, self.clock = dict(sources), config, few_sizes, clock
-        self._sources: tuple[Any, ...] = tuple(sources.values())
-        self.counts: OutcomeCounts = {}
-        self._layers = tuple(source.feature_layers for source in self._sources)
-        self._all_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
-        # Sources are asked in groups: all training-free ones first, which cost little.
-        trained = [index for index, source in enumerate(self._sources) if isinstance(source, TrainableDrafter)]
-        free = [index for index in range(len(self._sources)) if index not in trained]
-        self._groups = [group for group in (free, *([index] for index in trained)) if group]
+        self.merge = MergeSources(sources, max_nodes=config.tree_nodes, grows=config.pace == "expected")
+        self.config, self.few_sizes, self.clock = config, few_sizes, clock
+        # Sources are asked in groups: all training-free ones first, which cost little. Growing models
+        # come last: they read what all others have proposed.
+        alone = ([index] for index in [*self.merge.searching, *self.merge.models])
+        self._groups = [group for group in (self.merge.free, *alone) if group]
         self._pacers: dict[int, Pacer] = {}
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """Return the sources by name."""
+        return self.merge.named
 
     @property
     def max_nodes(self) -> int:
@@ -157,135 +140,131 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return self._all_layers
+        return self.merge.feature_layers
 
     @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and answer together; None if the target's limit suffices."""
-        lengths = [source.context_length for source in self.sources.values() if source.context_length is not None]
-        return min(lengths, default=None)
+        return self.merge.context_length
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the trained weights of all sources."""
-        for source in self.sources.values():
-            yield from source.parameters()
-
-    # --- decoding: see `Drafter`
-
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
-        batch = len(prompts.lengths)
-        if self.config.pace == "expected":
-            self._pacer(batch, begins=True)
-        return MergedState(
-            sources=tuple(
-                source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
-                for index, source in enumerate(self._sources)
-            ),
-            counts=tuple(start_of_text(self.counts) for _ in range(batch)),
-            walks=((),) * batch,
-            num_accepted=(0,) * batch,
-        )
-
-    def propose(
-        self, state: MergedState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, MergedDraft]:
-        # 1. Learn from the tokens that the target chose after the last trees.
-        last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
-        started = self.clock()
-        walks = self._followed(state.walks, [[token] for token in last_tokens], state.counts)
-        draft = Draft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
-        # 2. Ask the sources, merge their candidates, and choose the number of nodes.
-        if self.config.pace == "fixed":
-            for index in range(len(self._sources)):
-                self._ask(draft, index)
-            rows, num_nodes = self._merged(draft), self.max_nodes
-        else:
-            rows, num_nodes = self._paced(draft, self._pacer(len(last_tokens)))
-        expected = expected_tokens(rows)
-        # 3. Make the tree.
-        drafted_at = self.clock()
-        return self._tree(rows, num_nodes, last_token.device), MergedDraft(
-            drafted=tuple(draft.drafted[index] for index in range(len(self._sources))),
-            counts=state.counts,
-            walks=tuple((*before, (row, NO_NODE)) for before, row in zip(walks, rows, strict=True)),
-            expected=expected[min(num_nodes, len(expected) - 1)],
-            asked=tuple(draft.asked),
-            draft_seconds=drafted_at - started,
-            drafted_at=drafted_at,
-        )
-
-    def meanwhile(self, drafted: MergedDraft) -> Meanwhile | None:
-        """Return what the sources do meanwhile: the next one if those before have nothing to do."""
-        works = [source.meanwhile(part) for source, part in zip(self._sources, drafted.drafted, strict=True)]
-        works = [work for work in works if work is not None]
-        return (lambda seconds: any(work(seconds) for work in works if work is not None)) if works else None
-
-    def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
-        # 1. The sources' states.
-        states = tuple(
-            source.advance(drafted.drafted[index], tree, accepted, self._output_for(index, output))
-            for index, source in enumerate(self._sources)
-        )
-        # 2. Learn which tokens were accepted. The token after the last one comes with `propose`.
-        walks = self._followed(drafted.walks, accepted.tokens, drafted.counts)
-        # 3. Learn what the step took.
-        num_accepted = accepted.num_accepted.host
-        if self.config.pace == "expected":
-            tokens_per_row = 1 + sum(num_accepted) / len(num_accepted)
-            seconds = self.clock() - drafted.drafted_at
-            pacer = self._pacer(len(num_accepted))
-            pacer.add_step(tree.num_nodes, tokens_per_row, drafted.expected, drafted.draft_seconds, seconds)
-            learn_gains(pacer, drafted.asked, accepted.new_tokens, num_accepted)
-        return MergedState(
-            sources=states, counts=drafted.counts, walks=walks, num_accepted=num_accepted, last_tokens=accepted.next_tokens
-        )
-
-    def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
-        return MergedState(
-            sources=tuple(source.select(part, rows) for source, part in zip(self._sources, state.sources, strict=True)),
-            counts=tuple(dict(state.counts[row]) for row in rows),  # a row may be repeated
-            walks=tuple(state.walks[row] for row in rows),
-            num_accepted=tuple(state.num_accepted[row] for row in rows),
-            last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
-        )
+        return self.merge.parameters()
 
     def recorded(self, record: Callable[[Source], Any]) -> "MergedDrafter":
         """Return a drafter whose sources are recorded; both measure the same seconds."""
         other = copy(self)
-        other._sources = tuple(map(record, self._sources))
+        other.merge = self.merge.recorded(record)
         return other
 
-    # --- drafting
+    # --- decoding: see `Drafter`
 
-    def _paced(self, draft: Draft, pacer: Pacer) -> tuple[tuple[MergedRow, ...], int]:
-        """Return the merged rows, and the number of nodes to verify, as the pacer chooses.
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
+        if self.config.pace == "expected":
+            self._pacer(len(prompts.lengths), begins=True)
+        return self.merge.init_state(prompts, prefill, max_new_tokens=max_new_tokens)
+
+    def propose(
+        self, state: MergedState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, MergedProposal]:
+        last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
+        started = self.clock()
+        draft = self.merge.open(state, last_token, last_tokens)
+        if self.config.pace == "fixed":
+            for index in range(len(self.sources)):
+                self.merge.ask(draft, index)
+            self.merge.merge(draft)
+            return self._tree(draft.rows, self.max_nodes, last_token.device), MergedProposal(draft, None)
+        step = PacedStep(pacer=self._pacer(len(last_tokens)), started=started)
+        num_nodes = self._paced(draft, step)
+        expected = expected_tokens(draft.rows)
+        step.expected = expected[min(num_nodes, len(expected) - 1)]
+        step.drafted_at = self.clock()
+        return self._tree(draft.rows, num_nodes, last_token.device), MergedProposal(draft, step)
+
+    def meanwhile(self, drafted: MergedProposal) -> Meanwhile | None:
+        """Return what lets the tree of one row grow while the pass waits."""
+        draft = drafted.draft
+        return partial(self._grow_on, draft) if draft.grown and len(draft.rows) == 1 else None
+
+    def advance(self, drafted: MergedProposal, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        state = self.merge.advance(drafted.draft, tree, accepted, output)
+        if drafted.step is not None:
+            drafted.step.learn(tree, accepted, self.clock())
+        return state
+
+    def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
+        return self.merge.select(state, rows)
+
+    # --- pacing
+
+    def _paced(self, draft: MergedDraft, step: PacedStep) -> int:
+        """Merge the candidates of the sources that are worth their time; return how many nodes to verify.
 
         The groups of sources are asked one after another, each only if it is worth its time.
         """
+        pacer = step.pacer
         floors = None if pacer.is_trial else pacer.floors()
-        rows = self._merged(draft, floors)
-        gains = pacer.trusted(expected_tokens(rows))
+        self.merge.merge(draft, floors)
+        gains = pacer.trusted(expected_tokens(draft.rows))
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
-            # 1. Skip a group that costs more than it is expected to gain.
-            situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
-            if not pacer.is_trial and not pacer.is_worth(group, situation):
+            before, rows_before = gains, draft.rows
+            if not self._has_root(draft, indexes[0]):
+                # 1. Skip a group that costs more than it is expected to gain.
+                situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
+                if not pacer.is_trial and not pacer.is_worth(group, situation):
+                    continue
+                # 2. Merge its candidates; a growing model reads the root.
+                started = self.clock()
                 for index in indexes:
-                    self._skip(draft, index)
-                continue
-            # 2. Merge its candidates.
-            started = self.clock()
-            for index in indexes:
-                self._ask(draft, index)
-            before, rows_before = gains, rows
-            rows = self._merged(draft, floors)
-            gains = pacer.trusted(expected_tokens(rows))
-            pacer.draft[group].add(self.clock() - started)
-            # 3. Learn what it is expected to add.
+                    self.merge.ask(draft, index)
+                self.merge.merge(draft, floors)
+                gains = pacer.trusted(expected_tokens(draft.rows))
+                pacer.add_draft(group, self.clock() - started)
+                # 3. Learn what it is expected to add.
+                if not pacer.is_trial:
+                    pacer.add_gain(group, situation, before, gains)
             if not pacer.is_trial:
-                expected = pacer.add_gain(group, situation, before, gains)
-                draft.asked.append(Asked(group, rows_before, pacer.best(before)[0], expected))
-        return rows, pacer.width(gains)
+                if indexes[0] in draft.grown:
+                    gains = self._grow(draft, group, pacer, floors)
+                step.asked.append(Asked(group, rows_before, pacer.best(before)[0], pacer.added(before, gains)[0]))
+        return pacer.width(gains)
+
+    def _has_root(self, draft: MergedDraft, index: int) -> bool:
+        """Return whether a growing model has read the last token already: its tree is what the last step has left."""
+        return index in draft.grown and draft.state.sources[index].is_rooted
+
+    def _grow(self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None) -> list[float]:
+        """Let a model read nodes as long as a pass is worth its time; return the expected tokens then."""
+        (index,) = self._groups[group]
+        gains = pacer.trusted(expected_tokens(draft.rows))
+        while any(reads := self.merge.unread(draft, index)):
+            # 1. The number of nodes whose children are expected to add most.
+            probs = [[merged.prob(node) for node in row] for merged, row in zip(draft.rows, reads, strict=True)]
+            count = pacer.num_reads(group, probs)
+            if not count:
+                break
+            # 2. Read them.
+            before, started = gains, self.clock()
+            self.merge.read(draft, index, [row[:count] for row in reads])
+            seconds = self.clock() - started
+            self.merge.merge(draft, floors)
+            gains = pacer.trusted(expected_tokens(draft.rows))
+            # 3. Learn what that took, and what the children add.
+            pacer.add_read(group, [row[:count] for row in probs], seconds, before, gains)
+        return gains
+
+    def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
+        """Let a model read some nodes if that fits the wait; return whether one did."""
+        for index in draft.grown:
+            (nodes,) = self.merge.unread(draft, index)
+            nodes = [node for node in nodes if draft.rows[0].prob(node) >= LEAST_PROB]
+            if nodes and self._pacer(1).longest_read(self._groups.index([index])) <= seconds:
+                self.merge.read(draft, index, [nodes])
+                self.merge.merge(draft)
+                return True
+        return False
 
     def _pacer(self, batch: int, *, begins: bool = False) -> Pacer:
         """Return the costs of batches of about this size: up to twice as large.
@@ -303,45 +282,6 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
             self._pacers[size] = Pacer(self.max_nodes, len(self._groups), like)
         return self._pacers[size]
 
-    def _ask(self, draft: Draft, index: int) -> None:
-        """Let a source draft."""
-        source, state = self._sources[index], draft.state.sources[index]
-        if not isinstance(source, TrainingFreeDrafter):
-            search, draft.drafted[index] = source.search(state, draft.last_token)
-            candidates = rows_of_search(search, self.max_nodes)
-        else:
-            draft.drafted[index] = TextState(state, draft.last_tokens)
-            candidates = source.candidates(state, draft.last_tokens)
-        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
-            if row_candidates.tokens:
-                row.append(Proposals(index, row_candidates))
-
-    def _skip(self, draft: Draft, index: int) -> None:
-        """Let a source's state follow the text without drafts."""
-        source, state = self._sources[index], draft.state.sources[index]
-        if not isinstance(source, TrainingFreeDrafter):
-            draft.drafted[index] = source.skip(state, draft.last_token)
-        else:
-            draft.drafted[index] = TextState(state, draft.last_tokens)
-
-    def _merged(self, draft: Draft, floors: Sequence[float] | None = None) -> tuple[MergedRow, ...]:
-        """Merge the candidates so far, row by row."""
-        return tuple(
-            grow(proposals, counts, self.max_nodes, floors)
-            for proposals, counts in zip(draft.proposals, draft.state.counts, strict=True)
-        )
-
-    def _followed(
-        self, walks: Sequence[tuple[MergeWalk, ...]], tokens: Sequence[Sequence[int]], counts: Sequence[OutcomeCounts]
-    ) -> tuple[tuple[MergeWalk, ...], ...]:
-        """Return each row's proposals after these tokens of its text, and learn from them."""
-        followed = []
-        for row_walks, row_tokens, row_counts in zip(walks, tokens, counts, strict=True):
-            for token in row_tokens:
-                row_walks = follow(row_walks, token, row_counts, self.counts)
-            followed.append(row_walks)
-        return tuple(followed)
-
     def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
         """Return the tree of the likeliest nodes of each row, with their sources."""
         origins = tuple(tuple(row.origins[:num_nodes]) for row in rows)
@@ -352,40 +292,10 @@ class MergedDrafter(Drafter[MergedState, MergedDraft]):
         depth = max((max(row.depths[:num_nodes], default=0) for row in rows), default=0)
         return tree_of(first, device, num_nodes=size, max_depth=-(-depth // DEPTH_STEP) * DEPTH_STEP, origins=origins)
 
-    def _output_for(self, index: int, output: TargetOutput) -> TargetOutput:
-        """Return the target's output with the features that this source reads."""
-        layers, all_layers = self._layers[index], self._all_layers
-        if output.features is None or layers in ((), all_layers):
-            return output
-        parts = output.features.chunk(len(all_layers), dim=-1)
-        return replace(output, features=torch.cat([parts[all_layers.index(layer)] for layer in layers], dim=-1))
-
-
-def require_mergeable(configs: Mapping[str, Any], vocab_sizes: Mapping[str, int]) -> None:
-    """Raise ValueError for drafters whose candidates can't form one tree.
-
-    `configs` are theirs by name, and `vocab_sizes` those of the trained ones.
-    """
-    if not 1 <= len(configs) <= MAX_SOURCES:
-        raise ValueError(f"a merged tree of {len(configs)} drafters; name between 1 and {MAX_SOURCES}")
-    for name, config in configs.items():
-        if temperature := getattr(config, "temperature", 0.0):
-            raise ValueError(
-                f"{name} draws its drafts at temperature {temperature:g}, and the acceptance of drawn drafts needs their "
-                f"probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
-            )
-    if len(set(vocab_sizes.values())) > 1:
-        listed = ", ".join(f"{size:,} tokens in {name}" for name, size in vocab_sizes.items())
-        raise ValueError(f"the drafters of a merge have different vocabularies ({listed}); merge drafters of one target")
-
 
 def expected_tokens(rows: Sequence[MergedRow]) -> list[float]:
     """Return the tokens that a row emits on average with the n likeliest nodes, n = 0, 1, ..."""
-    sums = [list(accumulate(row.probs, initial=1.0)) for row in rows]
-    if len(sums) == 1:
-        return sums[0]
-    longest = max(map(len, sums))
-    return [sum(row[min(n, len(row) - 1)] for row in sums) / len(sums) for n in range(longest)]
+    return mean_sums([row.probs for row in rows], initial=1.0)
 
 
 def learn_gains(pacer: Pacer, asked: Sequence[Asked], texts: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:

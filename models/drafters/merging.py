@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import exp, inf, isnan
 from typing import NamedTuple
 
+from ..decoding.growing_tree import GrowingTree
 from ..decoding.types import NO_NODE
 from .beams import SearchTree
 from .calibration import (
@@ -60,6 +61,9 @@ class Proposals:
         self.bins.append(bin_index)
 
 
+MAX_WALKS = 16
+"""Most former trees that calibration still compares with the text."""
+
 SourceNode = tuple[Proposals, int]
 """A source's candidates, and the index of one of them; NO_NODE is their root."""
 
@@ -79,6 +83,23 @@ class MergedRow:
     """What the sources propose after each node that was expanded, and after NO_NODE: the root."""
     places: list[list[SourceNode]]
     """Each node in the proposals that have it."""
+
+    def tree(self) -> GrowingTree:
+        """Return the nodes as a growing tree, in the same order."""
+        tree = GrowingTree()
+        for token, parent, prob in zip(self.tokens, self.parents, self.probs, strict=True):
+            tree.add(parent, [token], [prob / self.prob(parent)])
+        return tree
+
+    def prob(self, node: int) -> float:
+        """Return the probability that a node is accepted; the root (NO_NODE) always is."""
+        return 1.0 if node == NO_NODE else self.probs[node]
+
+    def number(self, node: int, proposals: Proposals) -> int | None:
+        """Return a node's index in a source's proposals, if it is there; the root is in all."""
+        if node == NO_NODE:
+            return NO_NODE
+        return next((number for source, number in self.places[node] if source is proposals), None)
 
     def child(self, entry: int, token: int) -> int | None:
         """Return the child of an entry with this token, if it is a node."""

@@ -14,7 +14,6 @@ MAX_PAIRS = 2**22
 """Most pairs of candidates in neighbouring slots: 16 MiB of logits for each row of a batch."""
 MAX_TREE_NODES = 2**12
 """Far more than any target gains from."""
-DRAFT_PACES = ("expected", "fixed")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -174,23 +173,13 @@ class DraftModelConfig:
     A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
     with the most probable parents. 0: the most probable tokens, at every temperature of the
     target."""
-    pace: Annotated[str, one_of(*DRAFT_PACES)] = "fixed"
-    """`fixed`: each step searches anew, `length` tokens deep. `expected`: one tree grows from step
-    to step, and while a streamed target loads, as long as the expected gain exceeds its cost in
-    time. Then `length` and `top_k` don't count, and `tree_nodes` bounds the nodes verified at a step
-    (None: GROWN_NODES)."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature", "pace"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
 
     def __post_init__(self) -> None:
         problems = []
         if self.init == "target_layers" and self.hidden_size:
             problems.append("init is target_layers, so hidden_size can't be chosen; leave that out, or set random")
-        if self.temperature > 0 and self.pace != "fixed":
-            problems.append(
-                f"temperature is {self.temperature} and pace {self.pace}; a drawn tree can't grow: set temperature to 0 (a "
-                "tree that isn't drawn works at every temperature of the target), or pace to fixed"
-            )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
             problems.append(
                 f"length is {self.length} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
@@ -295,20 +284,21 @@ DRAFTER_OPTIONS: dict[str, type[Any]] = {
 }
 """The options of each kind. RUNTIME_FIELDS may be changed when a trained drafter is loaded."""
 
-FORMER_OPTIONS: dict[str, dict[str, Any]] = {
-    "block": {"train_head": False},
-    "eagle": {"tree": "dynamic"},
-    "medusa": {"heads": "residual"},
-    "redrafter": {"head_rank": None, "rnn": True, "tree_padding": None},
+FORMER_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "block": {"train_head": (False,)},
+    "draft_model": {"pace": ("expected", "fixed")},
+    "eagle": {"tree": ("dynamic",)},
+    "medusa": {"heads": ("residual",)},
+    "redrafter": {"head_rank": (None,), "rnn": (True,), "tree_padding": (None,)},
 }
 """Options that kinds had before, with the values that every drafter of today has.
 
-Saved drafters may still have them."""
-FORMER_RUNTIME_FIELDS = frozenset({"tree", "tree_padding"})
+Saved drafters may still have them. A draft model's pace is that of a merge now, also of one drafter."""
+FORMER_RUNTIME_FIELDS = frozenset({"pace", "tree", "tree_padding"})
 """Those that could be changed when a trained drafter was loaded."""
 
 
 def current_options(kind: str, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved drafter's options without former ones whose value every drafter of today has."""
     former = FORMER_OPTIONS.get(kind, {})
-    return {name: value for name, value in saved.items() if name not in former or value != former[name]}
+    return {name: value for name, value in saved.items() if value not in former.get(name, ())}

@@ -208,8 +208,7 @@ def streamed_decoder(spec: Spec) -> tuple[Callable[[torch.Tensor, int], Passes],
         drafter = load_drafter(spec.drafter, target, **SETTINGS[spec.method])
         target.choose_linears(*trained_parts(drafter))
     if spec.method == LLMCAD:
-        rule = paper_rules.ConfidenceRule(drafter.drafting.max_nodes)
-        drafter.drafting.rule = lambda batch: rule
+        drafter = paper_rules.ConfidenceMerge(drafter.sources, drafter.config)
 
     def decode(prompt: torch.Tensor, num_tokens: int) -> Passes:
         steps = generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=num_tokens)

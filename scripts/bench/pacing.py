@@ -26,7 +26,8 @@ from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import AcceptedPath, TargetOutput
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.merged import Draft, MergedDrafter
+from outrider.models.drafters.merge_sources import MergedDraft, MergeSources
+from outrider.models.drafters.merged import MergedDrafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.validation import hold_out
@@ -90,17 +91,17 @@ class ReplayedTarget:
         return TargetOutput(logits=logits, hidden_states=states)
 
 
-class TimedMerge(MergedDrafter):
-    """A paced merge whose sources take given times."""
+class TimedSources(MergeSources):
+    """Sources that take given times."""
 
-    def on(self, clock: Clock, seconds: float) -> "TimedMerge":
-        self.clock, self.virtual, self.seconds, self.num_asked = clock, clock, seconds, [0] * len(self.sources)
+    def on(self, clock: Clock, seconds: float) -> "TimedSources":
+        self.clock, self.seconds, self.num_asked = clock, seconds, [0] * len(self.named)
         return self
 
-    def _ask(self, draft: Draft, index: int) -> None:
+    def ask(self, draft: MergedDraft, index: int) -> None:
         self.num_asked[index] += 1
-        self.virtual.now += self.seconds if isinstance(self._sources[index], TrainableDrafter) else SUFFIX
-        super()._ask(draft, index)
+        self.clock.now += self.seconds if isinstance(self.parts[index], TrainableDrafter) else SUFFIX
+        super().ask(draft, index)
 
 
 def main() -> None:
@@ -144,12 +145,14 @@ def row_of(
     clock = Clock()
     drafter = load_drafter(name, target, pace="expected")
     assert isinstance(drafter, MergedDrafter)
-    merge = TimedMerge(drafter.sources, drafter.config).on(clock, draft)
+    drafter.clock = clock
+    drafter.merge = timed = TimedSources(drafter.sources, max_nodes=drafter.max_nodes, grows=True).on(clock, draft)
     replayed = ReplayedTarget(target, clock, slope)
     tokens = steps = nodes = 0
     for text, length, states in texts:
         replayed.begin(text, states)
-        answer = generate(replayed, merge, GreedyAcceptance(), [torch.tensor(text[:length])], max_new_tokens=len(text) - length)
+        prompt, left = torch.tensor(text[:length]), len(text) - length
+        answer = generate(replayed, drafter, GreedyAcceptance(), [prompt], max_new_tokens=left)
         first, *after = answer  # the prefill's token takes no step
         assert [token for step in (first, *after) for token in step.tokens[0]] == text[length:], "another text was decoded"
         tokens, steps = tokens + sum(len(step.tokens[0]) for step in after), steps + len(after)
@@ -159,7 +162,7 @@ def row_of(
         "speedup": round(tokens / clock.now, 3),
         "tokens per step": round(tokens / steps, 3),
         "nodes per step": round(nodes / steps, 1),
-        "asked": dict(zip(drafter.sources, (round(count / steps, 2) for count in merge.num_asked), strict=True)),
+        "asked": dict(zip(drafter.sources, (round(count / steps, 2) for count in timed.num_asked), strict=True)),
         "steps": steps,
     }
     print(row, flush=True)

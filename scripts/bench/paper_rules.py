@@ -7,10 +7,14 @@ decoding, as with the library's rules.
 from collections.abc import Sequence
 
 from outrider.models.decoding.growing_tree import GrowingTree
-from outrider.models.decoding.growth import LEAST_PROB
 from outrider.models.decoding.speculation import MAX_NODES
-from outrider.models.decoding.types import NO_NODE
+from outrider.models.decoding.tree import DraftTree
+from outrider.models.decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from outrider.models.decoding.window import DraftRun, Window
+from outrider.models.drafters.growing_draft import LEAST_PROB
+from outrider.models.drafters.merge_sources import MergedDraft, MergedState
+from outrider.models.drafters.merged import MergedDrafter, MergedProposal, PacedStep
+from outrider.models.drafters.merging import MergedRow
 
 BRANCH_THRESHOLD = 0.3
 """A token starts a branch of its own if the draft model gives it more than this (section 3.1)."""
@@ -20,56 +24,71 @@ FALLING = 0.5
 """Factor of alpha after a step without errors: the confidence of 3 to 5 tokens (section 3.3)."""
 
 
-class ConfidenceRule:
-    """LLMCad's rule: verify when the surest branch is less likely than a threshold, alpha.
+class ConfidenceMerge(MergedDrafter):
+    """A growing draft model with LLMCad's rule: verify when the surest branch is less likely than a threshold, alpha.
 
     See arXiv 2309.04255, sections 3.2 and 3.3. Each draft pass reads one node, that of the branch
     that is owed most. Alpha rises after errors and falls after none. The rule is blind to costs.
-    `max_nodes` bounds the tree, for which the paper has no bound. The methods are those of
-    `ExpectedRule`.
+    `tree_nodes` bounds the tree, for which the paper has no bound.
     """
 
-    def __init__(self, max_nodes: int) -> None:
-        self.max_nodes, self.alpha = max_nodes, FIRST_CONFIDENCE
+    alpha = FIRST_CONFIDENCE
 
-    def reads(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
-        return [self._reads(tree, self.alpha) for tree in trees]
+    def _paced(self, draft: MergedDraft, step: PacedStep) -> int:
+        (index,) = draft.grown
+        self.merge.merge(draft)
+        while any(reads := self._reads(draft, index, self.alpha)):
+            self.merge.read(draft, index, reads)
+            self.merge.merge(draft)
+        draft.rows = tuple(of_nodes(row, branch_nodes(row.tree())) for row in draft.rows)
+        return self.max_nodes
 
-    def spare_reads(self, tree: GrowingTree, seconds: float) -> list[int]:
-        return self._reads(tree, LEAST_PROB)
+    def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
+        (index,) = draft.grown
+        (nodes,) = self._reads(draft, index, LEAST_PROB)
+        if nodes:
+            self.merge.read(draft, index, [nodes])
+            self.merge.merge(draft)
+        return bool(nodes)
 
-    def _reads(self, tree: GrowingTree, least: float) -> list[int]:
-        if not len(tree):
-            return [NO_NODE]
+    def _reads(self, draft: MergedDraft, index: int, least: float) -> list[list[int]]:
+        """Return the node of each row that the next pass reads; none where the surest branch is less likely than `least`."""
+        open_nodes = self.merge.unread(draft, index, self.max_nodes)
+        if open_nodes[0] == [NO_NODE]:
+            return open_nodes
+        return [self._read_of(row.tree(), {*nodes}, least) for row, nodes in zip(draft.rows, open_nodes, strict=True)]
+
+    def _read_of(self, tree: GrowingTree, open_nodes: set[int], least: float) -> list[int]:
         nodes = branch_nodes(tree)
-        ends = branch_ends(tree, nodes)
+        ends = [end for end in branch_ends(tree, nodes) if end in open_nodes]
         # Tree-cumulative confidence T_c: that of the surest branch.
-        if len(nodes) >= self.max_nodes or max(tree.probs[end] for end in ends) < least:
+        if len(nodes) >= self.max_nodes or max((tree.probs[end] for end in ends), default=0.0) < least:
             return []
         return [owed_most(tree, ends, len(nodes))]
 
-    def sends(self, trees: Sequence[GrowingTree]) -> list[list[int]]:
-        return [branch_nodes(tree)[: self.max_nodes] for tree in trees]
+    def advance(self, drafted: MergedProposal, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        for row, tokens in zip(drafted.draft.rows, accepted.tokens, strict=True):
+            self._learn(row.tree(), tokens)
+        return super().advance(drafted, tree, accepted, output)
 
-    def add_draft(self, trees: Sequence[GrowingTree], reads: Sequence[Sequence[int]], seconds: float) -> None:
-        """Learn nothing: the rule doesn't know costs."""
+    def _learn(self, tree: GrowingTree, tokens: Sequence[int]) -> None:
+        nodes = branch_nodes(tree)
+        if nodes:
+            # The best matching branch is the surest one of those that follow the accepted path.
+            ends, path = branch_ends(tree, nodes), tree.follow(tokens)
+            last = path[-1] if path else NO_NODE
+            best = max((end for end in ends if is_above(tree, last, end)), key=tree.probs.__getitem__)
+            confidence = max(tree.probs[end] for end in ends)
+            self.alpha = next_alpha(self.alpha, confidence, len(path), tree.depths[best])
 
-    def add_step(
-        self,
-        trees: Sequence[GrowingTree],
-        sent: Sequence[Sequence[int]],
-        accepted: Sequence[Sequence[int]],
-        draft_seconds: float,
-        pass_seconds: float,
-    ) -> None:
-        for tree, nodes, path in zip(trees, sent, accepted, strict=True):
-            if nodes:
-                # The best matching branch is the surest one of those that follow the accepted path.
-                ends = branch_ends(tree, nodes)
-                last = path[-1] if path else NO_NODE
-                best = max((end for end in ends if is_above(tree, last, end)), key=tree.probs.__getitem__)
-                confidence = max(tree.probs[end] for end in ends)
-                self.alpha = next_alpha(self.alpha, confidence, len(path), tree.depths[best])
+
+def of_nodes(row: MergedRow, nodes: Sequence[int]) -> MergedRow:
+    """Return a row of these nodes only, which have their parents among them."""
+    places = {NO_NODE: NO_NODE} | {node: place for place, node in enumerate(nodes)}
+    kept = ([values[node] for node in nodes] for values in (row.tokens, row.probs, row.origins, row.depths, row.places))
+    tokens, probs, origins, depths, spots = kept
+    children = {places[node]: found for node, found in row.children.items() if node in places}
+    return MergedRow(tokens, [places[row.parents[node]] for node in nodes], probs, origins, depths, children, spots)
 
 
 def next_alpha(alpha: float, confidence: float, num_correct: int, num_all: int) -> float:

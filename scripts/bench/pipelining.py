@@ -60,7 +60,7 @@ def main(
         # 1. The methods. The first answer of each warms up.
         methods: dict[str, Callable[..., Iterator[Step]]] = {PLAIN: partial(generate, staged, NullDrafter())}
         for length in CHAINS:
-            chain = load_drafter(drafter, staged, pace="fixed", length=length, top_k=1, tree_nodes=length)
+            chain = load_drafter(drafter, staged, length=length, top_k=1, tree_nodes=length)
             methods[f"synchronous, {length} draft tokens"] = partial(generate, staged, chain)
         streaming = streaming_drafter(load_drafter(drafter, staged))
         methods[PIPELINED] = partial(generate_pipelined, staged, streaming, speculation=ExpectedSpeculation())

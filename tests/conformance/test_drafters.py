@@ -47,7 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block-lattice": {"kind": "block", "block": 4, "correction": "markov", "rank": 8, "tree_nodes": 8},
     "block-one-slot": {"kind": "block", "num_slots": 1, "depth": 5, "width": 3, "tree_nodes": 8},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
-    "draft_expected": {"kind": "draft_model", "num_layers": 1, "pace": "expected", "tree_nodes": 8},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
     "eagle": {"depth": 4, "top_k": 3, "tree_nodes": 8},
@@ -70,15 +69,14 @@ FREE: dict[str, dict[str, Any]] = {
     "suffix": {"tree_nodes": 8},
 }
 """Small options of each training-free drafter."""
-MERGED: dict[str, str] = {"merged-expected": "expected", "merged-fixed": "fixed"}
-"""The pace of each merge of a trained drafter and training-free ones."""
+GROWING = "growing"
+MERGED: dict[str, str] = {GROWING: "expected", "merged-expected": "expected", "merged-fixed": "fixed"}
+"""The pace of each merge: of a draft model alone, and of a ReDrafter and training-free drafters."""
 PARTS = ("suffix", "recycling")
 """What is merged with a ReDrafter."""
 DRAWN_TREES: dict[str, str] = {"draft_model_drawn": "draft_model", "eagle_drawn": "eagle", "eagle3_drawn": "eagle3"}
 """The row of OPTIONS that drafts each drawn tree."""
 DRAWN = {"top_k": 2, "tree_nodes": 8, "temperature": 1.0}
-GROWING = {"draft_expected"}
-"""Rows whose trees grow: they depend on earlier steps and on measured seconds."""
 VARIANTS = {
     "block-lattice",
     "block-one-slot",
@@ -248,8 +246,9 @@ def drafter(name, train, target) -> Any:
     Drawn trees are drafted by a trained drafter, with other options.
     """
     if name in MERGED:
-        parts = "+".join([str(train("redrafter").folder), *PARTS])
-        options = {part: FREE[part] for part in PARTS}
+        kind, added = ("draft_model", ()) if name == GROWING else ("redrafter", PARTS)
+        parts = "+".join([str(train(kind).folder), *added])
+        options = {part: FREE[part] for part in added}
         return load_drafter(parts, target, pace=MERGED[name], tree_nodes=12, **options)
     if name in DRAWN_TREES:
         return load_drafter(train(DRAWN_TREES[name]).folder, target, **DRAWN)
@@ -302,7 +301,7 @@ def test_a_row_in_a_batch_decodes_as_it_does_alone(drafter, name, target):
     # Near zero, samples are texts that drafters know; drawn drafts are rarely accepted there.
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.7 if draws(name) else 0.1))
     stop_ids = set(range(60, 70))  # rows leave one by one
-    by_seconds = MERGED.get(name) == "expected" or name in GROWING  # or by the steps before
+    by_seconds = MERGED.get(name) == "expected"  # or by the steps before
 
     def sampled(rows: list[int]) -> list[Any]:
         prompts = [PROMPTS[row] for row in rows]
@@ -334,13 +333,13 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
     """Token Recycling reads the target's choices as well.
 
     So does a merge with it, and the trained drafter's search. Its first steps are trials, which ask
-    all parts. A growing tree reads the last token, and each draft pass.
+    all parts. A growing tree reads each draft pass.
     """
     num_passes: list[int] = []
-    if name in GROWING:
-        read = drafter.drafting._read
-        drafter.drafting._read = lambda draft, reads: num_passes.append(1) or read(draft, reads)
-    num_reads = 2 if name == "recycling" else 3 if name in MERGED else 1
+    if name == GROWING:
+        read = drafter.merge.read
+        drafter.merge.read = lambda *arguments: num_passes.append(1) or read(*arguments)
+    num_reads = {GROWING: 1, "recycling": 2}.get(name, 3 if name in MERGED else 1)
     steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)
@@ -349,8 +348,7 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
         num_passes.clear()
         with HostReads() as reads, ScalarReads() as scalars:
             next(steps)
-        num_more = 1 + len(num_passes) if name in GROWING else 0
-        assert [read for read in reads.names if read != "item"] == ["tolist"] * (num_reads + num_more)
+        assert [read for read in reads.names if read != "item"] == ["tolist"] * (num_reads + len(num_passes))
         assert scalars.count == 0
         num_steps += 1
     assert num_steps == 3
@@ -365,8 +363,6 @@ def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(train
     depth = len(loss.sums)  # the deepest that is trained
     assert depth == (1 if isinstance(trained.drafter, Eagle) else HORIZON - 1)
     assert int(loss.joint_hits[depth - 1]) >= 0.95 * int(loss.counts[depth - 1]) > 0
-    if getattr(trained.drafter.config, "pace", "fixed") != "fixed":
-        return  # seconds decide how much is drafted
     accepted = [count for row in answer(target, trained.load(target), MEMORISED).num_accepted for count in row]
     assert len(accepted) >= len(MEMORISED)
     assert sum(accepted) / len(accepted) >= 0.75 * depth

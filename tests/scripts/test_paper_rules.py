@@ -12,6 +12,7 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.decoding.window import Window
 from outrider.models.drafters import NullDrafter, load_drafter
+from outrider.models.drafters.growing_draft import LEAST_PROB
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
@@ -74,45 +75,42 @@ def test_the_branch_that_is_owed_most_is_extended(rules):
     """
     tree = tree_of((NO_NODE, 0.6), (NO_NODE, 0.35), (0, 0.5))
     assert rules.owed_most(tree, [1, 2], 3) == 1
-    assert rules.ConfidenceRule(MAX_NODES).reads([tree]) == [[1]]
     tree = tree_of((NO_NODE, 0.65), (NO_NODE, 0.31), (0, 0.99), (1, 0.2))
     assert rules.owed_most(tree, [2, 3], 4) == 2, "4 x .644 / .706 - 2 = 1.65; 4 x .062 / .706 - 2 = -1.65"
 
 
-def test_drafting_ends_when_the_surest_branch_is_unlikely(rules):
-    rule = rules.ConfidenceRule(MAX_NODES)
-    assert rule.reads([GrowingTree()]) == [[NO_NODE]]
-    assert rule.reads([tree_of((NO_NODE, 0.1), (0, 0.2))]) == [[1]], "0.02 is above the first threshold"
+@pytest.fixture
+def confidence(rules, tiny_target_dir) -> Any:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu", fast_linears=False))
+    merge: Any = load_drafter(f"draft_model:{tiny_target_dir}", target, pace="expected", tree_nodes=MAX_NODES)
+    return rules.ConfidenceMerge(merge.sources, merge.config)
+
+
+def test_drafting_ends_when_the_surest_branch_is_unlikely(confidence):
+    assert confidence._read_of(tree_of((NO_NODE, 0.1), (0, 0.2)), {1}, confidence.alpha) == [1], "0.02 is above the threshold"
     tree = tree_of((NO_NODE, 0.1), (0, 0.2), (1, 0.4))
-    assert rule.reads([tree]) == [[]], "0.008 is below it"
-    assert rule.sends([tree]) == [[0, 1, 2]]
-    assert rule.spare_reads(tree, 1.0) == [2], "while the target's pass waits, drafting costs nothing"
-    assert rules.ConfidenceRule(3).spare_reads(tree, 1.0) == [], "the tree is full"
+    assert confidence._read_of(tree, {2}, confidence.alpha) == [], "0.008 is below it"
+    assert confidence._read_of(tree, {2}, LEAST_PROB) == [2], "while the target's pass waits, drafting costs nothing"
+    assert confidence._read_of(tree, set(), LEAST_PROB) == [], "all were read"
 
 
-def test_the_threshold_learns_from_the_best_matching_branch(rules):
+def test_the_threshold_learns_from_the_best_matching_branch(confidence):
     """root ─┬─ 0 (.6) ─── 2 (.5)  ─── 4 (.9)      The surest branch: 0-2-4, .27.
     └─ 1 (.4) ─┬─ 3 (.5)                  Accepted: node 1. Of its branches 1-5 is surer
                └─ 5 (.51)                 than 1-3; it has 2 tokens.
     """
     tree = tree_of((NO_NODE, 0.6), (NO_NODE, 0.4), (0, 0.5), (1, 0.5), (2, 0.9), (1, 0.51))
-    rule = rules.ConfidenceRule(MAX_NODES)
-    sent = rule.sends([tree])
-    assert sent == [[0, 1, 2, 3, 4, 5]]
-    tree.mark_read(5, 9)
-    tree.add(5, [7], [0.9])  # grown since: no part of the tree that was verified
-    rule.add_step([tree], sent, [[1]], 1.0, 1.0)
-    assert rule.alpha == pytest.approx(0.01 / 0.27 ** (1 / 2))
-    rule.alpha = 0.01
-    rule.add_step([tree], sent, [[0, 2, 4]], 1.0, 1.0)
-    assert rule.alpha == 0.005
+    confidence._learn(tree, [1])
+    assert confidence.alpha == pytest.approx(0.01 / 0.27 ** (1 / 2))
+    confidence.alpha = 0.01
+    confidence._learn(tree, [0, 2, 4])
+    assert confidence.alpha == 0.005
 
 
 def test_texts_of_llmcads_rule_are_those_of_plain_decoding(rules, tiny_target_dir):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu", fast_linears=False))
-    drafter: Any = load_drafter(f"draft_model:{tiny_target_dir}", target, pace="expected", tree_nodes=8)
-    rule = rules.ConfidenceRule(8)
-    drafter.drafting.rule = lambda batch: rule
+    merge: Any = load_drafter(f"draft_model:{tiny_target_dir}", target, pace="expected", tree_nodes=8)
+    drafter = rules.ConfidenceMerge(merge.sources, merge.config)
     prompts, num_accepted = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6])], 0
     for acceptance in (GreedyAcceptance(), SpeculativeSampling(sampling=Sampling(temperature=0.7))):
         for rows in (prompts[:1], prompts):  # one tree outlives its step; a batch drafts anew

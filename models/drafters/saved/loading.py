@@ -76,10 +76,11 @@ def load_drafter(
     drafter (`suffix`), a model of transformers that drafts as it is (`draft_model:DIR`), or several
     of these, joined by `+`, whose trees are merged.
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width` (for the parts of a
-    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter that has no
-    option of that name. Raises ValueError for an unknown name, for a target of another shape or
-    tokenizer, for options that would change the weights, for missing, unknown or wrongly shaped
-    tensors, and for weights with another digest than the recorded one.
+    merge see `DrafterParts.split_options`). A `pace` makes a merge of a single drafter.
+
+    Raises ValueError for an unknown name, for a target of another shape or tokenizer, for options
+    that would change the weights, for missing, unknown or wrongly shaped tensors, and for weights
+    with another digest than the recorded one.
     """
     # 1. Check all options, which is fast.
     parts = parse_drafter_name(name, revision)

@@ -110,10 +110,9 @@ class DrafterParts:
     def is_merged(self, options: Mapping[str, Any]) -> bool:
         """Return whether it drafts merged trees.
 
-        It does if it has several parts, or if `options` has a pace and its only part has no option
-        of that name.
+        It does if it has several parts, or if `options` has a pace: then it is a merge of one.
         """
-        return len(self.parts) > 1 or ("pace" in options and not hasattr(self.parts[0].config({}), "pace"))
+        return len(self.parts) > 1 or "pace" in options
 
     def split_options(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Split run-time options by the part that has them; those of the merged tree are at MERGE.
@@ -154,7 +153,8 @@ class DrafterParts:
         Reads no weights. Raises ValueError for options that no part has, for wrong values, and for
         parts that can't be merged.
         """
-        from ..merged import MergedConfig, require_mergeable
+        from ..merge_sources import require_mergeable
+        from ..merged import MergedConfig
         from ..registry import checked_options
 
         split = self.split_options(options)

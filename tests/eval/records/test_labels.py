@@ -8,7 +8,7 @@ from outrider.eval.records.names import setting_words, title_of
 
 REDRAFTER: dict[str, Any] = {"beam_width": 4, "beam_length": 5, "tree_nodes": None, "num_blocks": 2}
 MERGE: dict[str, Any] = {"pace": "expected", "tree_nodes": 40, "redrafter": REDRAFTER, "suffix": {}}
-GROWING: dict[str, Any] = {"length": 5, "top_k": 8, "tree_nodes": 256, "pace": "expected"}
+GROWING: dict[str, Any] = {"tree_nodes": 256, "pace": "expected", "draft_model": {"length": 5, "top_k": 8}}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,6 @@ GROWING: dict[str, Any] = {"length": 5, "top_k": 8, "tree_nodes": 256, "pace": "
         ("redrafter+suffix", MERGE, {"pace": "fixed"}, "40 nodes"),
         ("redrafter+suffix", MERGE, {"suffix": {"depth": 8}}, '40 nodes, paced, suffix {"depth": 8}'),
         ("draft_model", GROWING, {"pace": "expected"}, "256 nodes, paced"),
-        ("draft_model", GROWING, {"pace": "fixed"}, "length 5, top-k 8, 256 nodes"),
     ],
 )
 def test_a_setting_in_words(kind: str, options: dict[str, Any], setting: dict[str, Any] | None, words: str) -> None:

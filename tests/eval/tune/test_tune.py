@@ -73,15 +73,6 @@ def test_every_training_free_drafter_has_settings_to_try(name: str) -> None:
         parts.configs(setting)
 
 
-def test_a_growing_draft_model_is_also_tried_in_fixed_trees(tiny_target: HFTarget, tmp_path: Path) -> None:
-    form = {"kind": "draft_model", "num_layers": 1, "pace": "expected"}
-    save_drafter(build_drafter(parse_drafter(form), tiny_target), tmp_path / "grown", tiny_target.identity)
-    saved, *others = settings_to_try(parse_drafter_name(tmp_path / "grown"))
-    assert "pace" not in saved, "as saved"
-    assert others
-    assert all(setting["pace"] == "fixed" for setting in others)
-
-
 # --- the search
 
 

@@ -26,6 +26,12 @@ class DialledState:
     """The nodes whose path is the true text."""
 
 
+def unread(tree: GrowingTree) -> list[int]:
+    """Return the nodes that weren't read, whose parents were."""
+    is_open = [parent == NO_NODE or tree.entries[parent] != UNREAD for parent in tree.parents]
+    return [node for node, entry in enumerate(tree.entries) if is_open[node] and entry == UNREAD]
+
+
 @dataclass
 class DialledDrafter:
     """A drafter whose likeliest token is right with probability `acceptance`.
@@ -55,7 +61,7 @@ class DialledDrafter:
             return False
         node = NO_NODE
         if len(tree):
-            (node,) = tree.unread(1)
+            node = max(unread(tree), key=tree.probs.__getitem__)
             tree.mark_read(node, 1 + sum(entry != UNREAD for entry in tree.entries))
         depth = 0 if node == NO_NODE else tree.depths[node]
         place = state.num_tokens + depth

@@ -325,7 +325,6 @@ def test_sizes_keep_the_targets_proportions(target):
         ({"init": "target_layers", "hidden_size": 16}, "so hidden_size can't be chosen"),
         ({"hidden_size": 0, "length": 0}, "drafter.hidden_size=0: must be above 0\ndrafter.length=0"),
         ({"temperature": -1.0}, "drafter.temperature=-1.0: must be at least 0"),
-        ({"temperature": 1.0, "pace": "expected"}, "a drawn tree can't grow"),
         ({"path": "/nowhere/at/all"}, "drafter.path is /nowhere/at/all: .*no such directory"),
         ({"architecture": {"model_type": "no such"}}, "transformers can't build the draft model"),
         ({"architecture": {}}, "transformers can't build the draft model"),

@@ -86,7 +86,9 @@ def test_what_earlier_texts_showed_changes_trees_but_no_tokens(target):
     plain, _ = decode(target, NullDrafter(), [0, 1])
     sources = {name: build(name, target) for name in ("draft_model", "medusa")}
     drafter = MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed"))
-    drafter.counts |= {source_key(0, depth) + bin_index: (0.0, 100.0) for depth in (1, 2, 3, 4) for bin_index in range(11)}
+    drafter.merge.counts |= {
+        source_key(0, depth) + bin_index: (0.0, 100.0) for depth in (1, 2, 3, 4) for bin_index in range(11)
+    }
     actual, steps = decode(target, drafter, [0, 1])
     _, without = decode(target, MergedDrafter(sources, MergedConfig(tree_nodes=3, pace="fixed")), [0, 1])
     assert actual == plain
@@ -97,10 +99,10 @@ def test_a_text_starts_from_the_counts_of_the_texts_before(target):
     """Of a batch and of recorded drafting, too."""
     drafter = merged(target, "medusa", "prompt_lookup", tree_nodes=5)
     decode(target, drafter, [0])
-    after_one = dict(drafter.counts)
+    after_one = dict(drafter.merge.counts)
     decode(target, drafter.recorded(lambda source: source), [1, 2])
     assert after_one
-    assert sum(total for _, total in drafter.counts.values()) > sum(total for _, total in after_one.values())
+    assert sum(total for _, total in drafter.merge.counts.values()) > sum(total for _, total in after_one.values())
 
 
 def test_a_tree_has_at_most_tree_nodes_nodes_and_parents_before_children(target):

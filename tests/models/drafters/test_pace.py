@@ -12,7 +12,8 @@ from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, Specu
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.candidates import Candidates
-from outrider.models.drafters.merged import Draft, MergedConfig, MergedDrafter, MergedState, expected_tokens, learn_gains
+from outrider.models.drafters.merge_sources import MergedDraft, MergedState, MergedText
+from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedStep, expected_tokens, learn_gains
 from outrider.models.drafters.merging import follow
 from outrider.models.drafters.training_free import TrainingFreeDrafter
 
@@ -113,14 +114,17 @@ class Simulation:
         # 1. Draft.
         started, drafter = self.clock(), self.drafter
         states = (self.position,) * len(self.sources)
-        state = MergedState(sources=states, counts=(self.counts,), walks=(), num_accepted=(self.num_accepted,))
-        draft = Draft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
+        state = MergedState(sources=states, texts=(MergedText(counts=self.counts),), num_accepted=(self.num_accepted,))
+        draft = MergedDraft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
         pacer = drafter._pacer(1)
         if drafter.config.pace == "expected":
-            (row,), num_nodes = drafter._paced(draft, pacer)
+            step = PacedStep(pacer=pacer, started=started)
+            num_nodes = drafter._paced(draft, step)
         else:
-            drafter._ask(draft, 0)
-            (row,), num_nodes = drafter._merged(draft), drafter.max_nodes
+            drafter.merge.ask(draft, 0)
+            drafter.merge.merge(draft)
+            num_nodes = drafter.max_nodes
+        (row,) = draft.rows
         num_nodes = min(num_nodes, len(row.tokens))
         # 2. Verify, and walk down the tree.
         drafted_at = self.clock()
@@ -138,7 +142,7 @@ class Simulation:
         self.position, self.walks, self.num_accepted = self.position + length + 1, walks, length
         expected = expected_tokens((row,))[num_nodes]
         pacer.add_step(num_nodes, 1.0 + length, expected, drafted_at - started, self.clock() - drafted_at)
-        learn_gains(pacer, draft.asked, [text], [length])
+        learn_gains(pacer, step.asked, [text], [length])
         return num_nodes
 
     def run(self, num_tokens: int) -> tuple[int, float, list[int]]:

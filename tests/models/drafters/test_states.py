@@ -87,7 +87,7 @@ def start(target: HFTarget, drafter: Any, rows: Sequence[int] = range(len(PROMPT
     texts = [PROMPTS[row] for row in rows]
     output = read(target, drafter, texts)
     if isinstance(drafter, MergedDrafter):  # what it learned from other texts is no part of a state
-        drafter.counts.clear()
+        drafter.merge.counts.clear()
     state = drafter.init_state(Prompts.of([torch.tensor(text) for text in texts]), output, max_new_tokens=ROOM)
     return Point(tuple((*PROMPTS[row], 30 + row) for row in rows), state)
 

@@ -195,7 +195,7 @@ def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target
 
     recorded = [*figures(whole, graphed_drafters.graphed(drafter), GraphedRule(RULES[rule]))]
     if isinstance(drafter, MergedDrafter):  # both begin with what no text has taught
-        drafter.counts.clear()
+        drafter.merge.counts.clear()
     assert recorded == [*figures(target, drafter, RULES[rule])]
     assert whole._graphs.recorder.num_replays > 10
     assert whole._graphs.recorder.num_overwritten > 0

@@ -1,0 +1,291 @@
+"""The sources of a merged tree: what they propose, and how they follow the text.
+
+There are three kinds. A training-free drafter looks its candidates up. A trained one searches once a
+step. And a draft model may grow (see `growing_draft`): each of its passes reads the likeliest nodes
+of the merged tree, whichever source has proposed them.
+
+    the text    a b c
+    suffix      d e f             tree   d ─┬─ e ─── f ─── g     g: the draft model has read f,
+    model       d x                         └─ x                    which only suffix proposed
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+
+from ..decoding.growing_tree import UNREAD
+from ..decoding.pacing import MAX_READS
+from ..decoding.tree import DraftTree
+from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
+from .base import TrainableDrafter
+from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
+from .draft_model import DraftModel
+from .growing_draft import GrowingModel, GrowingRow, GrowingText
+from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
+from .training_free import TextState, TrainingFreeDrafter
+
+FOREIGN = -2
+"""Parent of a node in a growing model's proposals, if it isn't the model's own candidate."""
+
+Source = TrainableDrafter | TrainingFreeDrafter
+
+
+@dataclass(slots=True, kw_only=True)
+class MergedText:
+    """What a merge knows of one row's text."""
+
+    counts: OutcomeCounts
+    """The calibration of this text."""
+    walks: tuple[MergeWalk, ...] = ()
+    """The proposals that the text has followed so far, up to its last accepted token."""
+
+    def follow(self, tokens: Sequence[int], *counts: OutcomeCounts) -> None:
+        """Learn from the tokens that the target has chosen."""
+        for token in tokens:
+            self.walks = follow(self.walks[-MAX_WALKS:], token, self.counts, *counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedState:
+    """The states of the sources, and what each row's text has shown."""
+
+    sources: tuple[Any, ...]
+    texts: tuple[MergedText, ...]
+    num_accepted: tuple[int, ...]
+    """Accepted draft tokens of the last step."""
+    last_tokens: tuple[int, ...] | None = None
+    """The last token of each row; None if the host hasn't read it yet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MergedDraft:
+    """A merged tree in the making, and what `advance` needs of it."""
+
+    state: MergedState
+    last_token: Int[torch.Tensor, " batch"]
+    last_tokens: Sequence[int]
+    drafted: dict[int, Any] = field(default_factory=dict)
+    """What each source that was asked needs to advance, by its index."""
+    proposals: list[list[Proposals]]
+    """The candidates so far, by row."""
+    grown: dict[int, list[Proposals]] = field(default_factory=dict)
+    """Those of the growing models, by the model's index; a node has the same number in its tree."""
+    rows: tuple[MergedRow, ...] = ()
+    """The merged trees."""
+
+
+class MergeSources:
+    """The sources of a merge, and the calibration that all its texts teach.
+
+    With `grows`, draft models grow, unless their passes have fixed shapes.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], *, max_nodes: int, grows: bool) -> None:
+        """Raises ValueError for sources that can't be merged."""
+        vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
+        require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
+        self.named, self.max_nodes = dict(sources), max_nodes
+        self.counts: OutcomeCounts = {}
+        self.parts: tuple[Any, ...] = tuple(
+            GrowingModel(source) if grows and isinstance(source, DraftModel) and not source.reader.has_fixed_shapes else source
+            for source in sources.values()
+        )
+        self.free, self.searching, self.models = map(self._indexes, (TrainingFreeDrafter, TrainableDrafter, GrowingModel))
+        self._layers = tuple(source.feature_layers for source in sources.values())
+        self.feature_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
+
+    def _indexes(self, kind: type[Any]) -> list[int]:
+        return [index for index, source in enumerate(self.parts) if isinstance(source, kind)]
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and answer together; None if the target's limit suffices."""
+        lengths = [source.context_length for source in self.named.values() if source.context_length is not None]
+        return min(lengths, default=None)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the trained weights of all sources."""
+        for source in self.named.values():
+            yield from source.parameters()
+
+    def recorded(self, record: Callable[[Source], Any]) -> "MergeSources":
+        """Return the same sources, recorded."""
+        other = copy(self)
+        other.parts = tuple(map(record, self.parts))
+        return other
+
+    # --- following the text
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
+        """Return the state after the prompts."""
+        batch = len(prompts.lengths)
+        return MergedState(
+            sources=tuple(
+                source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
+                for index, source in enumerate(self.parts)
+            ),
+            texts=tuple(MergedText(counts=start_of_text(self.counts)) for _ in range(batch)),
+            num_accepted=(0,) * batch,
+        )
+
+    def advance(self, drafted: MergedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> MergedState:
+        """Return the state after the accepted path. The token after it comes with the next draft."""
+        states = tuple(
+            source.advance(self._drafted(drafted, index), tree, accepted, self._output_for(index, output))
+            for index, source in enumerate(self.parts)
+        )
+        texts = drafted.state.texts
+        for text, row, tokens in zip(texts, drafted.rows, accepted.tokens, strict=True):
+            text.walks = (*text.walks, (row, NO_NODE))
+            text.follow(tokens, self.counts)
+        return MergedState(
+            sources=states, texts=texts, num_accepted=accepted.num_accepted.host, last_tokens=accepted.next_tokens
+        )
+
+    def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
+        """Return the state of these rows of the batch only."""
+        return MergedState(
+            sources=tuple(source.select(part, rows) for source, part in zip(self.parts, state.sources, strict=True)),
+            texts=tuple(replace(state.texts[row], counts={**state.texts[row].counts}) for row in rows),  # a row may be repeated
+            num_accepted=tuple(state.num_accepted[row] for row in rows),
+            last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
+        )
+
+    def _drafted(self, draft: MergedDraft, index: int) -> Any:
+        """Return what a source needs to advance. One that wasn't asked follows the text without drafts."""
+        source, state = self.parts[index], draft.state.sources[index]
+        if index in draft.drafted or index in draft.grown:
+            return draft.drafted.get(index, state)
+        if isinstance(source, TrainingFreeDrafter):
+            return TextState(state, draft.last_tokens)
+        return source.skip(state, draft.last_token)
+
+    def _output_for(self, index: int, output: TargetOutput) -> TargetOutput:
+        """Return the target's output with the features that this source reads."""
+        layers, all_layers = self._layers[index], self.feature_layers
+        if output.features is None or layers in ((), all_layers):
+            return output
+        parts = output.features.chunk(len(all_layers), dim=-1)
+        return replace(output, features=torch.cat([parts[all_layers.index(layer)] for layer in layers], dim=-1))
+
+    # --- drafting
+
+    def open(self, state: MergedState, last_token: Int[torch.Tensor, " batch"], last_tokens: Sequence[int]) -> MergedDraft:
+        """Learn from the last tokens, and return what is left of the trees of growing models."""
+        for text, token in zip(state.texts, last_tokens, strict=True):
+            text.follow([token], self.counts)
+        draft = MergedDraft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
+        for index in self.models:
+            part = state.sources[index]
+            self.parts[index].open(part, last_tokens)
+            draft.grown[index] = [Proposals(index) for _ in last_tokens]
+            for row, proposals in zip(draft.proposals, draft.grown[index], strict=True):
+                row.append(proposals)
+            self._take_nodes(draft, index)
+        return draft
+
+    def ask(self, draft: MergedDraft, index: int) -> None:
+        """Let a source draft; of a growing model this is a pass that reads the root."""
+        source, state = self.parts[index], draft.state.sources[index]
+        if index in draft.grown:
+            self.read(draft, index, [[NO_NODE]] * len(draft.rows))
+            return
+        if not isinstance(source, TrainingFreeDrafter):
+            search, draft.drafted[index] = source.search(state, draft.last_token)
+            candidates = rows_of_search(search, self.max_nodes)
+        else:
+            draft.drafted[index] = TextState(state, draft.last_tokens)
+            candidates = source.candidates(state, draft.last_tokens)
+        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
+            if row_candidates.tokens:
+                row.append(Proposals(index, row_candidates))
+
+    def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> None:
+        """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.
+
+        Nodes that other sources have proposed join the model's tree.
+        """
+        part: GrowingText = draft.state.sources[index]
+        numbers = [
+            [number for node in nodes if (number := _number(row, merged, proposals, node)) is not None]
+            for row, merged, proposals, nodes in zip(part.rows, draft.rows, draft.grown[index], reads, strict=True)
+        ]
+        if any(numbers):
+            self.parts[index].read(part, numbers)
+        self._take_nodes(draft, index)
+
+    def unread(self, draft: MergedDraft, index: int, most: int = MAX_READS) -> list[list[int]]:
+        """Return each row's nodes that a growing model may read next, the likeliest first.
+
+        The model has read their parents. They are `most` at most, and none if its cache has no room.
+        """
+        part: GrowingText = draft.state.sources[index]
+        if not part.is_rooted:
+            return [[NO_NODE] for _ in draft.rows]
+        if self.parts[index].room(part) < MAX_READS:
+            return [[] for _ in draft.rows]
+        found = []
+        for row, merged, proposals in zip(part.rows, draft.rows, draft.grown[index], strict=True):
+            entries, nodes = row.tree.entries, []
+            is_read = {NO_NODE: True}
+            for node, parent in enumerate(merged.parents):
+                number = merged.number(node, proposals)
+                is_read[node] = number is not None and entries[number] != UNREAD
+                if is_read[parent] and not is_read[node]:
+                    nodes.append(node)
+                    if len(nodes) == most:
+                        break
+            found.append(nodes)
+        return found
+
+    def merge(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
+        """Merge the candidates so far, row by row."""
+        draft.rows = tuple(
+            grow(proposals, text.counts, self.max_nodes, floors)
+            for proposals, text in zip(draft.proposals, draft.state.texts, strict=True)
+        )
+
+    def _take_nodes(self, draft: MergedDraft, index: int) -> None:
+        """Append what a growing model's trees have got since to its proposals."""
+        part: GrowingText = draft.state.sources[index]
+        for row, proposals in zip(part.rows, draft.grown[index], strict=True):
+            tree = row.tree
+            for node in range(len(proposals.tokens), len(tree)):
+                score = tree.estimates[node]
+                parent = tree.parents[node] if score > 0.0 else FOREIGN
+                proposals.add(parent, tree.tokens[node], score, bisect(BIN_BOUNDS, score))
+
+
+def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:
+    """Return a merged node's number in a model's tree, where it joins; None if it was read there below an earlier root."""
+    number = merged.number(node, proposals)
+    if number is None:
+        above = merged.number(merged.parents[node], proposals)
+        assert above is not None, "a node is read after its parent"
+        number = row.adopt(above, merged.tokens[node])
+        source, place = merged.places[node][0]
+        source.attached.setdefault(place, []).append((proposals, number))
+    return number if number == NO_NODE or row.tree.entries[number] == UNREAD else None
+
+
+def require_mergeable(configs: Mapping[str, Any], vocab_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for drafters whose candidates can't form one tree.
+
+    `configs` are theirs by name, and `vocab_sizes` those of the trained ones.
+    """
+    if not 1 <= len(configs) <= MAX_SOURCES:
+        raise ValueError(f"a merged tree of {len(configs)} drafters; name between 1 and {MAX_SOURCES}")
+    for name, config in configs.items():
+        if temperature := getattr(config, "temperature", 0.0):
+            raise ValueError(
+                f"{name} draws its drafts at temperature {temperature:g}, and the acceptance of drawn drafts needs their "
+                f"probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
+            )
+    if len(set(vocab_sizes.values())) > 1:
+        listed = ", ".join(f"{size:,} tokens in {name}" for name, size in vocab_sizes.items())
+        raise ValueError(f"the drafters of a merge have different vocabularies ({listed}); merge drafters of one target")
